@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter that makes it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format requirements clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
+	@echo "setting up $(VENV): torch and numpy, about a minute"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "setting up $(VENV): test and quality tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.base  ## run the main job (today: a tour of the contract on the fake backend)
+	@$(BIN)/python examples/contract_tour.py
+
+test: $(VENV)/.dev  ## run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## lint, format, types, layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev  ## format the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+requirements: $(VENV)/.dev  ## print requirement -> tests; fails if a delivered one has no test
+	@$(BIN)/python -m tests.requirements
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Compute backends behind the contract of `tokenmill.core`."""

@@ -1,0 +1,55 @@
+"""`open_model`: from a model's name or path to a `ModelHandle`, through a registry of openers.
+
+An opener looks at the name and either gives a handle or None, so a new kind of model joins with one call of
+`register_opener` and no change anywhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tokenmill.core.backend import ModelHandle
+from tokenmill.core.fake import FakeConfig, FakeModel
+from tokenmill.errors import ConfigError, ModelNotFound
+
+
+class Opener(Protocol):
+    """Opens the models of one kind; None means "not mine". Options it does not know are a `ConfigError`."""
+
+    def __call__(self, model: str, **options: Any) -> ModelHandle | None: ...
+
+
+_openers: dict[str, Opener] = {}
+
+
+def register_opener(kind: str, opener: Opener) -> None:
+    """Add a kind of model. Later ones are asked first, so that a specific opener can go before a general one."""
+    if kind in _openers:
+        raise ConfigError(f"an opener for {kind!r} models is registered already")
+    _openers[kind] = opener
+
+
+def unregister_opener(kind: str) -> None:
+    """Remove a kind of model."""
+    del _openers[kind]
+
+
+def open_model(model: str, **options: Any) -> ModelHandle:
+    """Load a model once; the handle makes a backend for each engine core."""
+    for opener in reversed(_openers.values()):
+        handle = opener(model, **options)
+        if handle is not None:
+            return handle
+    raise ModelNotFound(f"no model {model!r}; known kinds: {', '.join(sorted(_openers))}")
+
+
+def _open_fake(model: str, **options: Any) -> ModelHandle | None:
+    if model != "fake":
+        return None
+    try:
+        return FakeModel(FakeConfig(**options))
+    except TypeError as error:
+        raise ConfigError(f"fake model: {error}") from None
+
+
+register_opener("fake", _open_fake)

@@ -1,0 +1,203 @@
+"""`Backend`: two launches and one wait, so that a device never waits for Python.
+
+    forward(batch) ──> Forward ──┐                          (launch: returns at once)
+                                 ├─ sample(forward, rows) ──> Sampling     (launch: returns at once)
+    collect(handle) <────────────┴──────────────────────────┘              (the only wait)
+
+`decode(batch)` is the synchronous convenience: forward and collect in one call. One thread owns a backend; forwards
+run in the order they were submitted, on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.core.batch import Batch, IntArray
+from tokenmill.core.kv import Capabilities, KVMemory, LayerKV
+
+FloatArray = NDArray[np.float32]
+Mask = NDArray[np.uint32]
+"""[rows, ceil(vocab / 32)] bits, lowest bit first; a set bit allows the token. The layout grammar engines write."""
+
+BAD_ROW = -1
+"""The id `Sampled` gives for a row whose logits were not finite: that row's request has failed, no other."""
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """What the flagged tokens of a batch gave, on the host."""
+
+    logits: FloatArray
+    """[k, vocab]: row k belongs to batch index `output_ids[k]`."""
+    output_ids: IntArray
+    hidden: FloatArray
+    """[k, hidden]: row k belongs to batch index `hidden_ids[k]`."""
+    hidden_ids: IntArray
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token id per sampled row, `BAD_ROW` where the logits were not finite; logprobs and the like in `extras`.
+
+    Inside the backend the arrays are its own (numpy or torch); `collect` gives numpy ones.
+    """
+
+    ids: Any
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sampler(Protocol):
+    """Turns logits into ids where the logits are. The sampling layer implements it; the backend only calls it."""
+
+    def __call__(self, logits: Any, mask: Any | None) -> Sampled:
+        """`logits`: [rows, vocab] in the backend's own array type; `mask` likewise, with `Mask`'s layout."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Which rows of a forward's logits to sample, and where the backend remembers each id."""
+
+    output: IntArray
+    """Row k of the forward's logits."""
+    row: IntArray
+    """Row of the backend's token table: a later batch names this id as `last_sampled(row)`."""
+    sampler: Sampler | None = None
+    """None takes the largest logit."""
+
+
+class Forward(Protocol):
+    """A submitted forward pass; its results may still be on the device. Opaque to the engine."""
+
+    @property
+    def output_ids(self) -> IntArray:
+        """Batch index of each logits row, known at launch."""
+        ...
+
+
+class Sampling(Protocol):
+    """A submitted sampling of a `Forward`. Opaque to the engine."""
+
+    @property
+    def forward(self) -> Forward: ...
+
+
+class Backend(Protocol):
+    """Compute behind the contract. `docs/contract.md` explains each rule; the conformance suite checks it."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def kv(self) -> KVMemory: ...
+
+    def forward(self, batch: Batch) -> Forward:
+        """Launch one pass over the batch, all or nothing.
+
+        Raises `InvalidBatch`, `OutOfKV` or `ForwardFailed` with KV memory exactly as it was.
+        """
+        ...
+
+    def sample(self, forward: Forward, rows: SampleRows, mask: Mask | None = None) -> Sampling:
+        """Launch the sampling of some logits rows; their ids go to the token table."""
+        ...
+
+    @overload
+    def collect(self, handle: Forward) -> DecodeOutput: ...
+    @overload
+    def collect(self, handle: Sampling) -> Sampled: ...
+    def collect(self, handle: Forward | Sampling) -> DecodeOutput | Sampled:
+        """Wait for a handle and bring its results to the host. Steps are collected in the order they were submitted.
+
+        A failure found only now raises `ForwardFailed`: the cells written by that step and by every later one are
+        gone from every sequence, and the later steps' handles fail too.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Explicit and idempotent; never left to the garbage collector."""
+        ...
+
+    def decode(self, batch: Batch) -> DecodeOutput:
+        """Run a batch and wait for its logits and hidden rows."""
+        return self.collect(self.forward(batch))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the engine needs to know of a model, whatever its family."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    max_context: int
+    """Positions are numbered below this."""
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class BackendLimits:
+    """The memory one engine core gives to its backend."""
+
+    num_cells: int = 4096
+    max_seqs: int = 256
+    ubatch_size: int = 2048
+    """Tokens computed at once inside one forward; the result does not depend on it."""
+
+
+class ModelHandle(Protocol):
+    """A loaded model: weights once, shared by the backends of all engine cores."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def weights_version(self) -> int:
+        """Grows when a weight is replaced; KV computed under another version is worthless."""
+        ...
+
+    def new_backend(self, limits: BackendLimits) -> Backend:
+        """A backend with KV memory of its own, over the shared weights."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def pack_mask(allowed: NDArray[np.bool_]) -> Mask:
+    """[rows, vocab] booleans to the packed layout of `Mask`."""
+    rows, vocab = allowed.shape
+    padded = np.zeros((rows, -(-vocab // 32) * 32), dtype=bool)
+    padded[:, :vocab] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+
+
+def unpack_mask(mask: Mask, vocab: int) -> NDArray[np.bool_]:
+    """The packed layout of `Mask` back to [rows, vocab] booleans."""
+    octets = np.ascontiguousarray(mask, dtype="<u4").view(np.uint8)
+    return np.unpackbits(octets, axis=1, count=vocab, bitorder="little").astype(bool)
+
+
+def greedy(logits: FloatArray, mask: Mask | None) -> Sampled:
+    """The `Sampler` of numpy backends when a request asks for none: the largest logit."""
+    allowed = logits if mask is None else np.where(unpack_mask(mask, logits.shape[1]), logits, np.float32(-np.inf))
+    ids = allowed.argmax(axis=1).astype(np.int32)
+    ids[np.isnan(logits).any(axis=1)] = BAD_ROW
+    return Sampled(ids)

@@ -1,0 +1,136 @@
+"""`Batch`: the tokens of one forward pass, as a structure of arrays.
+
+Prefill and decode tokens stand side by side; the difference between them is only how many tokens a sequence has in
+the batch. A batch checks its own shape here; what depends on memory (positions, sequence limits, room) is checked by
+the backend that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.errors import InvalidBatch
+
+IntArray = NDArray[np.int32]
+
+NO_SEQ = -1
+"""Padding in `Batch.seq_ids` for tokens that belong to fewer sequences than the widest one."""
+
+
+class Output(IntFlag):
+    """What the backend keeps for a token after the forward pass."""
+
+    NONE = 0
+    LOGITS = 1
+    HIDDEN = 2
+
+
+def last_sampled(row: int) -> int:
+    """The token value that stands for "whatever was last sampled in this row", resolved by the backend.
+
+    It lets step t+1 be submitted before the ids of step t have reached the host.
+    """
+    return -1 - row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tokens of one forward pass. Entry i of every array speaks of token i.
+
+    Fields are given by name only, so that input embeddings, adapters and multi-axis positions can join later.
+    """
+
+    token: IntArray
+    """Token id, or `last_sampled(row)`."""
+    pos: IntArray
+    """Position of the token in its sequences."""
+    seq_ids: IntArray
+    """[n, width]: the sequences the token belongs to, padded at the end with `NO_SEQ`. Width 1 is the common case."""
+    output: NDArray[np.uint8]
+    """What to keep of this token: an `Output`."""
+
+    def __post_init__(self) -> None:
+        n = len(self.token)
+        if n == 0:
+            raise InvalidBatch("a batch must hold at least one token")
+        if self.seq_ids.ndim != 2 or self.seq_ids.shape[1] == 0:
+            raise InvalidBatch(f"seq_ids must have shape [tokens, width], not {self.seq_ids.shape}")
+        lengths = {"pos": len(self.pos), "seq_ids": len(self.seq_ids), "output": len(self.output)}
+        for name, length in lengths.items():
+            if length != n:
+                raise InvalidBatch(f"{name} has {length} entries for {n} tokens")
+        if self.pos.min() < 0:
+            raise InvalidBatch(f"position {self.pos.min()} is negative")
+        if self.output.max() > (Output.LOGITS | Output.HIDDEN):
+            raise InvalidBatch(f"output {self.output.max()} is no combination of LOGITS (1) and HIDDEN (2)")
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        if self.seq_ids[:, 0].min() < 0:
+            raise InvalidBatch(f"token {int(self.seq_ids[:, 0].argmin())} belongs to no sequence")
+        if self.seq_ids.shape[1] == 1:
+            return
+        padding = self.seq_ids < 0
+        if (self.seq_ids[padding] != NO_SEQ).any() or (padding[:, :-1] & ~padding[:, 1:]).any():
+            raise InvalidBatch("seq_ids may only be padded with -1 at the end of a row")
+        ordered = np.sort(self.seq_ids, axis=1)
+        if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+            raise InvalidBatch("a token names the same sequence twice")
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def rows(self, kind: Output) -> IntArray:
+        """Batch indices of the tokens that ask for `kind`, in order."""
+        return np.flatnonzero(self.output & np.uint8(kind)).astype(np.int32)
+
+    def sequences_of(self, index: int) -> list[int]:
+        """The sequences that token `index` belongs to."""
+        ids = self.seq_ids[index]
+        return [int(seq) for seq in ids if seq >= 0]
+
+
+class BatchBuilder:
+    """Collects tokens one run at a time. The engine's hot path fills arrays itself; this is for everybody else."""
+
+    def __init__(self) -> None:
+        self._token: list[int] = []
+        self._pos: list[int] = []
+        self._seq_ids: list[tuple[int, ...]] = []
+        self._output: list[int] = []
+
+    def add(self, token: int, pos: int, seq_ids: int | Iterable[int], output: int = Output.NONE) -> BatchBuilder:
+        """Append one token of one or several sequences."""
+        self._token.append(token)
+        self._pos.append(pos)
+        self._seq_ids.append((seq_ids,) if isinstance(seq_ids, int) else tuple(seq_ids))
+        self._output.append(int(output))
+        return self
+
+    def add_run(
+        self, tokens: Sequence[int], start: int, seq_ids: int | Iterable[int], last_output: int = Output.LOGITS
+    ) -> BatchBuilder:
+        """Append consecutive tokens from position `start`; only the last one asks for output."""
+        shared = (seq_ids,) if isinstance(seq_ids, int) else tuple(seq_ids)
+        for offset, token in enumerate(tokens):
+            is_last = offset == len(tokens) - 1
+            self.add(token, start + offset, shared, last_output if is_last else Output.NONE)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._token)
+
+    def build(self) -> Batch:
+        width = max((len(ids) for ids in self._seq_ids), default=1)
+        padded = [ids + (NO_SEQ,) * (width - len(ids)) for ids in self._seq_ids]
+        return Batch(
+            token=np.array(self._token, dtype=np.int32),
+            pos=np.array(self._pos, dtype=np.int32),
+            seq_ids=np.array(padded, dtype=np.int32).reshape(len(padded), width),
+            output=np.array(self._output, dtype=np.uint8),
+        )

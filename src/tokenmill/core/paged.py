@@ -1,0 +1,341 @@
+"""`PagedKV`: the contract's KV rules on block tables, fast enough for every step.
+
+Blocks are shared by reference count and copied when a sequence is about to write into one that others hold too. This
+class keeps the bookkeeping and is pure numpy; the keys and values themselves live in a `KVStorage` (tokens in the fake
+backend, tensors in the torch backend). `CellTable` says what it must do; the conformance suite checks that it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.core.batch import Batch, IntArray
+from tokenmill.core.blocks import BlockPool
+from tokenmill.core.kv import ANY, Capabilities, KVStats
+from tokenmill.core.segments import Segment, cut_into_segments
+from tokenmill.core.tables import BlockTables
+from tokenmill.errors import InvalidBatch, InvalidOperation, OutOfKV, Unsupported
+
+BoolArray = NDArray[np.bool_]
+
+
+class KVStorage(Protocol):
+    """Where the data of the cells lives. A slot is a cell's number: block * block_size + offset."""
+
+    def copy_blocks(self, src: IntArray, dst: IntArray) -> None: ...
+    def shift(self, slots: IntArray, delta: int) -> None: ...
+    def read(self, slots: IntArray) -> bytes: ...
+    def write(self, slots: IntArray, data: bytes) -> None:
+        """Raises `InvalidOperation` if the bytes do not fit the slots."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The blocks one segment takes: `grow` new ones per group, and a copy of its last one where `copy` is set."""
+
+    segment: Segment
+    grow: IntArray
+    copy: BoolArray
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.grow.sum()) + int(self.copy.sum())
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """How a batch is run: segment by segment. `step` names it for `forget`."""
+
+    demands: tuple[Demand, ...]
+    step: int
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(demand.num_blocks for demand in self.demands)
+
+
+@dataclass(frozen=True)
+class _Undo:
+    demand: Demand
+    taken: IntArray
+    copied: IntArray
+    end: IntArray
+    num_blocks: IntArray
+
+
+class PagedKV:
+    """KV memory in blocks of `block_size` cells, shared between sequences by reference count."""
+
+    def __init__(
+        self, num_cells: int, max_context: int, block_size: int, capabilities: Capabilities, storage: KVStorage
+    ) -> None:
+        self.max_context = max_context
+        self.capabilities = capabilities
+        self.tables = BlockTables(BlockPool(num_cells // block_size), block_size, capabilities.max_seqs, max_context)
+        self._storage = storage
+        self._step_of_slot: NDArray[np.int64] = np.zeros(num_cells // block_size * block_size, dtype=np.int64)
+        self._shifts: list[tuple[IntArray, int]] = []
+        self._applied: list[_Undo] = []
+        self._steps = 0
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        return self.tables.block_size
+
+    def seq_pos_min(self, seq: int) -> int:
+        return int(self.tables.start[seq]) if self.tables.num_blocks[self._checked(seq)] else -1
+
+    def seq_pos_max(self, seq: int) -> int:
+        return int(self.tables.end[self._checked(seq)]) - 1
+
+    def free(self) -> int:
+        return self.tables.pool.num_free * self.block_size
+
+    def stats(self) -> KVStats:
+        active = self.tables.active()
+        held = np.zeros(len(self._step_of_slot), dtype=bool)
+        for seq in active:
+            held[self.tables.slots_of(seq)] = True
+        return KVStats(
+            num_cells=len(held),
+            free_cells=self.free(),
+            held_cells=int(held.sum()),
+            referenced_cells=int((self.tables.end - self.tables.start).sum()),
+            num_seqs=len(active),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if tables, counts and free list contradict each other."""
+        self.tables.check_integrity()
+
+    # -- sequence operations ------------------------------------------------------------------------------------------
+
+    def seq_rm(self, seq: int, p0: int = ANY, p1: int = ANY) -> bool:
+        seqs = self.tables.active() if seq == ANY else [self._checked(seq)]
+        doomed = {s: (lo, hi) for s in seqs for lo, hi in [self._clip(s, p0, p1)] if lo < hi}
+        for s, (lo, hi) in doomed.items():
+            if lo > self.tables.start[s] and hi < self.tables.end[s]:
+                raise InvalidOperation(f"removing [{p0}, {p1}) leaves a hole in sequence {s}; remove a head or a tail")
+        if not self.capabilities.partial_rm and any(hi - lo < self.tables.length(s) for s, (lo, hi) in doomed.items()):
+            return False
+        for s, (lo, hi) in doomed.items():
+            if hi == self.tables.end[s]:
+                self.tables.cut_tail(s, lo)
+            else:
+                self.tables.cut_head(s, hi)
+        return True
+
+    def seq_cp(self, src: int, dst: int, p0: int = ANY, p1: int = ANY) -> None:
+        if self._checked(src) == self._checked(dst):
+            return
+        lo, hi = self._clip(src, p0, p1)
+        if self.tables.num_blocks[dst]:
+            raise InvalidOperation(f"sequence {dst} is not empty; remove it before copying sequence {src} to it")
+        if lo >= hi:
+            return
+        if not self.capabilities.partial_cp and hi - lo < self.tables.length(src):
+            raise Unsupported("this memory can only copy whole sequences")
+        self.tables.share(src, dst, lo, hi)
+
+    def seq_keep(self, seq: int) -> None:
+        self._checked(seq)
+        for other in self.tables.active():
+            if other != seq:
+                self.tables.drop(other)
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        lo, hi = self._clip(self._checked(seq), p0, p1)
+        if lo >= hi or delta == 0:
+            return
+        if not self.capabilities.shift:
+            raise Unsupported("this memory can't shift positions")
+        if hi - lo < self.tables.length(seq):
+            raise InvalidOperation(f"shifting [{p0}, {p1}) tears sequence {seq} apart; shift all of it")
+        if self.tables.shares_cells(seq):
+            raise InvalidOperation(f"sequence {seq} shares cells; shared cells can't be shifted")
+        if lo + delta < 0 or hi + delta > self.max_context:
+            raise InvalidOperation(f"shifting sequence {seq} by {delta} leaves positions 0 to {self.max_context - 1}")
+        self._shifts.append((self.tables.slots_of(seq), delta))
+        self.tables.shift(seq, delta)
+
+    def clear(self) -> None:
+        for seq in self.tables.active():
+            self.tables.drop(seq)
+
+    # -- running a batch: update, prepare, apply segment by segment; rollback if one of them fails --------------------
+
+    def update(self) -> None:
+        shifts, self._shifts = self._shifts, []
+        for slots, delta in shifts:
+            self._storage.shift(slots, delta)
+
+    def needed(self, batch: Batch) -> int:
+        return self._plan(batch).num_blocks * self.block_size
+
+    def prepare(self, batch: Batch) -> PagedPlan:
+        """Plan the whole batch, or raise; nothing changes."""
+        plan = self._plan(batch)
+        if plan.num_blocks > self.tables.pool.num_free:
+            raise OutOfKV(plan.num_blocks * self.block_size, self.free())
+        self._applied.clear()
+        self._steps = plan.step
+        return plan
+
+    def apply(self, demand: Demand) -> IntArray:
+        """Take the cells of the plan's next segment and copy what must not be shared; gives each token's slot."""
+        lead = demand.segment.lead
+        end, num_blocks = self.tables.end[lead], self.tables.num_blocks[lead]
+        taken = self.tables.pool.take(demand.num_blocks)
+        copies, grown = np.split(taken, [int(demand.copy.sum())])
+        copied = _place(self.tables, demand, copies, grown)
+        self._applied.append(_Undo(demand, taken, copied, end, num_blocks))
+        if len(copies):
+            self._storage.copy_blocks(copied, copies)
+            steps = self._step_of_slot.reshape(-1, self.block_size)
+            steps[copies] = steps[copied]
+        slots = self.tables.slots_at(demand.segment.token_lead, demand.segment.token_pos)
+        self._step_of_slot[slots] = self._steps
+        return slots
+
+    def rollback(self) -> None:
+        """Undo what was applied since prepare: tables, counts and the order of the free list are as they were."""
+        for undo in reversed(self._applied):
+            segment, copy = undo.demand.segment, undo.demand.copy
+            self.tables.end[segment.lead], self.tables.num_blocks[segment.lead] = undo.end, undo.num_blocks
+            self.tables.table[segment.lead[copy], undo.num_blocks[copy] - 1] = undo.copied
+            np.add.at(self.tables.pool.refs, undo.copied, segment.holders[copy])
+            for first, *others in segment.groups:
+                self.tables.follow(first, others)
+            self.tables.pool.untake(undo.taken)
+        self._applied.clear()
+
+    def forget(self, step: int) -> None:
+        """A step failed after others were submitted: drop the cells that it and later ones wrote, wherever held."""
+        for seq in self.tables.active():
+            failed = self._step_of_slot[self.tables.slots_of(seq)] >= step
+            if failed.any():
+                self.tables.cut_tail(seq, int(self.tables.start[seq]) + int(failed.argmax()))
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, batch: Batch) -> PagedPlan:
+        segments = cut_into_segments(batch)
+        if len(segments) == 1:
+            return PagedPlan((self._demand(self.tables, segments[0]),), self._steps + 1)
+        # A later segment depends on what the earlier ones do, so they are tried on a copy with room for all.
+        trial = self.tables.copy_with_spare(2 * len(batch))
+        demands = []
+        for segment in segments:
+            demand = self._demand(trial, segment)
+            blocks = trial.pool.take(demand.num_blocks)
+            _place(trial, demand, *np.split(blocks, [int(demand.copy.sum())]))
+            demands.append(demand)
+        return PagedPlan(tuple(demands), self._steps + 1)
+
+    def _demand(self, tables: BlockTables, segment: Segment) -> Demand:
+        self._check(tables, segment)
+        length = tables.end[segment.lead] + segment.count - tables.base[segment.lead]
+        grow = -(-length // tables.block_size) - tables.num_blocks[segment.lead]
+        return Demand(segment, grow, _must_copy(tables, segment))
+
+    def _check(self, tables: BlockTables, segment: Segment) -> None:
+        if segment.max_seq >= self.capabilities.max_seqs:
+            raise InvalidBatch(f"sequence {segment.max_seq} is not below max_seqs {self.capabilities.max_seqs}")
+        expected = tables.end[segment.token_lead] + segment.token_rank
+        if (segment.token_pos != expected).any():
+            i = int((segment.token_pos != expected).argmax())
+            seq, pos = segment.token_lead[i], segment.token_pos[i]
+            raise InvalidBatch(f"sequence {seq} goes on at position {expected[i]}, not {pos}")
+        if segment.token_pos.max() >= self.max_context:
+            pos = segment.token_pos.max()
+            raise InvalidBatch(f"position {pos} is outside the context of {self.max_context} tokens")
+        for lead, *others in segment.groups:
+            if not all(tables.same_cells(lead, other) for other in others):
+                raise InvalidBatch(f"a token belongs to sequences {[lead, *others]}, which do not hold the same cells")
+
+    # -- state bytes --------------------------------------------------------------------------------------------------
+
+    def export(self, seq: int) -> bytes:
+        self._need_state_bytes()
+        self.update()
+        bounds = np.array([self.tables.start[self._checked(seq)], self.tables.end[seq]], dtype="<i4")
+        return bounds.tobytes() + self._storage.read(self.tables.slots_of(seq))
+
+    def import_(self, seq: int, state: bytes) -> None:
+        self._need_state_bytes()
+        if self.tables.num_blocks[self._checked(seq)]:
+            raise InvalidOperation(f"sequence {seq} is not empty; remove it before importing into it")
+        start, end = np.frombuffer(state[:8], dtype="<i4").tolist() if len(state) >= 8 else (0, 0)
+        if not 0 <= start < end <= self.max_context:
+            raise InvalidOperation("these bytes were not exported from such a memory, or from an empty sequence")
+        count = -(-(end - start) // self.block_size)
+        if count > self.tables.pool.num_free:
+            raise OutOfKV(count * self.block_size, self.free())
+        self.update()
+        blocks = self.tables.pool.take(count)
+        index = np.arange(end - start, dtype=np.int32)
+        slots: IntArray = blocks[index // self.block_size] * self.block_size + index % self.block_size
+        try:
+            self._storage.write(slots, state[8:])
+        except InvalidOperation:
+            self.tables.pool.untake(blocks)
+            raise
+        self.tables.fill(seq, blocks, start, end)
+        self._step_of_slot[slots] = 0
+
+    def _need_state_bytes(self) -> None:
+        if not self.capabilities.state_bytes:
+            raise Unsupported("this memory can't export or import sequences")
+
+    # -- arguments ----------------------------------------------------------------------------------------------------
+
+    def _clip(self, seq: int, p0: int, p1: int) -> tuple[int, int]:
+        """The part of [p0, p1) that the sequence holds; empty if the first is not below the second."""
+        start, end = int(self.tables.start[seq]), int(self.tables.end[seq])
+        return max(p0, start), end if p1 < 0 else min(p1, end)
+
+    def _checked(self, seq: int) -> int:
+        if not 0 <= seq < self.capabilities.max_seqs:
+            raise InvalidOperation(f"sequence {seq} is outside 0 to {self.capabilities.max_seqs - 1}")
+        return seq
+
+
+def _must_copy(tables: BlockTables, segment: Segment) -> BoolArray:
+    """Which groups write into a block that other sequences hold: all but the last to write into it copy it."""
+    writes_into_last = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size != 0
+    last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
+    copy: BoolArray = writes_into_last & (tables.pool.refs[last_block] > segment.holders)
+    refs_left: dict[int, int] = {}
+    for i in np.flatnonzero(copy):
+        block, holders = int(last_block[i]), int(segment.holders[i])
+        refs = refs_left.get(block, int(tables.pool.refs[block]))
+        copy[i] = refs > holders
+        refs_left[block] = refs - holders
+    return copy
+
+
+def _place(tables: BlockTables, demand: Demand, copies: IntArray, grown: IntArray) -> IntArray:
+    """Put the blocks a segment asked for into its rows; returns the blocks that `copies` stand for."""
+    segment, grow = demand.segment, demand.grow
+    writers, holders = segment.lead[demand.copy], segment.holders[demand.copy]
+    last = tables.num_blocks[writers] - 1
+    copied = tables.table[writers, last]
+    tables.table[writers, last] = copies
+    tables.pool.refs[copies] = holders
+    np.subtract.at(tables.pool.refs, copied, holders)
+    if len(grown):
+        ordinal = np.arange(len(grown)) - np.repeat(np.cumsum(grow) - grow, grow)
+        columns = np.repeat(tables.num_blocks[segment.lead], grow) + ordinal
+        tables.table[np.repeat(segment.lead, grow), columns] = grown
+        tables.pool.refs[grown] = np.repeat(segment.holders, grow)
+        tables.num_blocks[segment.lead] += grow
+    tables.end[segment.lead] += segment.count
+    for lead, *others in segment.groups:
+        tables.follow(lead, others)
+    return copied

@@ -1,0 +1,74 @@
+"""Every exception tokenmill raises on purpose, in one tree.
+
+    TokenmillError
+    ├── ConfigError             a setting or argument is wrong; nothing was started
+    ├── ModelNotFound           no model of that name or at that path
+    └── BackendError            something the contract in `core/` refuses or reports
+        ├── InvalidBatch        the batch breaks a rule; memory is as it was
+        ├── InvalidOperation    the KV or backend call breaks a rule; memory is as it was
+        │   ├── Unsupported     a rule of this backend's `Capabilities`
+        │   └── BackendClosed   the backend was closed
+        ├── OutOfKV             not enough free cells; memory is as it was
+        ├── ForwardFailed       the forward pass failed; `fatal` says whether the backend is lost
+        └── IntegrityError      the bookkeeping contradicts itself: a bug in tokenmill
+
+An error says what was wrong, what was allowed, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class TokenmillError(Exception):
+    """Root of everything tokenmill raises on purpose."""
+
+
+class ConfigError(TokenmillError, ValueError):
+    """A setting or argument is wrong; nothing was started."""
+
+
+class ModelNotFound(TokenmillError):
+    """No model of that name or at that path."""
+
+
+class BackendError(TokenmillError):
+    """Something the contract between engine and compute refuses or reports."""
+
+
+class InvalidBatch(BackendError, ValueError):
+    """The batch breaks a rule of the contract; KV memory is as it was."""
+
+
+class InvalidOperation(BackendError):
+    """A KV or backend call breaks a rule of the contract; KV memory is as it was."""
+
+
+class Unsupported(InvalidOperation):
+    """The call is legal, but not with this backend's `Capabilities`."""
+
+
+class BackendClosed(InvalidOperation):
+    """The backend was closed; nothing can be run on it any more."""
+
+
+class OutOfKV(BackendError):
+    """The batch needs more KV cells than are free; KV memory is as it was."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"out of KV: {needed} cells needed, {free} free; remove a sequence and try again")
+        self.needed = needed
+        self.free = free
+
+    def __reduce__(self) -> tuple[type[OutOfKV], tuple[int, int]]:
+        return type(self), (self.needed, self.free)
+
+
+class ForwardFailed(BackendError):
+    """The forward pass failed. `fatal` means the backend must be closed and built anew."""
+
+    def __init__(self, reason: str, *, fatal: bool = False) -> None:
+        super().__init__(reason)
+        self.fatal = fatal
+
+
+class IntegrityError(BackendError):
+    """The bookkeeping contradicts itself. Always a bug in tokenmill; please report it."""

@@ -1,0 +1,85 @@
+"""The suite can fail: each of these small faults in the KV code is found by it.
+
+A fault replaces a piece of one function's source. If that piece is no longer there, the test says so: plant it anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.conformance.random_driver import drive
+from tests.conformance.subjects import SUBJECTS
+from tokenmill.core import blocks, fake, paged, segments, tables
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    name: str
+    owner: Any
+    function: str
+    correct: str
+    faulty: str
+
+
+BUGS = [
+    PlantedBug("seq_rm off by one", paged.PagedKV, "seq_rm", "cut_tail(s, lo)", "cut_tail(s, lo + 1)"),
+    PlantedBug("shared block written without a copy", paged, "_must_copy", "refs > holders", "False"),
+    PlantedBug("last holder of a block copies it too", paged, "_must_copy", "refs - holders", "refs"),
+    PlantedBug("missing rollback", paged.PagedKV, "rollback", "reversed(self._applied)", "()"),
+    PlantedBug(
+        "rollback forgets copied blocks", paged.PagedKV, "rollback", "undo.copied, segment", "undo.copied[:0], segment"
+    ),
+    PlantedBug("stale tail", tables.BlockTables, "cut_tail", "= keep, end", "= keep, self.end[seq]"),
+    PlantedBug("wrong window edge", fake.FakeBackend, "_hash_visible", "pos - window + 1", "pos - window"),
+    PlantedBug("double free", blocks.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
+    PlantedBug("blocks never freed", blocks.BlockPool, "release", "self.num_free += len(freed)", "pass"),
+    PlantedBug("position gap accepted", paged.PagedKV, "_check", "!= expected).any", "< expected).any"),
+    PlantedBug("seq_cp moves positions", tables.BlockTables, "share", "+ first * self.block_size", ""),
+    PlantedBug("seq_cp shares one block too few", tables.BlockTables, "share", "-(-(p1", "((p1"),
+    PlantedBug("shift never reaches the data", paged.PagedKV, "update", "self._storage.shift(slots, delta)", "pass"),
+    PlantedBug(
+        "shared cells shifted",
+        tables.BlockTables,
+        "shares_cells",
+        "for other in self.active() if",
+        "for other in () if",
+    ),
+    PlantedBug("failed step kept", paged.PagedKV, "forget", ">= step", "> step"),
+    PlantedBug("companions left behind", paged, "_place", "tables.follow(lead, others)", "pass"),
+    PlantedBug("parting sequences not cut", segments, "cut_into_segments", "!= group for", "== () for"),
+    PlantedBug(
+        "head cut frees nothing", tables.BlockTables, "cut_head", "self.pool.release(self.table[seq, :gone])", "pass"
+    ),
+]
+
+
+def plant(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(bug.owner, bug.function)
+    source = textwrap.dedent(inspect.getsource(original))
+    assert source.count(bug.correct) == 1, f"{bug.name}: {bug.correct!r} is not in {bug.function} once"
+    namespace = dict(original.__globals__)
+    exec(source.replace(bug.correct, bug.faulty), namespace)
+    faulty = namespace[bug.function]
+    monkeypatch.setattr(bug.owner, bug.function, faulty)
+    if bug.owner is segments:  # imported by name
+        monkeypatch.setattr(paged, bug.function, faulty)
+
+
+@pytest.mark.req("R22", "R23", "R24", "R25", "R26", "R47")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        drive_many()
+    assert not isinstance(caught.value.__cause__, (NameError, TypeError)), "the bug crashes instead of misbehaving"
+
+
+def drive_many() -> None:
+    for seed in range(60):
+        for depth in (0, 1):
+            drive(SUBJECTS[0], seed, depth)

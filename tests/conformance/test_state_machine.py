@@ -1,0 +1,100 @@
+"""Any sequence of KV operations and batches agrees with `CellTable`: hypothesis looks for the one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.conformance import operations
+from tests.conformance.machine import Machine
+from tests.conformance.subjects import SUBJECTS
+
+
+class HypothesisChooser:
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def between(self, low: int, high: int) -> int:
+        return self._data.draw(st.integers(low, high))
+
+    def one_of(self, options: Sequence[Any]) -> Any:
+        return options[self._data.draw(st.integers(0, len(options) - 1))]
+
+
+class KVStateMachine(RuleBasedStateMachine):
+    """One rule an operation; `Machine` compares after each of them."""
+
+    depth = 0
+    subject = SUBJECTS[0]
+
+    @initialize(data=st.data())
+    def make(self, data: st.DataObject) -> None:
+        self.machine = Machine(self.subject, operations.config(HypothesisChooser(data), self.depth))
+
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        operations.run(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def run_more(self, data: st.DataObject) -> None:
+        operations.run(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def seq_rm(self, data: st.DataObject) -> None:
+        operations.seq_rm(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def seq_cp(self, data: st.DataObject) -> None:
+        operations.seq_cp(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def seq_add(self, data: st.DataObject) -> None:
+        operations.seq_add(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def seq_keep(self, data: st.DataObject) -> None:
+        operations.seq_keep(self.machine, HypothesisChooser(data))
+
+    @rule(data=st.data())
+    def move_through_bytes(self, data: st.DataObject) -> None:
+        operations.move_through_bytes(self.machine, HypothesisChooser(data))
+
+    @rule()
+    def collect(self) -> None:
+        self.machine.collect()
+
+    @rule()
+    def clear(self) -> None:
+        self.machine.clear()
+
+    def teardown(self) -> None:
+        if hasattr(self, "machine"):
+            self.machine.finish()
+
+
+class KVStateMachineAtDepth1(KVStateMachine):
+    depth = 1
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def _test_case(machine: type[RuleBasedStateMachine]) -> Any:
+    case = machine.TestCase
+    case.settings = SETTINGS
+    return pytest.mark.req("R22", "R23", "R24", "R25", "R26", "R46", "R47")(case)
+
+
+TestDepth0 = _test_case(KVStateMachine)
+TestDepth1 = _test_case(KVStateMachineAtDepth1)

@@ -1,0 +1,119 @@
+"""What is the fake backend's own: its hash, its faults, its cost."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from tests.conformance.subjects import naive_fake_rows
+from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
+from tokenmill.errors import ForwardFailed, OutOfKV
+
+
+def test_logits_and_hidden_rows_are_the_hash_of_what_is_visible() -> None:
+    config = FakeConfig(vocab_size=17, hidden_size=5, windows=(None, 2))
+    cells = [(9, 0), (4, 1), (4, 2)]
+    with FakeBackend(config) as backend:
+        batch = BatchBuilder().add_run([9, 4, 4], 0, 3, Output.LOGITS | Output.HIDDEN).build()
+        output = backend.decode(batch)
+    layers = [cells, cells[1:]]
+    assert (output.logits[0] == naive_fake_rows(config, layers, 17, salt=1)).all()
+    assert (output.hidden[0] == naive_fake_rows(config, layers, 5, salt=2)).all()
+
+
+def test_logits_are_spread_out() -> None:
+    """Any change of context moves the greedy choice somewhere else, so that a wrong KV shows in the ids."""
+    with FakeBackend(FakeConfig(vocab_size=256, num_cells=65536)) as backend:
+        batch = BatchBuilder()
+        for seq in range(200):
+            batch.add_run([seq % 256, 1], 0, seq)
+        logits = backend.decode(batch.build()).logits
+    assert -8 <= logits.min() < -7.9
+    assert 7.9 < logits.max() < 8
+    assert abs(logits.mean()) < 0.1
+    assert len(set(logits.argmax(axis=1).tolist())) > 100
+
+
+def decode_one(backend: FakeBackend, token: int, seq: int = 0) -> None:
+    backend.decode(BatchBuilder().add(token, backend.kv.seq_pos_max(seq) + 1, seq, Output.LOGITS).build())
+
+
+def test_a_fault_strikes_as_often_and_as_late_as_told() -> None:
+    with FakeBackend() as backend:
+        backend.faults.add(Fault(FaultKind.FAIL, times=2, after=1))
+        outcomes = []
+        for _ in range(5):
+            try:
+                decode_one(backend, 1)
+            except ForwardFailed:
+                outcomes.append("failed")
+            else:
+                outcomes.append("ok")
+    assert outcomes == ["ok", "failed", "failed", "ok", "ok"]
+
+
+def test_a_fault_can_follow_a_token_or_a_sequence() -> None:
+    with FakeBackend() as backend:
+        poison, victim = Fault(FaultKind.FAIL, token=13, times=None), Fault(FaultKind.OUT_OF_KV, seq=4, times=None)
+        backend.faults.add(poison)
+        backend.faults.add(victim)
+        decode_one(backend, 1)
+        for _ in range(2):
+            with pytest.raises(ForwardFailed):
+                decode_one(backend, 13)
+            with pytest.raises(OutOfKV):
+                decode_one(backend, 1, seq=4)
+        backend.faults.remove(poison)
+        decode_one(backend, 13)
+
+
+def test_a_stalled_step_waits_for_its_release() -> None:
+    with FakeBackend() as backend:
+        fault = Fault(FaultKind.STALL)
+        backend.faults.add(fault)
+        owner = threading.Thread(target=decode_one, args=(backend, 1))
+        owner.start()
+        assert fault.stalled.wait(timeout=10)
+        assert owner.is_alive()
+        fault.release.set()
+        owner.join(timeout=10)
+        assert not owner.is_alive()
+        decode_one(backend, 2)
+
+
+def test_the_bookkeeping_of_a_decode_step_has_no_loop_over_sequences() -> None:
+    """Counted, not timed: the number of Python calls a step makes does not grow with its sequences."""
+
+    def calls_of_one_step(num_seqs: int) -> int:
+        config = FakeConfig(max_seqs=num_seqs, num_cells=num_seqs * 32)
+        with FakeBackend(config) as backend:
+            prompts = BatchBuilder()
+            for seq in range(num_seqs):
+                prompts.add_run([1, 2, 3], 0, seq)
+            backend.decode(prompts.build())
+            step = BatchBuilder()
+            for seq in range(num_seqs):
+                step.add(4, 3, seq, Output.LOGITS)
+            batch = step.build()
+            calls = 0
+
+            def count(frame: object, event: str, arg: object) -> None:
+                nonlocal calls
+                calls += event in ("call", "c_call")
+
+            sys.setprofile(count)
+            try:
+                backend.decode(batch)
+            finally:
+                sys.setprofile(None)
+        return calls
+
+    assert calls_of_one_step(256) == calls_of_one_step(4)
+
+
+def test_rows_with_no_sampling_are_fine() -> None:
+    with FakeBackend() as backend:
+        output = backend.decode(BatchBuilder().add(1, 0, 0).build())
+        assert output.logits.shape == (0, 256)
+        assert output.hidden.dtype == np.float32

@@ -1,0 +1,82 @@
+"""`make requirements`: which tests prove which requirement. Fails if a delivered one has none.
+
+A requirement is a row `| R7 | ... |` of docs/requirements.md; a test proves it with `@pytest.mark.req("R7")`;
+tests/delivered.txt lists the ids that must be proven by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Collector:
+    """A pytest plugin that notes every collected test's requirements."""
+
+    def __init__(self) -> None:
+        self.tests: defaultdict[str, list[str]] = defaultdict(list)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for requirement in sorted({name for mark in item.iter_markers("req") for name in mark.args}):
+                self.tests[requirement].append(item.nodeid)
+
+
+def collect() -> dict[str, list[str]]:
+    collector = Collector()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = pytest.main(["--collect-only", "-q", str(ROOT / "tests")], plugins=[collector])
+    if status != pytest.ExitCode.OK:
+        sys.exit(f"tests could not be collected:\n{printed.getvalue()}")
+    return dict(collector.tests)
+
+
+def known() -> dict[str, str]:
+    """Id -> text, from the tables of docs/requirements.md."""
+    text = (ROOT / "docs" / "requirements.md").read_text()
+    return dict(re.findall(r"^\| ([RGB]\d+) \| (.*?) \|$", text, flags=re.MULTILINE))
+
+
+def delivered() -> list[str]:
+    lines = (ROOT / "tests" / "delivered.txt").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def problems(known: dict[str, str], delivered: list[str], tests: dict[str, list[str]]) -> list[str]:
+    return [
+        *(
+            f"{name} is marked in {tests[name][0]}, but is no requirement"
+            for name in sorted(tests)
+            if name not in known
+        ),
+        *(f"{name} is in delivered.txt, but is no requirement" for name in delivered if name not in known),
+        *(f"{name} is delivered, but no test proves it" for name in delivered if not tests.get(name)),
+    ]
+
+
+def main() -> int:
+    requirements, promised, tests = known(), delivered(), collect()
+    for name, text in requirements.items():
+        state = "delivered" if name in promised else "open"
+        proofs = tests.get(name, [])
+        print(f"{name:4} {state:9} {len(proofs):3} tests  {text[:100]}")
+        for node in sorted({re.sub(r"\[.*", "", proof) for proof in proofs}):
+            print(f"       {node}")
+    found = problems(requirements, promised, tests)
+    print(f"\n{len(promised)} of {len(requirements)} requirements delivered, {len(found)} problems")
+    for problem in found:
+        print(f"  {problem}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
