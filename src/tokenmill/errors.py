@@ -3,6 +3,9 @@
     TokenmillError
     ├── ConfigError             a setting or argument is wrong; nothing was started
     ├── ModelNotFound           no model of that name or at that path
+    ├── InvalidRequest          a request asks for something impossible; nothing was run
+    ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
+    ├── EngineDead              the engine failed for good; a supervisor may build a new one
     └── BackendError            something the contract in `core/` refuses or reports
         ├── InvalidBatch        the batch breaks a rule; memory is as it was
         ├── InvalidOperation    the KV or backend call breaks a rule; memory is as it was
@@ -28,6 +31,18 @@ class ConfigError(TokenmillError, ValueError):
 
 class ModelNotFound(TokenmillError):
     """No model of that name or at that path."""
+
+
+class InvalidRequest(TokenmillError, ValueError):
+    """A request asks for something impossible; nothing was run."""
+
+
+class IllegalTransition(TokenmillError):
+    """A request was moved to a state it can't reach from its own. Always a bug in tokenmill; please report it."""
+
+
+class EngineDead(TokenmillError):
+    """The engine failed for good or was closed; its requests have had their terminal events."""
 
 
 class BackendError(TokenmillError):

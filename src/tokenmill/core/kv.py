@@ -78,6 +78,11 @@ class KVMemory(Protocol):
     are half open, [p0, p1); `ANY` as p0 means from the start, as p1 to the end. A call that raises changes nothing.
     """
 
+    @property
+    def block_size(self) -> int:
+        """Cells are handed out in blocks of this many."""
+        ...
+
     def seq_rm(self, seq: int, p0: int = ANY, p1: int = ANY) -> bool:
         """Remove a tail, a head or all of a sequence (`ANY`: of each sequence).
 

@@ -1,0 +1,240 @@
+"""`KVManager`: whose KV is whose. The only caller of KV mutators, and the only place that knows `Capabilities`.
+
+A sequence id is *leased* to a running request, *parked* with the KV of a finished or preempted one, or free. Parked KV
+is a cache: it is indexed by its tokens for whoever comes next, and evicted when cells or ids run short: plain requests'
+first, sessions' last, each by least recent use. Nothing is ever pinned.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenmill.core import Batch, Capabilities, IntArray, KVMemory
+from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex
+from tokenmill.errors import IntegrityError
+
+
+@dataclass(eq=False)
+class Parked:
+    """KV that nobody is running: a sequence, the tokens it holds, and whose it is (None: a plain request's)."""
+
+    entry: Entry
+    owner: str | None
+
+    @property
+    def seq(self) -> int:
+        return self.entry.seq
+
+
+class KVManager:
+    """Leases sequences, shares prefixes, parks, evicts. One thread owns it: the engine core's."""
+
+    def __init__(self, kv: KVMemory, capabilities: Capabilities, *, reuse: bool = True) -> None:
+        self.kv = kv
+        self.index = PrefixIndex()
+        self.num_cells = kv.stats().num_cells
+        self.num_evicted = 0
+        self._capabilities = capabilities
+        self._reuse = reuse
+        self._free_seqs = list(range(capabilities.max_seqs - 1, -1, -1))
+        self._leased: dict[int, Entry | None] = {}
+        self._plain: OrderedDict[int, Parked] = OrderedDict()
+        self._sessions: OrderedDict[int, Parked] = OrderedDict()
+
+    # -- starting and ending ------------------------------------------------------------------------------------------
+
+    def match(self, tokens: IntArray, namespace: Namespace) -> Match:
+        """What KV these tokens could start from. The last one is always computed: its logits are what is wanted."""
+        if not self._reuse:
+            return Match()
+        return self.index.match(tokens[:-1], namespace, whole_only=not self._capabilities.partial_cp)
+
+    def start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
+        """Lease a sequence that holds the match: (sequence, tokens it holds). None if no sequence id can be had."""
+        entry = match.entry
+        if entry is None:
+            seq = self._lease()
+            return None if seq is None else (seq, 0)
+        if entry.parked and match.length == len(entry.tokens) and self._parked(entry.seq).owner in (None, owner):
+            return self._take_over(entry, match.length)
+        seq = self._lease(keep=entry)
+        if seq is None:
+            return self._take_over(entry, match.length) if entry.parked else None
+        self.touch(entry)
+        self.kv.seq_cp(entry.seq, seq, 0, match.length)
+        return seq, match.length
+
+    def _take_over(self, entry: Entry, length: int) -> tuple[int, int]:
+        """Go on with a parked sequence itself instead of a copy: it is used up, or its id is the last one left."""
+        self._unpark(entry.seq)
+        self._leased[entry.seq] = None
+        if not self._trim(entry.seq, length):
+            self.kv.seq_rm(entry.seq)
+            length = 0
+        return entry.seq, length
+
+    def announce(self, seq: int, tokens: IntArray, namespace: Namespace, num_computed: Callable[[], int]) -> None:
+        """Let others find the prompt of a running sequence, as far as it is computed."""
+        if self._reuse and len(tokens):
+            entry = Entry(seq, tokens, namespace, num_computed, parked=False)
+            self.index.insert(entry)
+            self._leased[seq] = entry
+
+    def fork(self, source: int, length: int) -> int | None:
+        """Lease a sequence that holds the first `length` tokens of a leased one. None if it can't be had."""
+        if not self._capabilities.partial_cp and length != self.length(source):
+            return None
+        seq = self._lease()
+        if seq is not None:
+            self.kv.seq_cp(source, seq, 0, length)
+        return seq
+
+    def length(self, seq: int) -> int:
+        """How many tokens the sequence holds."""
+        return self.kv.seq_pos_max(seq) + 1
+
+    def release(self, seq: int) -> None:
+        """The sequence and its KV are needed no more."""
+        self._forget_lease(seq)
+        self._free(seq)
+
+    def park(self, seq: int, tokens: Sequence[int], namespace: Namespace, owner: str | None) -> None:
+        """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus)."""
+        self._forget_lease(seq)
+        keep = min(self.length(seq), len(tokens))
+        if not self._reuse or keep == 0 or not self._trim(seq, keep):
+            self._free(seq)
+            return
+        held = np.array(tokens[:keep], dtype=np.int32)
+        entry = Entry(seq, held, namespace, lambda: keep, parked=True)
+        self.index.insert(entry)
+        shelf = self._plain if owner is None else self._sessions
+        shelf[seq] = Parked(entry, owner)
+
+    def drop_owner(self, owner: str) -> None:
+        """A session ended: its parked KV is free."""
+        for parked in [parked for parked in self._sessions.values() if parked.owner == owner]:
+            self._evict(parked)
+
+    def touch(self, entry: Entry) -> None:
+        """It was of use just now: evict it later."""
+        for shelf in (self._plain, self._sessions):
+            if entry.seq in shelf:
+                shelf.move_to_end(entry.seq)
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def free(self) -> int:
+        return self.kv.free()
+
+    def needed(self, batch: Batch) -> int:
+        return self.kv.needed(batch)
+
+    def cells_for(self, num_tokens: int) -> int:
+        """The most cells that `num_tokens` more tokens of one sequence can take, a copied block included."""
+        block = self.kv.block_size
+        return (1 + -(-(num_tokens - 1) // block)) * block
+
+    def make_room(self, cells: int, keep: Entry | None = None) -> bool:
+        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it is not enough."""
+        while self.kv.free() < cells:
+            victim = self._oldest(keep)
+            if victim is None:
+                return False
+            self._shorten(victim, cells - self.kv.free())
+        return True
+
+    def _shorten(self, parked: Parked, cells: int) -> None:
+        """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""
+        keep = len(parked.entry.tokens) - cells
+        before = self.kv.free()
+        if keep <= 0 or not self._trim(parked.seq, keep):
+            self._evict(parked)
+            return
+        entry = parked.entry
+        self.index.remove(entry)
+        entry.tokens = entry.tokens[:keep]
+        self.index.insert(entry)
+        if self.kv.free() == before:
+            self._evict(parked)
+
+    def _oldest(self, keep: Entry | None = None) -> Parked | None:
+        for shelf in (self._plain, self._sessions):
+            for parked in shelf.values():
+                if parked.entry is not keep:
+                    return parked
+        return None
+
+    def _evict(self, parked: Parked) -> None:
+        self.num_evicted += 1
+        self._unpark(parked.seq)
+        self._free(parked.seq)
+
+    # -- sequence ids -------------------------------------------------------------------------------------------------
+
+    def _lease(self, keep: Entry | None = None) -> int | None:
+        if not self._free_seqs:
+            victim = self._oldest(keep)
+            if victim is None:
+                return None
+            self._evict(victim)
+        seq = self._free_seqs.pop()
+        self._leased[seq] = None
+        return seq
+
+    def _free(self, seq: int) -> None:
+        self.kv.seq_rm(seq)
+        self._free_seqs.append(seq)
+
+    def _forget_lease(self, seq: int) -> None:
+        entry = self._leased.pop(seq)
+        if entry is not None:
+            self.index.remove(entry)
+
+    def _parked(self, seq: int) -> Parked:
+        return self._plain[seq] if seq in self._plain else self._sessions[seq]
+
+    def _unpark(self, seq: int) -> None:
+        parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
+        self.index.remove(parked.entry)
+
+    def _trim(self, seq: int, length: int) -> bool:
+        return self.length(seq) == length or self.kv.seq_rm(seq, length)
+
+    # -- after a late failure, and checks -----------------------------------------------------------------------------
+
+    def resync(self) -> None:
+        """Steps were lost after the fact: drop parked KV that no longer holds what it says."""
+        for parked in [*self._plain.values(), *self._sessions.values()]:
+            if self.length(parked.seq) != len(parked.entry.tokens):
+                self._evict(parked)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._plain) + len(self._sessions)
+
+    @property
+    def num_parked_tokens(self) -> int:
+        return sum(len(parked.entry.tokens) for parked in [*self._plain.values(), *self._sessions.values()])
+
+    def evict_all(self) -> None:
+        """Give up all parked KV."""
+        while (victim := self._oldest()) is not None:
+            self._evict(victim)
+
+    def check_integrity(self) -> None:
+        """Every sequence id is free, leased or parked, and parked KV is as long as its tokens."""
+        self.index.check_integrity()
+        used = [*self._leased, *self._plain, *self._sessions]
+        if sorted([*self._free_seqs, *used]) != list(range(self._capabilities.max_seqs)):
+            raise IntegrityError("a sequence id is lost or has two users")
+        for parked in [*self._plain.values(), *self._sessions.values()]:
+            if self.length(parked.seq) != len(parked.entry.tokens):
+                raise IntegrityError(f"parked sequence {parked.seq} is not as long as its tokens")
+        for seq in self._free_seqs:
+            if self.length(seq):
+                raise IntegrityError(f"free sequence {seq} still holds KV")

@@ -1,0 +1,68 @@
+"""`StepPlan`: everything one step computes, as arrays. Frozen, and free of requests: it could be sent anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.core import Batch, IntArray
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One batch, with what the scheduler needs to make sense of the result."""
+
+    tick: int
+    batch: Batch
+    rows: IntArray
+    """The rows that take part; the next two arrays go along with it."""
+    leases: NDArray[np.int64]
+    counts: IntArray
+    """Tokens of each row."""
+    sampled_rows: IntArray
+    """The rows that get a token, in the order of the batch's logits."""
+    sampled_leases: NDArray[np.int64]
+    num_decode: int
+    """Rows that had one token to give; the other tokens are prefill."""
+    attention: float
+    """Cells read by all tokens together: what attention costs."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.batch)
+
+    @property
+    def num_prefill(self) -> int:
+        return self.num_tokens - self.num_decode
+
+
+@dataclass
+class Draft:
+    """A step in the making: rows that decode, chunks of prompts, and the cells promised to them."""
+
+    budget: int
+    """Tokens that may still be given."""
+    cells: int = 0
+    decodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    chunks: dict[int, int] = field(default_factory=dict)
+    """Row -> tokens."""
+    preempted: bool = False
+    num_tokens: int = 0
+    attention: float = 0.0
+
+    def give_decodes(self, rows: IntArray, cells: int, attention: float) -> None:
+        self.decodes = rows
+        self.cells += cells
+        self._give(len(rows), attention)
+
+    def give_chunk(self, row: int, count: int, cells: int, num_computed: int) -> None:
+        self.chunks[row] = count
+        self.cells += cells
+        self._give(count, count * (num_computed + count / 2))
+
+    def _give(self, count: int, attention: float) -> None:
+        self.budget -= count
+        self.num_tokens += count
+        self.attention += attention

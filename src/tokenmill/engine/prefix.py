@@ -1,0 +1,188 @@
+"""`PrefixIndex`: which sequence already holds the beginning of these tokens?
+
+A radix tree over token ids, one root a namespace (KV of other weights, another adapter or another salt never matches).
+Every sequence with KV is an `Entry`: a path from the root that spells its tokens. Parked entries are computed as far as
+they go. Running ones may be behind: they know their prompt before they have computed it, which is what lets a request
+wait for a neighbour that is computing the same prefix. A lookup costs the length of the prompt, not the size of the
+tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenmill.core import IntArray
+from tokenmill.errors import IntegrityError
+
+Namespace = Hashable
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sequence in the index. `num_computed` is asked when it matters, so that a running one needs no updates."""
+
+    seq: int
+    tokens: IntArray
+    namespace: Namespace
+    num_computed: Callable[[], int]
+    parked: bool
+    node: Node | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest usable prefix, and the longest one that a running entry is on its way to."""
+
+    length: int = 0
+    entry: Entry | None = None
+    coming: int = 0
+    """Tokens that will be usable once a running neighbour has computed its prompt; at least `length`."""
+
+
+class Node:
+    """An edge of tokens, with the entries whose path goes through all of it, and those that end with it."""
+
+    __slots__ = ("children", "end", "entries", "parent", "tokens")
+
+    def __init__(self, tokens: IntArray, end: int, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.end = end
+        """Number of tokens from the root to the end of this edge."""
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.entries: dict[Entry, None] = {}
+
+
+class PrefixIndex:
+    """match / insert / remove / check_integrity over parked and running sequences."""
+
+    def __init__(self) -> None:
+        self._roots: dict[Namespace, Node] = {}
+        self.num_entries = 0
+
+    def match(self, tokens: IntArray, namespace: Namespace = None, *, whole_only: bool = False) -> Match:
+        """The best entry to start from. `whole_only`: only parked entries that can be taken with all their tokens."""
+        best_length, best, coming = 0, None, 0
+        for node, matched in reversed(self._walk(tokens, namespace)):
+            if matched <= best_length:
+                break
+            for entry in reversed(node.entries):
+                if whole_only and not (entry.parked and len(entry.tokens) <= matched):
+                    continue
+                usable = matched if entry.parked else min(matched, entry.num_computed())
+                coming = max(coming, matched)
+                if usable > best_length:
+                    best_length, best = usable, entry
+                if best_length == matched:
+                    break
+        return Match(best_length, best, max(coming, best_length))
+
+    def insert(self, entry: Entry) -> None:
+        """Add an entry; its tokens must not be empty."""
+        node = self._roots.setdefault(entry.namespace, Node(entry.tokens[:0], 0, None))
+        at = 0
+        while at < len(entry.tokens):
+            child = node.children.get(int(entry.tokens[at]))
+            if child is None:
+                child = Node(entry.tokens[at:].copy(), len(entry.tokens), node)
+                node.children[int(child.tokens[0])] = child
+            else:
+                shared = common_prefix(child.tokens, entry.tokens[at:])
+                if shared < len(child.tokens):
+                    child = self._split(child, shared)
+            child.entries[entry] = None
+            at, node = child.end, child
+        entry.node = node
+        self.num_entries += 1
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out, and with it the edges nobody else needs."""
+        node, entry.node = entry.node, None
+        self.num_entries -= 1
+        while node is not None and node.parent is not None:
+            del node.entries[entry]
+            parent = node.parent
+            if not node.entries:
+                del parent.children[int(node.tokens[0])]
+            elif len(node.children) == 1:
+                self._join_if_one_way(node)
+            node = parent
+        if node is not None and not node.children:
+            del self._roots[entry.namespace]
+
+    def entries(self) -> Iterator[Entry]:
+        for root in self._roots.values():
+            for child in root.children.values():
+                yield from child.entries
+
+    # -- the tree -----------------------------------------------------------------------------------------------------
+
+    def _walk(self, tokens: IntArray, namespace: Namespace) -> list[tuple[Node, int]]:
+        """The edges that the tokens follow, each with the number of tokens matched up to there."""
+        path: list[tuple[Node, int]] = []
+        node = self._roots.get(namespace)
+        at = 0
+        while node is not None and at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            shared = common_prefix(child.tokens, tokens[at:])
+            at += shared
+            path.append((child, at))
+            node = child if shared == len(child.tokens) else None
+        return path
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Cut an edge in two; returns the upper half, which takes the node's place."""
+        parent = node.parent
+        if parent is None:
+            raise IntegrityError("a root of the prefix index has no edge to split")
+        upper = Node(node.tokens[:length].copy(), node.end - len(node.tokens) + length, parent)
+        upper.entries = dict(node.entries)
+        parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.parent = node.tokens[length:].copy(), upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _join_if_one_way(self, node: Node) -> None:
+        """An edge whose entries all go on to one child is one edge with it."""
+        (child,) = node.children.values()
+        if len(child.entries) != len(node.entries) or node.parent is None:
+            return
+        child.tokens = np.concatenate([node.tokens, child.tokens])
+        child.parent = node.parent
+        node.parent.children[int(child.tokens[0])] = child
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every entry's path spells its tokens and every edge is needed."""
+        seen = 0
+        for namespace, root in self._roots.items():
+            stack = [(root, root.tokens)]
+            while stack:
+                node, spelled = stack.pop()
+                if node.parent is not None and (not node.entries or node.end != len(spelled)):
+                    raise IntegrityError("an edge of the prefix index is unused or misplaced")
+                for entry in node.entries:
+                    if entry.namespace != namespace or not np.array_equal(entry.tokens[: node.end], spelled):
+                        raise IntegrityError(f"sequence {entry.seq} lies on a path that does not spell it")
+                    seen += entry.node is node and len(entry.tokens) == node.end
+                for first, child in node.children.items():
+                    if (
+                        child.parent is not node
+                        or first != child.tokens[0]
+                        or not child.entries.keys() <= (node.entries.keys() if node.parent else child.entries.keys())
+                    ):
+                        raise IntegrityError("a child of the prefix index is not its parent's")
+                    stack.append((child, np.concatenate([spelled, child.tokens])))
+        if seen != self.num_entries:
+            raise IntegrityError(f"{self.num_entries} entries, {seen} of them found at their end")
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many leading tokens agree."""
+    n = min(len(a), len(b))
+    different = a[:n] != b[:n]
+    return int(different.argmax()) if different.any() else n

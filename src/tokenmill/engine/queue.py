@@ -1,0 +1,70 @@
+"""`WaitingQueue`: requests that have no row yet, or lost it; and `Deadlines`, the alarms set for them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from tokenmill.engine.request import Request
+
+
+class WaitingQueue:
+    """Waiting and preempted requests. New ones are limited in number and tokens, preempted ones always fit."""
+
+    def __init__(self, max_requests: int, max_tokens: int | None) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._requests: dict[int, Request] = {}
+        self.num_tokens = 0
+
+    def why_full(self, request: Request, num_free_rows: int) -> str | None:
+        """Why this request can't wait here; None if it can. Those for whom a row is free do not really wait."""
+        if len(self._requests) >= self._max_requests + num_free_rows:
+            return f"{len(self._requests)} requests are waiting, the limit is {self._max_requests}"
+        tokens = self.num_tokens + len(request.tokens)
+        if self._max_tokens is not None and self._requests and tokens > self._max_tokens:
+            return f"{tokens} prompt tokens would be waiting, the limit is {self._max_tokens}"
+        return None
+
+    def add(self, request: Request) -> None:
+        self._requests[request.arrival] = request
+        self.num_tokens += len(request.tokens)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.arrival]
+        self.num_tokens -= len(request.tokens)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.arrival in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+
+class Deadlines:
+    """Alarms by time. One that is no longer wanted is found out when it rings."""
+
+    def __init__(self) -> None:
+        self._alarms: list[tuple[float, int, bool, Request]] = []
+
+    def set(self, at: float, request: Request, *, until_started: bool) -> None:
+        heapq.heappush(self._alarms, (at, request.arrival, until_started, request))
+
+    def ringing(self, now: float) -> Iterator[tuple[Request, bool]]:
+        """The requests whose time is up, each with "does it matter only if it has not started?"."""
+        while self._alarms and self._alarms[0][0] <= now:
+            _, _, until_started, request = heapq.heappop(self._alarms)
+            if not request.is_finished:
+                yield request, until_started
+
+    def next(self) -> float | None:
+        """When the next alarm that still matters rings."""
+        while self._alarms and self._alarms[0][3].is_finished:
+            heapq.heappop(self._alarms)
+        return self._alarms[0][0] if self._alarms else None
+
+    def __len__(self) -> int:
+        return len(self._alarms)

@@ -1,0 +1,133 @@
+"""`Request`: a token log with an aim. How much of it is computed is the running rows' knowledge (`rows.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenmill.core import IntArray
+from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
+from tokenmill.errors import InvalidRequest
+from tokenmill.outputs import FinishReason
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a request ends, and how much of the engine it may take."""
+
+    max_new_tokens: int = 16
+    min_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the request; the token itself is part of its log."""
+    max_context: int | None = None
+    """Prompt and output together: this request's own context quota."""
+    max_tokens_per_step: int | None = None
+    """Tokens in one step: this request's own quota."""
+    timeout_s: float | None = None
+    """From arrival to end."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_context", "max_tokens_per_step"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {value}")
+        if self.min_new_tokens < 0:
+            raise InvalidRequest(f"min_new_tokens must not be negative, but is {self.min_new_tokens}")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise InvalidRequest(f"timeout_s must be positive, not {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """Whose request it is, and what it may share."""
+
+    priority: int = 0
+    """Smaller goes first."""
+    key: str = ""
+    """Tokens are shared out fairly between keys (an API key, a user)."""
+    owner: str | None = None
+    """The session whose KV this is: evicted after everybody else's."""
+    namespace: Hashable = None
+    """KV is shared only inside a namespace: weights version, adapter, cache salt."""
+    fork_of: str | None = None
+    """A request of which this one is a continuation; its KV is shared while it runs."""
+
+
+class Request:
+    """One generation. Owned by the thread of its engine core."""
+
+    __slots__ = (
+        "_array",
+        "arrival",
+        "arrived_at",
+        "error",
+        "finish_reason",
+        "hints",
+        "last_progress",
+        "limits",
+        "num_cached",
+        "num_preemptions",
+        "num_prompt",
+        "request_id",
+        "row",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, request_id: str, prompt: Sequence[int], limits: Limits, hints: Hints = Hints()) -> None:
+        if len(prompt) == 0:
+            raise InvalidRequest(f"request {request_id}: the prompt is empty")
+        self.request_id = request_id
+        self.tokens: list[int] = list(prompt)
+        """The log: prompt and generated ids. It is never cut and never tokenised anew."""
+        self.num_prompt = len(self.tokens)
+        self.limits = limits
+        self.hints = hints
+        self.state = RequestState.WAITING
+        self.row = NO_ROW
+        self.arrival = 0
+        """Place in the order of arrival; kept when preempted."""
+        self.arrived_at = 0.0
+        self.last_progress = 0
+        """The tick of its arrival or of its latest tokens."""
+        self.num_cached = 0
+        """Prompt tokens it did not have to compute when it first started."""
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self._array: IntArray = np.array(self.tokens, dtype=np.int32)
+
+    def token_array(self) -> IntArray:
+        """The log as an array; made anew only when it has grown."""
+        if len(self._array) != len(self.tokens):
+            self._array = np.array(self.tokens, dtype=np.int32)
+        return self._array
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def max_tokens(self, max_model_len: int) -> int:
+        """The length its log can reach."""
+        quota = min(max_model_len, self.limits.max_context or max_model_len)
+        return min(quota, self.num_prompt + self.limits.max_new_tokens)
+
+    def become(self, state: RequestState) -> None:
+        check_transition(self.state, state)
+        self.state = state
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.become(ENDINGS[reason].state)
+        self.finish_reason = reason
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)} tokens, row {self.row})"

@@ -1,0 +1,118 @@
+"""`RunningRows`: the running requests as arrays, one row each, so that a tick costs no Python per request.
+
+A row is also the request's row in the backend's token table. Each time a row is given to a request it gets a new lease
+number; a plan remembers the leases it was made for, so what comes back for a row that has changed hands is ignored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.core import IntArray
+from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.request import NO_ROW, Request
+
+FREE = 0
+
+
+class RunningRows:
+    """A request owes `num_tokens + pending - num_computed` tokens to the backend; one means that it decodes."""
+
+    def __init__(self, max_rows: int) -> None:
+        def column() -> IntArray:
+            return np.zeros(max_rows, dtype=np.int32)
+
+        self.lease: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.seq = column()
+        self.num_tokens = column()
+        """Length of the log."""
+        self.pending = column()
+        """Tokens sampled in steps that are still in flight."""
+        self.num_computed = column()
+        """Tokens given to the backend, steps in flight included."""
+        self.limit = column()
+        """Length at which the log is complete."""
+        self.last_token = column()
+        self.last_progress = column()
+        """Tick of the latest tokens."""
+        self.uncharged = column()
+        """Tokens not yet charged to the request's key."""
+        self.fresh: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """No token has come since it started."""
+        self.requests: list[Request | None] = [None] * max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._leases = FREE
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.requests) - len(self._free)
+
+    def running(self) -> list[Request]:
+        return [request for request in self.requests if request is not None]
+
+    def attach(self, request: Request, seq: int, num_computed: int, limit: int, tick: int) -> int:
+        """Give the request a row."""
+        row = self._free.pop()
+        self._leases += 1
+        self.lease[row] = self._leases
+        self.seq[row] = seq
+        self.num_tokens[row] = len(request.tokens)
+        self.num_computed[row] = num_computed
+        self.limit[row] = limit
+        self.last_token[row] = request.tokens[-1]
+        self.last_progress[row] = tick
+        self.pending[row] = self.uncharged[row] = 0
+        self.fresh[row] = True
+        self.requests[row] = request
+        request.row = row
+        return row
+
+    def detach(self, request: Request) -> int:
+        """Take the row back; returns the sequence it used."""
+        row, request.row = request.row, NO_ROW
+        self.lease[row] = FREE
+        self.requests[row] = None
+        self._free.append(row)
+        return int(self.seq[row])
+
+    # -- who wants what -----------------------------------------------------------------------------------------------
+
+    def owed(self) -> IntArray:
+        """Tokens each row has to be given; 0 for free rows and for those that only wait for their last token."""
+        wanting = (self.lease != FREE) & (self.num_tokens + self.pending < self.limit)
+        owed: IntArray = np.where(wanting, self.num_tokens + self.pending - self.num_computed, 0)
+        return owed
+
+    def input_tokens(self, rows: IntArray) -> IntArray:
+        """The next token of rows that owe one: known, or named by the row in which a step in flight samples it."""
+        tokens: IntArray = np.where(self.pending[rows] > 0, -1 - rows, self.last_token[rows])
+        return tokens
+
+    # -- what a step does to them -------------------------------------------------------------------------------------
+
+    def submit(self, plan: StepPlan) -> None:
+        self.num_computed[plan.rows] += plan.counts
+        self.uncharged[plan.rows] += plan.counts
+        self.pending[plan.sampled_rows] += 1
+        self.last_progress[plan.rows] = plan.tick
+
+    def undo(self, plan: StepPlan) -> None:
+        """The step did not happen."""
+        still = self.lease[plan.rows] == plan.leases
+        rows = plan.rows[still]
+        self.num_computed[rows] -= plan.counts[still]
+        self.pending[plan.sampled_rows[self.lease[plan.sampled_rows] == plan.sampled_leases]] -= 1
+
+    def settle(self, plan: StepPlan, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """The step's ids are here: the rows that still belong to the same requests, and their ids."""
+        still = self.lease[plan.sampled_rows] == plan.sampled_leases
+        rows, ids = plan.sampled_rows[still], ids[still]
+        self.pending[rows] -= 1
+        self.num_tokens[rows] += 1
+        self.last_token[rows] = ids
+        return rows, ids

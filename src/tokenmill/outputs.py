@@ -1,0 +1,32 @@
+"""What the engine gives back: tokens, and the one reason for which a request ended."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class FinishReason(Enum):
+    """Why a request ended. Every request ends with exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    OVERLOAD = "overload"
+    ERROR = "error"
+    SHUTDOWN = "shutdown"
+
+
+class GeneratedToken(NamedTuple):
+    """One step of one request. The last one has a finish reason, and no token where the end came without one."""
+
+    request_id: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,143 @@
+"""A backend that fails, dies, stalls, gives NaN or runs out of KV: exactly those are hurt who must be."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, backend_of, make_engine, request, run
+from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.core import EngineCore
+from tokenmill.errors import EngineDead
+from tokenmill.outputs import FinishReason
+
+HEALTHY = {"a": (1, 2, 3), "b": tuple(range(20, 45)), "c": (9,)}
+SAID = {token for prompt in HEALTHY.values() for token in alone(prompt, 8)}
+POISON = next(token for token in range(VOCAB) if token not in SAID.union(*HEALTHY.values()))
+"""A token that no healthy request ever meets."""
+
+
+def engine_with(depth: int, *faults: Fault, prompts: dict[str, tuple[int, ...]] = HEALTHY) -> EngineCore:
+    engine = make_engine(depth=depth, prefill_chunk=8, max_num_batched_tokens=8)
+    for fault in faults:
+        backend_of(engine).faults.add(fault)
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, max_new_tokens=8))
+    return engine
+
+
+def assert_healthy(transcript: Transcript, names: dict[str, tuple[int, ...]] = HEALTHY) -> None:
+    for name, prompt in names.items():
+        assert transcript.reasons[name] is FinishReason.LENGTH, transcript.errors
+        assert transcript.tokens[name] == alone(prompt, 8)
+
+
+@pytest.mark.req("G5", "R24")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV])
+@pytest.mark.parametrize("after", range(8))
+def test_a_step_that_fails_once_hurts_nobody(depth: int, kind: FaultKind, after: int) -> None:
+    engine = engine_with(depth, Fault(kind, after=after))
+    assert_healthy(run(engine))
+    assert_clean(engine)
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV, FaultKind.NAN])
+@pytest.mark.parametrize("where", [0, 12, 24])
+def test_a_request_that_always_fails_fails_alone(depth: int, kind: FaultKind, where: int) -> None:
+    """The poison is in the first, a middle or the last chunk of its prompt."""
+    prompt = [40] * 25
+    prompt[where] = POISON
+    engine = engine_with(depth, Fault(kind, token=POISON, times=None), prompts=HEALTHY | {"poisoned": tuple(prompt)})
+    transcript = run(engine)
+    # A NaN in a row nobody samples is nobody's business; the other faults strike wherever the token is.
+    if kind is FaultKind.NAN and where < 24:
+        assert transcript.reasons["poisoned"] is FinishReason.LENGTH
+    else:
+        assert transcript.reasons["poisoned"] is FinishReason.ERROR
+        assert transcript.errors["poisoned"]
+        assert transcript.tokens["poisoned"] == []
+    assert_healthy(transcript)
+    assert_clean(engine)
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", [FaultKind.FATAL, FaultKind.LATE_FATAL])
+def test_a_fatal_failure_ends_everybody_once(depth: int, kind: FaultKind) -> None:
+    engine = engine_with(depth, Fault(kind, after=3))
+    transcript = run(engine)
+    assert set(transcript.reasons.values()) == {FinishReason.ERROR}
+    assert set(transcript.reasons) == set(HEALTHY)
+    for name, prompt in HEALTHY.items():
+        assert transcript.tokens[name] == alone(prompt, 8)[: len(transcript.tokens[name])]
+    with pytest.raises(EngineDead, match="told to fail"):
+        engine.add(request("more", [1]))
+    with pytest.raises(EngineDead):
+        engine.step()
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_that_fail_alone_in_a_row_are_the_engines_failure(depth: int) -> None:
+    prompts = {"a": (1, 2, 3), "x": (POISON, 1), "y": (POISON, 2)}
+    engine = engine_with(depth, Fault(FaultKind.FAIL, token=POISON, times=None), prompts=prompts)
+    transcript = run(engine)
+    assert set(transcript.reasons.values()) == {FinishReason.ERROR}
+    assert engine.failure is not None
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_bad_requests_with_a_good_one_between_them_are_their_own_failure(depth: int) -> None:
+    prompts = {"x": (POISON, 1), "a": (1, 2, 3), "y": (POISON, 2)}
+    engine = engine_with(depth, Fault(FaultKind.FAIL, token=POISON, times=None), prompts=prompts)
+    transcript = run(engine)
+    assert [transcript.reasons[name] for name in "xy"] == [FinishReason.ERROR] * 2
+    assert_healthy(transcript, {"a": (1, 2, 3)})
+    assert_clean(engine)
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stalled_step_hurts_nobody_and_its_heartbeat_shows(depth: int) -> None:
+    fault = Fault(FaultKind.STALL, after=2)
+    engine = engine_with(depth, fault)
+    transcript = Transcript()
+    owner = threading.Thread(target=run, args=(engine, transcript))
+    owner.start()
+    assert fault.stalled.wait(timeout=10)
+    first = engine.heartbeat
+    assert engine.has_work
+    assert engine.heartbeat == first, "the heartbeat goes on while the engine hangs"
+    fault.release.set()
+    owner.join(timeout=10)
+    assert not owner.is_alive()
+    assert engine.heartbeat > first
+    assert_healthy(transcript)
+    assert_clean(engine)
+
+
+def test_a_closed_engine_has_told_everybody() -> None:
+    engine = engine_with(1)
+    engine.step()
+    endings = engine.close()
+    assert {ending.finish_reason for ending in endings} == {FinishReason.SHUTDOWN}
+    assert len(endings) == len(HEALTHY)
+    assert engine.close() == []
+    with pytest.raises(EngineDead, match="closed"):
+        engine.add(request("more", [1]))
+
+
+@pytest.mark.req("G5")
+def test_a_bug_in_the_engine_still_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(0)
+    engine.step()
+    monkeypatch.setattr(engine.scheduler, "update", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.kv, "release", lambda *_: 1 / 0)
+    transcript = run(engine)
+    assert set(transcript.reasons) == set(HEALTHY)
+    assert "ZeroDivisionError" in (transcript.errors["a"] or "")

@@ -1,0 +1,145 @@
+"""Random workloads for the engine, and the rules that must hold in every tick of every one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.operations import Chooser, one_in
+from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, make_engine, request
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.request import Limits
+from tokenmill.outputs import FinishReason
+
+POOL = [[7] * 3, list(range(20)), [5, 9] * 12, [1]]
+"""Prefixes that requests have in common."""
+
+
+@dataclass
+class Workload:
+    depth: int
+    engine: dict[str, Any]
+    fake: dict[str, Any]
+    requests: list[tuple[int, dict[str, Any]]]
+    """(tick of arrival, request)."""
+    cancels: dict[int, str] = field(default_factory=dict)
+    forks: dict[int, str] = field(default_factory=dict)
+    """Tick -> request to fork."""
+
+
+def workload(choose: Chooser, depth: int) -> Workload:
+    block = choose.one_of([1, 4, 16])
+    max_num_seqs = choose.between(1, 6)
+    requests = []
+    for i in range(choose.between(1, 10)):
+        prefix = choose.one_of(POOL)
+        tail = [choose.between(0, VOCAB - 1) for _ in range(choose.between(0, 12))]
+        new: dict[str, Any] = {
+            "name": f"r{i}",
+            "prompt": tuple([*prefix, *tail]),
+            "max_new_tokens": choose.between(1, 12),
+            "priority": choose.between(0, 2),
+            "key": choose.one_of(["", "a", "b"]),
+        }
+        if one_in(3, choose):
+            new["stop_ids"] = tuple(range(choose.between(1, 12)))
+            new["min_new_tokens"] = choose.between(0, 2)
+        if one_in(4, choose):
+            new["max_tokens_per_step"] = choose.between(1, 5)
+        if one_in(4, choose):
+            new["owner"] = f"session {i % 2}"
+        requests.append((choose.between(0, 12), new))
+    ticks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 3))}
+    forks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 2))}
+    return Workload(
+        depth=depth,
+        engine={
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": choose.one_of([64, 1, 3, 8, 20]),
+            "prefill_chunk": choose.one_of([16, 1, 5]),
+            "max_wait_ticks": choose.one_of([64, 4]),
+            "admission_margin": choose.between(0, 1),
+            "min_shared_prefix": choose.one_of([4, 0]),
+            "prefix_caching": not one_in(6, choose),
+        },
+        fake={
+            "block_size": block,
+            "num_cells": 64 + 2 * block + choose.one_of([0, 40, 200]),
+            "max_seqs": max_num_seqs + choose.one_of([8, 0, 1]),
+            "max_context": 64,
+            "partial_rm": not one_in(6, choose),
+            "partial_cp": not one_in(6, choose),
+        },
+        requests=requests,
+        cancels=ticks,
+        forks=forks,
+    )
+
+
+class Watched:
+    """An engine whose every plan is checked: the budget, and decode before prefill."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self._schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
+
+    def schedule(self) -> StepPlan | None:
+        rows = self.engine.scheduler.rows
+        ready = np.flatnonzero(rows.owed() == 1)
+        leases = rows.lease[ready].copy()
+        plan = self._schedule()
+        if plan is not None:
+            assert plan.num_tokens <= self.engine.config.max_num_batched_tokens, "the token budget was exceeded"
+            still_there = ready[rows.lease[ready] == leases]
+            left_out = set(still_there.tolist()) - set(plan.rows.tolist())
+            assert not (left_out and plan.num_prefill), f"rows {left_out} could decode, prefill went before them"
+        return plan
+
+
+def play(load: Workload) -> Transcript:
+    """Run a workload and check that nobody noticed anybody else."""
+    engine = make_engine(depth=load.depth, fake=load.fake, **load.engine)
+    Watched(engine)
+    transcript = Transcript()
+    prompts: dict[str, dict[str, Any]] = {}
+    arrivals = sorted(load.requests, key=lambda arrival: arrival[0])
+    cancelled: set[str] = set()
+    for tick in range(1500):
+        while arrivals and arrivals[0][0] <= tick:
+            new = arrivals.pop(0)[1]
+            prompts[new["name"]] = new
+            engine.add(request(**new))
+        if tick in load.forks and load.forks[tick] in engine.scheduler.requests:
+            fork_and_note(engine, load.forks[tick], f"fork{tick}", prompts)
+        if tick in load.cancels and engine.cancel(load.cancels[tick]):
+            cancelled.add(load.cancels[tick])
+        if not engine.has_work and not arrivals:
+            break
+        transcript.add(engine.step())
+        engine.kv.check_integrity()
+    else:
+        raise AssertionError(f"requests starve: {engine.scheduler.requests}")
+    for name, new in prompts.items():
+        expected = alone(
+            new["prompt"], new["max_new_tokens"], frozenset(new.get("stop_ids", ())), new.get("min_new_tokens", 0)
+        )
+        got = transcript.tokens[name]
+        if name in cancelled:
+            assert transcript.reasons[name] is FinishReason.CANCELLED
+            assert got == expected[: len(got)], f"{name} was not itself before it was cancelled"
+        else:
+            assert transcript.reasons[name] in (FinishReason.STOP, FinishReason.LENGTH)
+            assert got == expected, f"{name} says {got}, alone {expected}"
+    assert_clean(engine)
+    return transcript
+
+
+def fork_and_note(engine: EngineCore, source: str, name: str, prompts: dict[str, dict[str, Any]]) -> None:
+    if len(engine.scheduler.requests[source].tokens) >= engine.max_model_len:
+        return
+    child = engine.fork(source, name, Limits(max_new_tokens=3))
+    prompts[name] = {"prompt": tuple(child.tokens), "max_new_tokens": 3}
