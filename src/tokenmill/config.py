@@ -28,7 +28,7 @@ class EngineConfig:
     target_tick_ms: float = 100.0
     """How long a step may take while somebody decodes; prefill chunks are cut to it."""
     max_wait_ticks: int = 256
-    """A request that has made no progress for longer goes before all others."""
+    """When a key's requests of one priority have not had a turn for longer, the first of them goes before all others."""
     admission_margin: int = 1
     """Blocks kept free for each running request when another one is admitted."""
     min_shared_prefix: int = 32
@@ -42,6 +42,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_wait_ticks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} < max_num_seqs {self.max_num_seqs}: "
+                "every running request must be able to decode in each step"
+            )
         for name in ("max_queue", "admission_margin", "min_shared_prefix"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")

@@ -137,5 +137,3 @@ def jain(values: Sequence[float]) -> float:
     """Jain's fairness index: 1 when all are equal, 1/n when one has everything."""
     array = np.asarray(values, dtype=float)
     return float(array.sum() ** 2 / (len(array) * (array**2).sum()))
-
-

@@ -58,7 +58,7 @@ def workload(choose: Chooser, depth: int) -> Workload:
         depth=depth,
         engine={
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": choose.one_of([64, 1, 3, 8, 20]),
+            "max_num_batched_tokens": max_num_seqs + choose.one_of([64, 0, 1, 3, 20]),
             "prefill_chunk": choose.one_of([16, 1, 5]),
             "max_wait_ticks": choose.one_of([64, 4]),
             "admission_margin": choose.between(0, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from tokenmill.engine.request import NO_ROW, Request
@@ -52,12 +53,18 @@ class FairShare:
 
 
 class Order:
-    """Aged first, then priority, then the key that has had least, then arrival. Victims come from the other end."""
+    """Aged first, then priority, then the key that has had least, then arrival. Victims come from the other end.
+
+    What ages is a class of requests, those of one key and priority: it is aged when none of them has started for
+    `max_wait_ticks`. So no class starves, and a key that sends too much ages no faster than the others.
+    """
 
     def __init__(self, rows: RunningRows, max_wait_ticks: int) -> None:
         self.fair = FairShare()
         self._rows = rows
         self._max_wait_ticks = max_wait_ticks
+        self._live: Counter[tuple[str, int]] = Counter()
+        self._last_start: dict[tuple[str, int], int] = {}
 
     def sort(self, requests: Iterable[Request], tick: int) -> list[Request]:
         """The requests, first ones first."""
@@ -69,25 +76,33 @@ class Order:
 
         return sorted(requests, key=rank)
 
-    def sort_by_turn(self, requests: Iterable[Request], tick: int) -> list[Request]:
-        """Running requests in turn: after age and priority, the one that has waited longest for its next token."""
-
-        def rank(request: Request) -> tuple[bool, int, int, int]:
-            progress = int(self._rows.last_progress[request.row])
-            return (not self.is_aged(request, tick), request.hints.priority, progress, request.arrival)
-
-        return sorted(requests, key=rank)
-
     def is_aged(self, request: Request, tick: int) -> bool:
-        """Has it made no progress for longer than it should have to?"""
-        progress = request.last_progress if request.row == NO_ROW else self._rows.last_progress[request.row]
-        return bool(tick - progress > self._max_wait_ticks)
+        """Has its class had no turn for longer than it should have to wait? (A running request: has it itself?)"""
+        if request.row != NO_ROW:
+            progress = int(self._rows.last_progress[request.row])
+        else:
+            progress = max(request.last_progress, self._last_start.get(_class_of(request), 0))
+        return tick - progress > self._max_wait_ticks
+
+    def enter(self, request: Request) -> None:
+        """The request arrived."""
+        self.fair.enter(request.hints.key)
+        self._live[_class_of(request)] += 1
+
+    def started(self, request: Request, tick: int) -> None:
+        """The request got a row: its class had its turn."""
+        self._last_start[_class_of(request)] = tick
 
     def leave(self, request: Request, row: int) -> None:
         """The request ended; `row` is the one it had, if any."""
         if row != NO_ROW:
             self.settle(request, row)
         self.fair.leave(request.hints.key)
+        cls = _class_of(request)
+        self._live[cls] -= 1
+        if not self._live[cls]:
+            del self._live[cls]
+            self._last_start.pop(cls, None)
 
     def settle(self, request: Request, row: int) -> None:
         """Charge what a row was given to its request's key."""
@@ -99,3 +114,7 @@ class Order:
         if self.fair.num_keys > 1:
             for request in self._rows.running():
                 self.settle(request, request.row)
+
+
+def _class_of(request: Request) -> tuple[str, int]:
+    return request.hints.key, request.hints.priority

@@ -62,7 +62,7 @@ class Scheduler:
         self._arrivals += 1
         request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick
         self.requests[request.request_id] = request
-        self.order.fair.enter(request.hints.key)
+        self.order.enter(request)
         self._events.phase(request, Phase.QUEUED, self.tick)
         full = self.queue.why_full(request, self.rows.num_free)
         if full is not None:
@@ -133,8 +133,6 @@ class Scheduler:
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
         """One token for each request that needs one; when KV is short, the last in order makes room for the others."""
-        if len(rows) > draft.budget:
-            rows = self._first_in_order(rows, draft.budget)
         while len(rows) and not self._has_room_for_decodes(draft, rows):
             victim = self.order.sort(self.rows.running(), self.tick)[-1]
             rows = rows[rows != victim.row]
@@ -227,6 +225,7 @@ class Scheduler:
         row = self.rows.attach(request, seq, num_computed, request.max_tokens(self.max_model_len), self.tick)
         if first_time:
             request.num_cached = num_computed
+        self.order.started(request, self.tick)
         self.kv.announce(seq, tokens, request.hints.namespace, self._computed_in(row))
         self._events.phase(request, Phase.PREFILL, self.tick)
         count = self._chunk(draft, request, num_computed)
@@ -261,12 +260,6 @@ class Scheduler:
         owed = self.rows.owed()
         behind = np.flatnonzero(owed > 1)
         return sum(self.kv.cells_for(int(owed[row]) - draft.chunks.get(int(row), 0)) for row in behind)
-
-    def _first_in_order(self, rows: IntArray, count: int) -> IntArray:
-        """When not everybody can decode: those whose last token is longest ago, inside the usual order."""
-        requests = [request for row in rows if (request := self.rows.requests[row])]
-        ranked = self.order.sort_by_turn(requests, self.tick)
-        return np.array([request.row for request in ranked[:count]], dtype=np.int32)
 
     def _computed_in(self, row: int) -> Callable[[], int]:
         return lambda: int(self.rows.num_computed[row])

@@ -1,0 +1,326 @@
+"""Who runs when: order, chunks and tick time, fairness, quotas, queue limits and deadlines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.engine.helpers import (
+    VOCAB,
+    SimulatedClock,
+    TimedBackend,
+    Transcript,
+    alone,
+    assert_clean,
+    jain,
+    make_engine,
+    request,
+    run,
+)
+from tokenmill.config import EngineConfig
+from tokenmill.core import FakeBackend, FakeConfig
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import Event, RequestEvent, TickEvent
+from tokenmill.engine.request import Request
+from tokenmill.errors import ConfigError, InvalidRequest
+from tokenmill.outputs import FinishReason
+
+
+def timed_engine(
+    depth: int, seconds: tuple[float, float, float], fake: dict[str, Any], **config: Any
+) -> tuple[EngineCore, SimulatedClock]:
+    clock = SimulatedClock()
+    fake_config = FakeConfig(**{"vocab_size": VOCAB, "depth": depth, "block_size": 16} | fake)
+    engine = EngineCore(
+        TimedBackend(fake_config, clock, seconds), fake_config.max_context, EngineConfig(**config), clock
+    )
+    return engine, clock
+
+
+def ticks_of(engine: EngineCore) -> list[TickEvent]:
+    ticks: list[TickEvent] = []
+    engine.events.subscribe(lambda event: ticks.append(event) if isinstance(event, TickEvent) else None)
+    return ticks
+
+
+# -- chunks and tick time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R13", "R12", "G9")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_long_prompt_never_stalls_the_others(depth: int) -> None:
+    """20,000 tokens beside eight that decode: every tick within the target, give or take the model's own error."""
+    fake = {"num_cells": 40_000, "max_context": 32_768, "max_seqs": 32}
+    engine, _ = timed_engine(depth, (0.004, 0.0004, 2e-8), fake, max_num_seqs=16, target_tick_ms=100)
+    ticks = ticks_of(engine)
+    for i in range(8):
+        engine.add(request(f"d{i}", (i + 50, 1, 1), max_new_tokens=400))
+    for _ in range(6):
+        engine.step()
+    long = request("long", tuple(i % VOCAB for i in range(20_000)), max_new_tokens=2)
+    engine.add(long)
+    begin = len(ticks)
+    transcript = Transcript()
+    while "long" not in transcript.reasons:
+        transcript.add(engine.step())
+    beside = [tick for tick in ticks[begin:] if tick.plan.num_decode >= 8]
+    error = max(0.02, engine.scheduler.cost.error)
+    assert error < 0.1, "the cost model does not know this machine"
+    assert max(tick.step_s for tick in beside) <= 0.1 * (1 + error)
+    assert max(tick.plan.num_prefill for tick in beside) <= 512
+    assert sum(tick.plan.num_prefill for tick in ticks[begin:]) >= 20_000
+    steady = [tick.step_s for tick in beside[len(beside) // 4 : -2] if tick.plan.num_prefill]
+    assert min(steady) > 0.08, "chunks are smaller than the target allows"
+    assert transcript.reasons["long"] is FinishReason.LENGTH
+    assert not engine.scheduler.requests.keys() - {f"d{i}" for i in range(8)}
+
+
+@pytest.mark.req("R13", "R14", "G9")
+def test_chunks_grow_to_the_budget_when_nobody_decodes() -> None:
+    engine = make_engine(fake={"num_cells": 4096, "max_context": 2048}, max_num_batched_tokens=700, prefill_chunk=100)
+    ticks = ticks_of(engine)
+    engine.add(request("long", tuple(i % VOCAB for i in range(1500)), max_new_tokens=1))
+    run(engine)
+    assert [tick.plan.num_tokens for tick in ticks] == [700, 700, 100]
+
+
+@pytest.mark.req("R18")
+def test_a_request_has_a_quota_of_tokens_a_step_and_of_context() -> None:
+    engine = make_engine()
+    ticks = ticks_of(engine)
+    engine.add(request("a", tuple(range(10)), max_new_tokens=50, max_tokens_per_step=4, max_context=13))
+    transcript = run(engine)
+    assert [tick.plan.num_tokens for tick in ticks][:3] == [4, 4, 2]
+    assert transcript.tokens["a"] == alone(tuple(range(10)), 3)
+    assert transcript.reasons["a"] is FinishReason.LENGTH
+    with pytest.raises(InvalidRequest, match="13 tokens; the context of 13 has no room"):
+        engine.add(request("b", tuple(range(13)), max_context=13))
+
+
+# -- rows and order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R11", "R17")
+def test_several_start_in_one_tick_and_a_freed_place_is_filled_in_the_next() -> None:
+    engine = make_engine(max_num_seqs=3)
+    for i in range(5):
+        engine.add(request(f"r{i}", (i, 1), max_new_tokens=2 + (i > 0)))
+    engine.step()
+    assert [slot.request_id for slot in engine.slots()] == ["r0", "r1", "r2"]
+    outputs = engine.step()
+    assert [output.request_id for output in outputs if output.is_finished] == ["r0"]
+    engine.step()
+    assert {slot.request_id for slot in engine.slots()} - {None} >= {"r3"}
+    run(engine)
+
+
+@pytest.mark.req("R50")
+def test_slots_say_who_is_idle_prefilling_or_generating() -> None:
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=8)
+    engine.add(request("short", (1, 2), max_new_tokens=5))
+    engine.add(request("long", tuple(range(20)), max_new_tokens=2))
+    engine.step()
+    states = {slot.request_id: (slot.state, slot.num_computed) for slot in engine.slots()}
+    assert states == {"short": ("generating", 2), "long": ("prefilling", 6), None: ("idle", 0)}
+    run(engine)
+    assert {slot.state for slot in engine.slots()} == {"idle"}
+
+
+@pytest.mark.req("R16")
+def test_everybody_who_decodes_gets_one_token_a_tick() -> None:
+    engine = make_engine(max_num_seqs=6, max_num_batched_tokens=6)
+    for i in range(6):
+        engine.add(request(f"r{i}", (i,), max_new_tokens=10))
+    engine.add(request("long", tuple(range(50)), max_new_tokens=1))
+    transcript = Transcript()
+    for tick in range(1, 10):
+        transcript.add(engine.step())
+        assert [len(transcript.tokens[f"r{i}"]) for i in range(6)] == [tick] * 6
+    run(engine, transcript)
+    assert transcript.tokens["long"] == alone(tuple(range(50)), 1)
+
+
+@pytest.mark.req("R15")
+def test_the_queue_is_first_in_first_out_and_priority_goes_before() -> None:
+    engine = make_engine(max_num_seqs=1)
+    started: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RequestEvent) and event.phase.value == "prefill":
+            started.append(event.request_id)
+
+    engine.events.subscribe(note)
+    for i in range(4):
+        engine.add(request(f"r{i}", (i,), max_new_tokens=2))
+    engine.add(request("urgent", (9,), max_new_tokens=2, priority=-1))
+    run(engine)
+    assert started == ["urgent", "r0", "r1", "r2", "r3"]
+
+
+@pytest.mark.req("R16")
+def test_priority_never_starves_anyone_past_the_bound() -> None:
+    """One row, urgent requests without end: the humble one starts max_wait_ticks plus one service time later."""
+    max_wait, service = 20, 3
+    engine = make_engine(max_num_seqs=1, max_wait_ticks=max_wait)
+    engine.add(request("humble", (1, 2), max_new_tokens=1, priority=5))
+    transcript = Transcript()
+    for tick in range(200):
+        engine.add(request(f"urgent{tick}", (3, tick % VOCAB), max_new_tokens=service))
+        transcript.add(engine.step())
+        if "humble" in transcript.reasons:
+            break
+    assert transcript.reasons["humble"] is FinishReason.LENGTH
+    assert max_wait < engine.scheduler.tick <= max_wait + service + 2
+
+
+@pytest.mark.req("R16")
+def test_one_hostile_key_does_not_hurt_the_others() -> None:
+    """Five keys, one with ten times the load: the others get equal shares of the tokens, and it no more than they."""
+    fake = {"num_cells": 8192, "max_context": 512, "max_seqs": 64}
+    engine, clock = timed_engine(0, (0.002, 0.0002, 0.0), fake, max_num_seqs=8, max_queue=1000)
+    served: Counter[str] = Counter()
+    keys = ["hostile", "a", "b", "c", "d"]
+    sent: Counter[str] = Counter()
+    live: dict[str, Request] = {}
+    while clock.now < 20:
+        for key in keys:
+            waiting = sum(name.startswith(key) for name in live)
+            while waiting < (40 if key == "hostile" else 4):
+                name = f"{key}-{sent[key]}"
+                prompt = tuple((sent[key] * 7 + i) % VOCAB for i in range(40 if key == "hostile" else 20))
+                live[name] = request(name, prompt, max_new_tokens=16, key=key, namespace=name)
+                engine.add(live[name])
+                sent[key] += 1
+                waiting += 1
+        for output in engine.step():
+            if output.is_finished:
+                done = live.pop(output.request_id)
+                served[done.hints.key] += len(done.tokens)
+    others = [served[key] for key in keys[1:]]
+    assert jain(others) >= 0.95, served
+    assert served["hostile"] <= 1.1 * max(others), served
+
+
+@pytest.mark.req("R19")
+def test_a_preempted_request_keeps_its_place() -> None:
+    """KV for about two: the last one in order gives way, waits at its old place, and says the same in the end."""
+    fake = {"num_cells": 72, "block_size": 4, "max_context": 64, "max_seqs": 8}
+    engine = make_engine(fake=fake, max_num_seqs=4, admission_margin=0)
+    requests = [request(f"r{i}", tuple([10 * i + 1] * 12), max_new_tokens=24) for i in range(3)]
+    for one in requests:
+        engine.add(one)
+    transcript = run(engine)
+    assert sum(one.num_preemptions for one in requests) > 0
+    assert requests[0].num_preemptions == 0
+    for one in requests:
+        assert transcript.tokens[one.request_id] == alone(tuple(one.tokens[:12]), 24)
+    assert_clean(engine)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R15")
+def test_a_full_queue_refuses_with_a_reason() -> None:
+    engine = make_engine(max_num_seqs=1, max_queue=2, max_queue_tokens=30)
+    engine.add(request("runs", (1,), max_new_tokens=5))
+    engine.step()
+    engine.add(request("w1", (2,), max_new_tokens=1))
+    engine.add(request("too many tokens", tuple([3] * 40), max_new_tokens=1))
+    engine.add(request("w2", (4,), max_new_tokens=1))
+    engine.add(request("one too many", (5,), max_new_tokens=1))
+    transcript = run(engine)
+    assert transcript.reasons["too many tokens"] is transcript.reasons["one too many"] is FinishReason.OVERLOAD
+    assert transcript.errors["too many tokens"] == "41 prompt tokens would be waiting, the limit is 30"
+    assert transcript.errors["one too many"] == "2 requests are waiting, the limit is 2"
+    assert transcript.reasons["w2"] is FinishReason.LENGTH
+    assert_clean(engine)
+
+
+@pytest.mark.req("R15")
+def test_without_a_queue_a_free_row_can_still_be_had() -> None:
+    engine = make_engine(max_num_seqs=1, max_queue=0)
+    engine.add(request("a", (1,), max_new_tokens=3))
+    engine.add(request("b", (2,), max_new_tokens=3))
+    assert run(engine).reasons == {"a": FinishReason.LENGTH, "b": FinishReason.OVERLOAD}
+
+
+@pytest.mark.req("R15")
+def test_time_limits_end_waiting_and_running_requests() -> None:
+    clock = SimulatedClock()
+    engine = make_engine(max_num_seqs=1, queue_timeout_s=5, clock=clock)
+    engine.add(request("slow", (1,), max_new_tokens=100, timeout_s=8))
+    engine.add(request("waits", (2,), max_new_tokens=1))
+    engine.add(request("hurries", (3,), max_new_tokens=1, timeout_s=2))
+    transcript = Transcript()
+    ended: dict[str, float] = {}
+    while engine.has_work:
+        clock.now += 0.5
+        transcript.add(engine.step())
+        for name in transcript.reasons:
+            ended.setdefault(name, clock.now)
+    assert set(transcript.reasons.values()) == {FinishReason.TIMEOUT}
+    assert ended == {"hurries": 2.0, "waits": 5.0, "slow": 8.0}
+    assert transcript.errors["waits"] == "not started after 5 s"
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "saying"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
+        ({"max_queue": -1}, "max_queue must not be negative"),
+        ({"queue_timeout_s": 0}, "queue_timeout_s must be positive"),
+        ({"target_tick_ms": 0}, "target_tick_ms must be positive"),
+        ({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7 < max_num_seqs 8"),
+        ({"max_num_seqs": 17}, "max_num_seqs 17 > the backend's 16 sequences"),
+        ({"max_model_len": 257}, "max_model_len 257 > 256: the model's context is 256"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], saying: str) -> None:
+    with pytest.raises(ConfigError, match=saying):
+        make_engine(**settings)
+
+
+def test_depth_must_be_one_the_backend_has() -> None:
+    with pytest.raises(ConfigError, match="depth must be 0, 1 or None"):
+        EngineConfig(depth=2)
+    with pytest.raises(ConfigError, match="depth 1 > the backend's 0"):
+        EngineCore(FakeBackend(), 64, EngineConfig(depth=1))
+    engine = EngineCore(FakeBackend(FakeConfig(depth=1)), 64, EngineConfig(depth=0))
+    assert engine.depth == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "saying"),
+    [
+        ({"prompt": ()}, "the prompt is empty"),
+        ({"prompt": (1,), "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"prompt": (1,), "min_new_tokens": -1}, "min_new_tokens must not be negative"),
+        ({"prompt": (1,), "timeout_s": 0.0}, "timeout_s must be positive"),
+        ({"prompt": tuple([1] * 256)}, "256 tokens; the context of 256 has no room"),
+    ],
+)
+def test_impossible_requests_are_named(options: dict[str, Any], saying: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=saying):
+        engine.add(request("r", **options))
+    engine.add(request("twice", (1,)))
+    with pytest.raises(InvalidRequest, match="twice is running already"):
+        engine.add(request("twice", (1,)))
+    run(engine)
+    assert_clean(engine)
+
+
+def test_sequences_come_back_in_the_order_they_were_added() -> None:
+    engine = make_engine()
+    prompts = [(5, 6), (1,), (2, 3, 4)]
+    names = [engine.add_sequence(prompt, max_new_tokens=4) for prompt in prompts]
+    assert len(set(names)) == 3
+    assert engine.run_until_complete() == [alone(prompt, 4) for prompt in prompts]
+    assert engine.run_until_complete() == []
+    first = alone((5, 6), 4)
+    engine.add_sequence((5, 6), max_new_tokens=4, eos_token_id=first[1])
+    assert engine.run_until_complete() == [first[:2]]
