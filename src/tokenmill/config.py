@@ -28,7 +28,7 @@ class EngineConfig:
     target_tick_ms: float = 100.0
     """How long a step may take while somebody decodes; prefill chunks are cut to it."""
     max_wait_ticks: int = 256
-    """When a key's requests of one priority have not had a turn for longer, the first of them goes before all others."""
+    """When no request of one key and priority has started for longer, the first of them goes before all others."""
     admission_margin: int = 1
     """Blocks kept free for each running request when another one is admitted."""
     min_shared_prefix: int = 32

@@ -11,7 +11,7 @@ from tokenmill.outputs import FinishReason
 PROMPTS = {
     "short": ((3,), 9),
     "long": (tuple(range(40)), 6),
-    "shares": (tuple([*range(30), 60, 61]), 5),
+    "shares": ((*range(30), 60, 61), 5),
     "queued": ((9, 9, 9, 9), 7),
     "late": (tuple(range(20, 50)), 4),
 }

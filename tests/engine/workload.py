@@ -39,7 +39,7 @@ def workload(choose: Chooser, depth: int) -> Workload:
         tail = [choose.between(0, VOCAB - 1) for _ in range(choose.between(0, 12))]
         new: dict[str, Any] = {
             "name": f"r{i}",
-            "prompt": tuple([*prefix, *tail]),
+            "prompt": (*prefix, *tail),
             "max_new_tokens": choose.between(1, 12),
             "priority": choose.between(0, 2),
             "key": choose.one_of(["", "a", "b"]),

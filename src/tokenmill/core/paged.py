@@ -40,10 +40,9 @@ class Demand:
     segment: Segment
     grow: IntArray
     copy: BoolArray
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.grow.sum()) + int(self.copy.sum())
+    num_copies: int
+    num_blocks: int
+    """New blocks and copies together."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,8 @@ class PagedKV:
         lead = demand.segment.lead
         end, num_blocks = self.tables.end[lead], self.tables.num_blocks[lead]
         taken = self.tables.pool.take(demand.num_blocks)
-        copies, grown = np.split(taken, [int(demand.copy.sum())])
-        copied = _place(self.tables, demand, copies, grown)
+        copies = taken[: demand.num_copies]
+        copied = _place(self.tables, demand, taken)
         self._applied.append(_Undo(demand, taken, copied, end, num_blocks))
         if len(copies):
             self._storage.copy_blocks(copied, copies)
@@ -225,6 +224,8 @@ class PagedKV:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def _plan(self, batch: Batch) -> PagedPlan:
+        if batch.seq_ids.max() >= self.capabilities.max_seqs:
+            raise InvalidBatch(f"sequence {batch.seq_ids.max()} is not below max_seqs {self.capabilities.max_seqs}")
         segments = cut_into_segments(batch)
         if len(segments) == 1:
             return PagedPlan((self._demand(self.tables, segments[0]),), self._steps + 1)
@@ -234,7 +235,7 @@ class PagedKV:
         for segment in segments:
             demand = self._demand(trial, segment)
             blocks = trial.pool.take(demand.num_blocks)
-            _place(trial, demand, *np.split(blocks, [int(demand.copy.sum())]))
+            _place(trial, demand, blocks)
             demands.append(demand)
         return PagedPlan(tuple(demands), self._steps + 1)
 
@@ -242,11 +243,11 @@ class PagedKV:
         self._check(tables, segment)
         length = tables.end[segment.lead] + segment.count - tables.base[segment.lead]
         grow = -(-length // tables.block_size) - tables.num_blocks[segment.lead]
-        return Demand(segment, grow, _must_copy(tables, segment))
+        copy = _must_copy(tables, segment)
+        num_copies = int(np.count_nonzero(copy))
+        return Demand(segment, grow, copy, num_copies, int(grow.sum()) + num_copies)
 
     def _check(self, tables: BlockTables, segment: Segment) -> None:
-        if segment.max_seq >= self.capabilities.max_seqs:
-            raise InvalidBatch(f"sequence {segment.max_seq} is not below max_seqs {self.capabilities.max_seqs}")
         expected = tables.end[segment.token_lead] + segment.token_rank
         if (segment.token_pos != expected).any():
             i = int((segment.token_pos != expected).argmax())
@@ -312,7 +313,7 @@ def _must_copy(tables: BlockTables, segment: Segment) -> BoolArray:
     last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
     copy: BoolArray = writes_into_last & (tables.pool.refs[last_block] > segment.holders)
     refs_left: dict[int, int] = {}
-    for i in np.flatnonzero(copy):
+    for i in copy.nonzero()[0]:
         block, holders = int(last_block[i]), int(segment.holders[i])
         refs = refs_left.get(block, int(tables.pool.refs[block]))
         copy[i] = refs > holders
@@ -320,15 +321,18 @@ def _must_copy(tables: BlockTables, segment: Segment) -> BoolArray:
     return copy
 
 
-def _place(tables: BlockTables, demand: Demand, copies: IntArray, grown: IntArray) -> IntArray:
-    """Put the blocks a segment asked for into its rows; returns the blocks that `copies` stand for."""
+def _place(tables: BlockTables, demand: Demand, blocks: IntArray) -> IntArray:
+    """Put the blocks a segment asked for into its rows, copies first; returns the blocks that they are copies of."""
     segment, grow = demand.segment, demand.grow
-    writers, holders = segment.lead[demand.copy], segment.holders[demand.copy]
-    last = tables.num_blocks[writers] - 1
-    copied = tables.table[writers, last]
-    tables.table[writers, last] = copies
-    tables.pool.refs[copies] = holders
-    np.subtract.at(tables.pool.refs, copied, holders)
+    copies, grown = blocks[: demand.num_copies], blocks[demand.num_copies :]
+    copied = copies
+    if len(copies):
+        writers, holders = segment.lead[demand.copy], segment.holders[demand.copy]
+        last = tables.num_blocks[writers] - 1
+        copied = tables.table[writers, last]
+        tables.table[writers, last] = copies
+        tables.pool.refs[copies] = holders
+        np.subtract.at(tables.pool.refs, copied, holders)
     if len(grown):
         ordinal = np.arange(len(grown)) - np.repeat(np.cumsum(grow) - grow, grow)
         columns = np.repeat(tables.num_blocks[segment.lead], grow) + ordinal

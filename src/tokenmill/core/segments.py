@@ -32,28 +32,42 @@ class Segment:
     groups: tuple[tuple[int, ...], ...]
     """The groups of more than one sequence, lead first."""
 
-    @property
-    def max_seq(self) -> int:
-        return max([int(self.lead.max()), *(max(group) for group in self.groups)])
-
 
 def cut_into_segments(batch: Batch) -> list[Segment]:
     """The batch's segments, in order."""
     if batch.seq_ids.shape[1] == 1:
-        return [_segment(batch, slice(0, len(batch)), batch.seq_ids[:, 0], {})]
+        leads = batch.seq_ids[:, 0]
+        if np.bincount(leads).max() == 1:
+            return [_one_token_each(batch, leads)]
+        return [_segment(batch, slice(0, len(batch)), leads, {})]
     segments: list[Segment] = []
     companions: dict[int, tuple[int, ...]] = {}
-    leads: list[int] = []
+    group_leads: list[int] = []
     begin = 0
     for i in range(len(batch)):
         group = tuple(sorted(batch.sequences_of(i)))
         if any(companions.get(seq, group) != group for seq in group):
-            segments.append(_segment(batch, slice(begin, i), np.array(leads, dtype=np.int32), companions))
-            begin, companions, leads = i, {}, []
+            segments.append(_segment(batch, slice(begin, i), np.array(group_leads, dtype=np.int32), companions))
+            begin, companions, group_leads = i, {}, []
         companions.update(dict.fromkeys(group, group))
-        leads.append(group[0])
-    segments.append(_segment(batch, slice(begin, len(batch)), np.array(leads, dtype=np.int32), companions))
+        group_leads.append(group[0])
+    segments.append(_segment(batch, slice(begin, len(batch)), np.array(group_leads, dtype=np.int32), companions))
     return segments
+
+
+def _one_token_each(batch: Batch, leads: IntArray) -> Segment:
+    """A decode step: every sequence once, alone. The same as `_segment` would give, without its sorting."""
+    ones = np.ones(len(leads), dtype=np.int32)
+    return Segment(
+        tokens=slice(0, len(leads)),
+        token_lead=leads,
+        token_pos=batch.pos,
+        token_rank=np.zeros(len(leads), dtype=np.int32),
+        lead=leads,
+        count=ones,
+        holders=ones,
+        groups=(),
+    )
 
 
 def _segment(batch: Batch, tokens: slice, token_lead: IntArray, companions: dict[int, tuple[int, ...]]) -> Segment:

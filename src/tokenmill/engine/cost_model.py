@@ -23,8 +23,9 @@ class CostModel:
     """Predicts the duration of a step. `error` is what it has been off by lately, as a fraction."""
 
     def __init__(self) -> None:
-        self._moments = np.eye(3) * 1e-9
-        self._products = np.zeros(3)
+        # Decaying sums of 1, t, c, tt, tc, cc and of s, ts, cs: t tokens, c cells, s seconds.
+        self._moments = [0.0] * 6
+        self._products = [0.0] * 3
         self._coefficients: tuple[float, float, float] | None = None
         self._num_observed = 0
         self.error = 0.0
@@ -32,26 +33,36 @@ class CostModel:
         """Most prefill tokens measured in one step."""
 
     def observe(self, num_tokens: int, attention: float, seconds: float, num_prefill: int) -> None:
+        if num_prefill:
+            self._check_prediction(num_tokens, attention, seconds)
+            self.largest_prefill = max(self.largest_prefill, num_prefill)
+        t, c = num_tokens / TOKENS, attention / CELLS
+        self._moments = [FORGET * m + x for m, x in zip(self._moments, (1.0, t, c, t * t, t * c, c * c), strict=True)]
+        self._products = [FORGET * p + x * seconds for p, x in zip(self._products, (1.0, t, c), strict=True)]
+        self._num_observed += 1
+        self._coefficients = None
+
+    def _check_prediction(self, num_tokens: int, attention: float, seconds: float) -> None:
         predicted = self.predict(num_tokens, attention)
         if predicted is not None and seconds > 0:
             self.error = max(abs(predicted - seconds) / seconds, FORGET * self.error)
-        features = np.array([1.0, num_tokens / TOKENS, attention / CELLS])
-        self._moments = FORGET * self._moments + np.outer(features, features)
-        self._products = FORGET * self._products + features * seconds
-        self._num_observed += 1
-        self._coefficients = None
-        self.largest_prefill = max(self.largest_prefill, num_prefill)
 
     def predict(self, num_tokens: int, attention: float) -> float | None:
         """Seconds for such a step; None before there is anything to go by."""
         if self._num_observed < 3:
             return None
-        if self._coefficients is None:
-            solved = np.linalg.solve(self._moments + np.eye(3) * 1e-9 * np.trace(self._moments), self._products)
-            base, per_token, per_cell = (max(0.0, float(c)) for c in solved)
-            self._coefficients = (base, per_token / TOKENS, per_cell / CELLS)
-        base, per_token, per_cell = self._coefficients
+        base, per_token, per_cell = self._fit()
         return base + per_token * num_tokens + per_cell * attention
+
+    def _fit(self) -> tuple[float, float, float]:
+        """Seconds a step, a token, a cell. A little damping keeps steps that are all alike from spoiling it."""
+        if self._coefficients is None:
+            n, t, c, tt, tc, cc = self._moments
+            matrix = np.array([[n, t, c], [t, tt, tc], [c, tc, cc]])
+            damping = np.eye(3) * (1e-9 * (n + tt + cc) + 1e-12)
+            base, per_token, per_cell = (max(0.0, float(x)) for x in np.linalg.solve(matrix + damping, self._products))
+            self._coefficients = (base, per_token / TOKENS, per_cell / CELLS)
+        return self._coefficients
 
     def largest_chunk(self, draft: Draft, num_computed: int, target_s: float) -> int:
         """Prefill tokens at position `num_computed` that fit beside what the step already holds."""
@@ -59,9 +70,9 @@ class CostModel:
         limit = max(FIRST_CHUNK, 2 * self.largest_prefill) - already
         least = MIN_CHUNK if already == 0 else 0
         base = self.predict(draft.num_tokens, draft.attention)
-        if base is None or self._coefficients is None:
+        if base is None:
             return max(least, FIRST_CHUNK - already)
-        _, per_token, per_cell = self._coefficients
+        _, per_token, per_cell = self._fit()
         # base + n * linear + n^2 * square <= target
         room, linear, square = target_s - base, per_token + per_cell * num_computed, per_cell / 2
         if room <= 0:

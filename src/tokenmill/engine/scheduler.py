@@ -54,11 +54,7 @@ class Scheduler:
         """Take a request in. One that can't be taken ends at once, with `overload`."""
         if request.request_id in self.requests:
             raise InvalidRequest(f"request {request.request_id} is running already")
-        longest = min(self.max_model_len, request.limits.max_context or self.max_model_len)
-        if request.num_prompt >= longest:
-            raise InvalidRequest(
-                f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
-            )
+        check_length(request, self.max_model_len)
         self._arrivals += 1
         request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick
         self.requests[request.request_id] = request
@@ -125,8 +121,8 @@ class Scheduler:
         self.expire()
         draft = Draft(self.config.max_num_batched_tokens)
         owed = self.rows.owed()
-        self._decode(draft, np.flatnonzero(owed == 1).astype(np.int32))
-        self._prefill(draft, np.flatnonzero(owed > 1))
+        self._decode(draft, (owed == 1).nonzero()[0].astype(np.int32))
+        self._prefill(draft, (owed > 1).nonzero()[0])
         if not draft.preempted:
             self._admit(draft)
         return self._seal(draft)
@@ -271,30 +267,17 @@ class Scheduler:
         if draft.num_tokens == 0:
             return None
         rows, decodes = self.rows, draft.decodes
-        tokens, pos = [rows.input_tokens(decodes)], [rows.num_computed[decodes]]
-        output = [np.ones(len(decodes), dtype=np.uint8)]
-        completed = []
-        for row, count in draft.chunks.items():
-            request, begin = rows.requests[row], int(rows.num_computed[row])
-            assert request is not None
-            tokens.append(np.array(request.tokens[begin : begin + count], dtype=np.int32))
-            pos.append(np.arange(begin, begin + count, dtype=np.int32))
-            flags = np.zeros(count, dtype=np.uint8)
-            if begin + count == rows.num_tokens[row]:
-                flags[-1] = Output.LOGITS
-                completed.append(row)
-            output.append(flags)
-        all_rows = np.concatenate([decodes, np.array(list(draft.chunks), dtype=np.int32)])
-        counts = np.concatenate([np.ones(len(decodes)), np.array(list(draft.chunks.values()))]).astype(np.int32)
-        sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
+        all_rows = sampled = decodes
+        counts = np.ones_like(decodes)
+        batch = self._decode_batch(decodes) if len(decodes) else None
+        if batch is None or draft.chunks:
+            batch, completed = self._with_chunks(batch, draft.chunks)
+            all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
+            counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
+            sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
         plan = StepPlan(
             tick=self.tick,
-            batch=Batch(
-                token=np.concatenate(tokens),
-                pos=np.concatenate(pos),
-                seq_ids=np.repeat(rows.seq[all_rows], counts)[:, None],
-                output=np.concatenate(output),
-            ),
+            batch=batch,
             rows=all_rows,
             leases=rows.lease[all_rows],
             counts=counts,
@@ -305,6 +288,32 @@ class Scheduler:
         )
         rows.submit(plan)
         return plan
+
+    def _with_chunks(self, decodes: Batch | None, chunks: dict[int, int]) -> tuple[Batch, list[int]]:
+        """The decode tokens, then the chunks; and the rows whose last known token is among them: they get a new one."""
+        rows = self.rows
+        tokens, pos, seqs, output = [], [], [], []
+        completed = []
+        if decodes is not None:
+            tokens, pos, seqs, output = [decodes.token], [decodes.pos], [decodes.seq_ids], [decodes.output]
+        for row, count in chunks.items():
+            request, begin = rows.requests[row], int(rows.num_computed[row])
+            assert request is not None
+            tokens.append(np.array(request.tokens[begin : begin + count], dtype=np.int32))
+            pos.append(np.arange(begin, begin + count, dtype=np.int32))
+            seqs.append(np.full((count, 1), rows.seq[row], dtype=np.int32))
+            flags = np.zeros(count, dtype=np.uint8)
+            if begin + count == rows.num_tokens[row]:
+                flags[-1] = Output.LOGITS
+                completed.append(row)
+            output.append(flags)
+        batch = Batch(
+            token=np.concatenate(tokens),
+            pos=np.concatenate(pos),
+            seq_ids=np.concatenate(seqs),
+            output=np.concatenate(output),
+        )
+        return batch, completed
 
     def _decode_batch(self, rows: IntArray) -> Batch:
         ones = np.ones(len(rows), dtype=np.uint8)
@@ -360,3 +369,12 @@ class Scheduler:
             if request is not None:
                 self._events.phase(request, Phase.DECODE, self.tick)
         self.rows.fresh[rows] = False
+
+
+def check_length(request: Request, max_model_len: int) -> None:
+    """Raise `InvalidRequest` unless the prompt leaves room for a token. Safe on any thread."""
+    longest = min(max_model_len, request.limits.max_context or max_model_len)
+    if request.num_prompt >= longest:
+        raise InvalidRequest(
+            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
+        )

@@ -1,0 +1,233 @@
+"""`EnginePool`: N engine cores on one model, each owned by a thread of its own.
+
+Everybody else talks to a core through its inbox; tokens go from the core's thread straight to the caller's sink. A
+sink is called on that thread and must not block: it may set an event or fill a queue. When a core dies its requests get
+their terminal events, and the thread builds a new core on the same model.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.request import Request
+from tokenmill.engine.scheduler import check_length
+from tokenmill.engine.stats import CoreStats
+from tokenmill.errors import EngineDead, TokenmillError
+from tokenmill.outputs import FinishReason, GeneratedToken
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[GeneratedToken], None]
+Command = Callable[[EngineCore], None]
+T = TypeVar("T")
+
+
+class CoreThread:
+    """A thread, the core it owns, and the sinks of the core's requests."""
+
+    def __init__(self, name: str, make_core: Callable[[], EngineCore], max_restarts: int) -> None:
+        self._make_core = make_core
+        self._restarts_left = max_restarts
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._lock = threading.Lock()
+        self._gone: EngineDead | None = None
+        """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
+        self.num_restarts = 0
+        self.core = make_core()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request over. `InvalidRequest` at once if it can't run; everything else comes through the sink."""
+        check_length(request, self.core.max_model_len)
+        self.post(lambda core: self._add(core, request, sink))
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        def command(core: EngineCore) -> None:
+            core.cancel(request_id, reason)
+
+        self.post(command)
+
+    def call(self, question: Callable[[EngineCore], T]) -> Future[T]:
+        """Ask the core something on its own thread, between two steps."""
+        future: Future[T] = Future()
+
+        def answer(core: EngineCore) -> None:
+            try:
+                future.set_result(question(core))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.post(answer)
+        return future
+
+    def post(self, command: Command) -> None:
+        with self._lock:
+            if self._gone is not None:
+                raise self._gone
+            self._inbox.put(command)
+
+    @property
+    def load(self) -> int:
+        """Requests in this core, those in its inbox included."""
+        return len(self._sinks) + self._inbox.qsize()
+
+    def seconds_since_heartbeat(self) -> float:
+        """How long the core has been inside one step; 0 when it is idle. Grows when it hangs."""
+        core = self.core
+        return max(0.0, core.events.clock() - core.heartbeat) if core.has_work else 0.0
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop after the step in flight; False if that takes longer than the timeout."""
+        self.stop()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Take nothing more, and stop after the step in flight; does not wait."""
+        with self._lock:
+            if self._gone is None:
+                self._gone = EngineDead("the engine was closed")
+                self._inbox.put(None)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._obey():
+            if self.core.has_work:
+                self._dispatch(self.core.step())
+            if self.core.failure is not None and not self._restart():
+                return
+        self._dispatch(self.core.close())
+
+    def _obey(self) -> bool:
+        """Carry out what is in the inbox; waits for it when there is nothing else to do. False: time to stop."""
+        block = not self.core.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(self.core)
+            block = False
+
+    def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
+        if request.request_id in self._sinks:
+            taken = f"request {request.request_id} is running already"
+            self._tell(sink, GeneratedToken(request.request_id, None, FinishReason.ERROR, taken))
+            return
+        self._sinks[request.request_id] = sink
+        try:
+            core.add(request)
+        except TokenmillError as error:
+            self._dispatch([GeneratedToken(request.request_id, None, FinishReason.ERROR, str(error))])
+
+    def _dispatch(self, outputs: list[GeneratedToken]) -> None:
+        for output in outputs:
+            sink = self._sinks.get(output.request_id)
+            if sink is None:
+                continue
+            if output.is_finished:
+                del self._sinks[output.request_id]
+            if not self._tell(sink, output) and not output.is_finished:
+                # Nobody listens any more; the ending that this brings is told to nobody, too.
+                del self._sinks[output.request_id]
+                self.core.cancel(output.request_id)
+
+    def _tell(self, sink: Sink, output: GeneratedToken) -> bool:
+        try:
+            sink(output)
+        except Exception:
+            log.exception("the sink of request %s failed; the request is cancelled", output.request_id)
+            return False
+        return True
+
+    def _restart(self) -> bool:
+        """Build a new core in place of a dead one. False if it died too often or can't be built."""
+        failure = self.core.failure
+        log.error("engine core %s died: %s", self._thread.name, failure)
+        self.core.close()
+        if self._restarts_left > 0:
+            self._restarts_left -= 1
+            try:
+                self.core = self._make_core()
+                self.num_restarts += 1
+                return True
+            except Exception:
+                log.exception("engine core %s could not be built again", self._thread.name)
+        self._give_up(EngineDead(f"the engine failed: {failure}"))
+        return False
+
+    def _give_up(self, reason: EngineDead) -> None:
+        """No core will come: whoever is in the inbox hears it from the dead one."""
+        with self._lock:
+            self._gone = reason
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command(self.core)
+
+
+class EnginePool:
+    """N cores on one `ModelHandle`: weights once, a KV memory and a thread each."""
+
+    def __init__(
+        self,
+        model: ModelHandle,
+        config: EngineConfig = EngineConfig(),
+        limits: BackendLimits = BackendLimits(),
+        *,
+        num_cores: int = 1,
+        max_restarts: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        def make_core() -> EngineCore:
+            return EngineCore(model.new_backend(limits), model.info.max_context, config, clock)
+
+        self.cores = [CoreThread(f"tokenmill-core-{i}", make_core, max_restarts) for i in range(num_cores)]
+        self._lock = threading.Lock()
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> int:
+        """Give the request to a core, the least loaded one unless told; returns which."""
+        with self._lock:
+            index = core if core is not None else min(range(len(self.cores)), key=lambda i: self.cores[i].load)
+            self.cores[index].submit(request, sink)
+        return index
+
+    def cancel(self, core: int, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self.cores[core].cancel(request_id, reason)
+
+    def stats(self, timeout_s: float | None = 10.0) -> list[CoreStats]:
+        """A snapshot of each core, taken between two of its steps."""
+        answers = [core.call(lambda engine: engine.stats()) for core in self.cores]
+        return [answer.result(timeout_s) for answer in answers]
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop all cores; requests that were not done end with `shutdown`. False if one did not stop in time."""
+        for core in self.cores:
+            core.stop()
+        stopped = [core.close(timeout_s) for core in self.cores]
+        return all(stopped)
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

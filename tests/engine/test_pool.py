@@ -1,0 +1,160 @@
+"""Cores on threads: many callers, one owner each; death, restart and shutdown reach everybody once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.engine.helpers import VOCAB, alone, request
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, FakeBackend, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.engine.pool import EnginePool
+from tokenmill.errors import EngineDead, InvalidRequest
+from tokenmill.outputs import FinishReason, GeneratedToken
+
+WAIT_S = 20
+
+
+class Listener:
+    """A sink that keeps what it hears and lets others wait for the end."""
+
+    def __init__(self) -> None:
+        self.outputs: list[GeneratedToken] = []
+        self.ended = threading.Event()
+        self.heard = threading.Event()
+
+    def __call__(self, output: GeneratedToken) -> None:
+        self.outputs.append(output)
+        self.heard.set()
+        if output.is_finished:
+            self.ended.set()
+
+    def result(self) -> tuple[list[int], FinishReason]:
+        assert self.ended.wait(WAIT_S), "the request never ended"
+        endings = [output.finish_reason for output in self.outputs if output.finish_reason]
+        assert len(endings) == 1
+        return [output.token_id for output in self.outputs if output.token_id is not None], endings[0]
+
+
+def make_pool(depth: int = 1, num_cores: int = 2, **options: int) -> EnginePool:
+    model = FakeModel(FakeConfig(vocab_size=VOCAB, max_context=256, depth=depth))
+    return EnginePool(model, EngineConfig(max_num_seqs=8), BackendLimits(num_cells=512), num_cores=num_cores, **options)
+
+
+def backend(pool: EnginePool, core: int = 0) -> FakeBackend:
+    found = pool.cores[core].core._executor.backend
+    assert isinstance(found, FakeBackend)
+    return found
+
+
+@pytest.mark.req("R11", "G11")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
+    def ask(i: int) -> tuple[list[int], FinishReason]:
+        listener = Listener()
+        pool.submit(request(f"r{i}", (i % 7, i % 5, 3), max_new_tokens=10), listener)
+        return listener.result()
+
+    with make_pool(depth) as pool:
+        with ThreadPoolExecutor(8) as callers:
+            results = list(callers.map(ask, range(64)))
+        for i, (tokens, reason) in enumerate(results):
+            assert reason is FinishReason.LENGTH
+            assert tokens == alone((i % 7, i % 5, 3), 10)
+        assert all(stats.tick > 0 for stats in pool.stats()), "a core had nothing to do"
+        assert all(core.load == 0 for core in pool.cores), "a sink was kept"
+        for core in pool.cores:
+            core.call(lambda engine: engine.check_integrity()).result(WAIT_S)
+
+
+@pytest.mark.req("G2")
+def test_cancel_reaches_a_running_request() -> None:
+    with make_pool(num_cores=1) as pool:
+        listener = Listener()
+        core = pool.submit(request("long", (1,), max_new_tokens=250), listener)
+        assert listener.heard.wait(WAIT_S)
+        pool.cancel(core, "long")
+        tokens, reason = listener.result()
+        assert reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+        assert tokens == alone((1,), 250)[: len(tokens)]
+
+
+@pytest.mark.req("G5")
+def test_a_dead_core_tells_its_callers_and_is_built_anew() -> None:
+    with make_pool(num_cores=1) as pool:
+        backend(pool).faults.add(Fault(FaultKind.FATAL, after=2))
+        listeners = [Listener() for _ in range(3)]
+        for i, listener in enumerate(listeners):
+            pool.submit(request(f"r{i}", (i,), max_new_tokens=100), listener)
+        for listener in listeners:
+            assert listener.result()[1] is FinishReason.ERROR
+            assert "the engine failed" in (listener.outputs[-1].error or "")
+        again = Listener()
+        pool.submit(request("again", (4, 5), max_new_tokens=5), again)
+        assert again.result() == (alone((4, 5), 5), FinishReason.LENGTH)
+        assert pool.cores[0].num_restarts == 1
+
+
+@pytest.mark.req("G5")
+def test_a_core_that_keeps_dying_is_given_up() -> None:
+    with make_pool(num_cores=1, max_restarts=0) as pool:
+        backend(pool).faults.add(Fault(FaultKind.FATAL))
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=5), listener)
+        assert listener.result()[1] is FinishReason.ERROR
+        assert pool.cores[0].close(WAIT_S)
+        with pytest.raises(EngineDead):
+            pool.submit(request("more", (1,)), Listener())
+
+
+def test_closing_ends_everybody() -> None:
+    pool = make_pool()
+    listeners = [Listener() for _ in range(6)]
+    for i, listener in enumerate(listeners):
+        pool.submit(request(f"r{i}", (i,), max_new_tokens=250), listener)
+    assert pool.close(WAIT_S)
+    for listener in listeners:
+        assert listener.result()[1] in (FinishReason.SHUTDOWN, FinishReason.LENGTH)
+    with pytest.raises(EngineDead, match="closed"):
+        pool.submit(request("more", (1,)), Listener())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tokenmill-core")]
+
+
+def test_a_sink_that_fails_hurts_only_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(output: GeneratedToken) -> None:
+        raise RuntimeError("nobody home")
+
+    with make_pool(num_cores=1) as pool:
+        pool.submit(request("broken", (1,), max_new_tokens=200), broken)
+        fine = Listener()
+        pool.submit(request("fine", (2,), max_new_tokens=20), fine)
+        assert fine.result() == (alone((2,), 20), FinishReason.LENGTH)
+        assert pool.stats()[0].num_running == 0
+    assert "the sink of request broken failed" in caplog.text
+
+
+def test_bad_requests_are_refused_on_the_callers_thread_or_through_the_sink() -> None:
+    with make_pool(num_cores=1) as pool:
+        with pytest.raises(InvalidRequest, match="no room"):
+            pool.submit(request("long", tuple([1] * 300)), Listener())
+        first, second = Listener(), Listener()
+        pool.submit(request("same", (1,), max_new_tokens=200), first)
+        pool.submit(request("same", (1,), max_new_tokens=2), second)
+        assert second.result() == ([], FinishReason.ERROR)
+        assert first.result()[1] is FinishReason.LENGTH
+
+
+def test_a_hanging_core_shows_in_its_heartbeat() -> None:
+    with make_pool(num_cores=1) as pool:
+        assert pool.cores[0].seconds_since_heartbeat() == 0
+        fault = Fault(FaultKind.STALL)
+        backend(pool).faults.add(fault)
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=3), listener)
+        assert fault.stalled.wait(WAIT_S)
+        first = pool.cores[0].seconds_since_heartbeat()
+        assert pool.cores[0].seconds_since_heartbeat() > first > 0
+        fault.release.set()
+        assert listener.result()[1] is FinishReason.LENGTH
