@@ -421,6 +421,19 @@ def a_failed_forward_leaves_no_trace(subject: Subject) -> None:
 
 
 @proves("R24", needs_faults=True)
+def a_failed_forward_has_not_written_over_what_it_must_give_back(subject: Subject) -> None:
+    """The short fork writes where the long sequence still has cells, which has just moved to a copy of its own."""
+    with subject.make(SMALL) as backend:
+        prefill(backend, [1, 2, 3])
+        backend.kv.seq_cp(0, 1, 0, 1)
+        backend.faults.add(Fault(FaultKind.FAIL))  # type: ignore[attr-defined]
+        with refused(ForwardFailed):
+            backend.decode(BatchBuilder().add(4, 3, 0, Output.LOGITS).add(50, 1, 1, Output.LOGITS).build())
+        assert same(subject, prefill(backend, [4], start=3), fresh(subject, [1, 2, 3, 4]))
+        assert same(subject, prefill(backend, [50], seq=1, start=1), fresh(subject, [1, 50]))
+
+
+@proves("R24", needs_faults=True)
 def a_failure_found_late_takes_later_steps_along(subject: Subject) -> None:
     with subject.make(replace(SMALL, depth=1)) as backend:
         prefill(backend, [1, 2, 3])

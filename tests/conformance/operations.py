@@ -64,10 +64,13 @@ def run(machine: Machine, choose: Chooser) -> None:
     planned: dict[int, int] = {}
     runs = [_run(machine, choose, planned) for _ in range(choose.between(1, 3))]
     tokens = _interleave(runs, choose) if one_in(3, choose) else [token for run in runs for token in run]
-    faults: list[FaultKind | None] = [None]
-    if machine.subject.can_fail and one_in(4, choose):
-        faults = [FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV]
-    machine.run(tokens, choose.one_of(faults))
+    machine.run(tokens, _fault(machine, choose))
+
+
+def _fault(machine: Machine, choose: Chooser) -> FaultKind | None:
+    if not machine.subject.can_fail or not one_in(4, choose):
+        return None
+    return choose.one_of([FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV])
 
 
 def _run(machine: Machine, choose: Chooser, planned: dict[int, int]) -> list[Token]:
@@ -123,6 +126,22 @@ def seq_cp(machine: Machine, choose: Chooser) -> None:
     machine.seq_cp(src, dst, p0, p1)
 
 
+def fork_and_write(machine: Machine, choose: Chooser) -> None:
+    """Copy a prefix and let both write in one batch, in either order: copy-on-write at its busiest."""
+    src, dst = _sequence(machine, choose), _sequence(machine, choose)
+    if src == dst or _end(machine, src) < 2 or dst not in range(machine.config.max_seqs):
+        return
+    machine.seq_rm(dst, -1, -1)
+    machine.seq_cp(src, dst, 0, choose.between(1, _end(machine, src)))
+    writers = choose.one_of([(src, dst), (dst, src)])
+    tokens = [
+        Token(choose.between(0, machine.config.vocab_size - 1), _end(machine, seq) + i, (seq,), Output.LOGITS)
+        for seq in writers
+        for i in range(choose.between(1, 3))
+    ]
+    machine.run(tokens, _fault(machine, choose))
+
+
 def seq_keep(machine: Machine, choose: Chooser) -> None:
     machine.seq_keep(_sequence(machine, choose))
 
@@ -173,6 +192,7 @@ def _range(machine: Machine, choose: Chooser, seq: int) -> tuple[int, int]:
 
 OPERATIONS: dict[str, tuple[int, Callable[[Machine, Chooser], None]]] = {
     "run": (10, run),
+    "fork_and_write": (4, fork_and_write),
     "collect": (2, collect),
     "seq_rm": (4, seq_rm),
     "seq_cp": (4, seq_cp),

@@ -1,35 +1,22 @@
-"""The suite can fail: each of these small faults in the KV code is found by it.
-
-A fault replaces a piece of one function's source. If that piece is no longer there, the test says so: plant it anew.
-"""
+"""The suite can fail: each of these small faults in the KV code is found by it."""
 
 from __future__ import annotations
-
-import inspect
-import textwrap
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from tests.conformance.random_driver import drive
 from tests.conformance.subjects import SUBJECTS
+from tests.planting import PlantedBug, plant
 from tokenmill.core import blocks, fake, paged, segments, tables
-
-
-@dataclass(frozen=True)
-class PlantedBug:
-    name: str
-    owner: Any
-    function: str
-    correct: str
-    faulty: str
-
 
 BUGS = [
     PlantedBug("seq_rm off by one", paged.PagedKV, "seq_rm", "cut_tail(s, lo)", "cut_tail(s, lo + 1)"),
-    PlantedBug("shared block written without a copy", paged, "_must_copy", "refs > holders", "False"),
-    PlantedBug("last holder of a block copies it too", paged, "_must_copy", "refs - holders", "refs"),
+    PlantedBug("shared block written without a copy", paged, "_must_copy", "refs > holders or", "False or"),
+    PlantedBug(
+        "last holder of a block copies it too", paged, "_must_copy", "refs_left[block] = refs - holders", "pass"
+    ),
+    PlantedBug("block left by others written over", paged, "_must_copy", "reach < left.get(block, 0)", "False"),
+    PlantedBug("block left by all never freed", paged.PagedKV, "commit", "self.tables.pool.give_back(blocks)", "pass"),
     PlantedBug("missing rollback", paged.PagedKV, "rollback", "reversed(self._applied)", "()"),
     PlantedBug(
         "rollback forgets copied blocks", paged.PagedKV, "rollback", "undo.copied, segment", "undo.copied[:0], segment"
@@ -37,7 +24,7 @@ BUGS = [
     PlantedBug("stale tail", tables.BlockTables, "cut_tail", "= keep, end", "= keep, self.end[seq]"),
     PlantedBug("wrong window edge", fake.FakeBackend, "_hash_visible", "pos - window + 1", "pos - window"),
     PlantedBug("double free", blocks.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
-    PlantedBug("blocks never freed", blocks.BlockPool, "release", "self.num_free += len(freed)", "pass"),
+    PlantedBug("blocks never freed", blocks.BlockPool, "give_back", "self.num_free += len(blocks)", "pass"),
     PlantedBug("position gap accepted", paged.PagedKV, "_check", "!= expected).any", "< expected).any"),
     PlantedBug("seq_cp moves positions", tables.BlockTables, "share", "+ first * self.block_size", ""),
     PlantedBug("seq_cp shares one block too few", tables.BlockTables, "share", "-(-(p1", "((p1"),
@@ -56,18 +43,6 @@ BUGS = [
         "head cut frees nothing", tables.BlockTables, "cut_head", "self.pool.release(self.table[seq, :gone])", "pass"
     ),
 ]
-
-
-def plant(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = getattr(bug.owner, bug.function)
-    source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(bug.correct) == 1, f"{bug.name}: {bug.correct!r} is not in {bug.function} once"
-    namespace = dict(original.__globals__)
-    exec(source.replace(bug.correct, bug.faulty), namespace)
-    faulty = namespace[bug.function]
-    monkeypatch.setattr(bug.owner, bug.function, faulty)
-    if bug.owner is segments:  # imported by name
-        monkeypatch.setattr(paged, bug.function, faulty)
 
 
 @pytest.mark.req("R22", "R23", "R24", "R25", "R26", "R47")

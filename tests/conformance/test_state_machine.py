@@ -41,8 +41,8 @@ class KVStateMachine(RuleBasedStateMachine):
         operations.run(self.machine, HypothesisChooser(data))
 
     @rule(data=st.data())
-    def run_more(self, data: st.DataObject) -> None:
-        operations.run(self.machine, HypothesisChooser(data))
+    def fork_and_write(self, data: st.DataObject) -> None:
+        operations.fork_and_write(self.machine, HypothesisChooser(data))
 
     @rule(data=st.data())
     def seq_rm(self, data: st.DataObject) -> None:

@@ -69,6 +69,22 @@ def test_a_request_that_always_fails_fails_alone(depth: int, kind: FaultKind, wh
     assert_clean(engine)
 
 
+@pytest.mark.req("G5", "R24")
+def test_a_prefix_shared_while_in_flight_is_lost_with_its_step() -> None:
+    """The second request shares cells of a step that is found to have failed only after it started."""
+    engine = make_engine(depth=1, min_shared_prefix=1)
+    backend_of(engine).faults.add(Fault(FaultKind.LATE_FAIL))
+    prompt = tuple(range(20))
+    engine.add(request("first", prompt, max_new_tokens=4))
+    engine.step()
+    second = request("second", (*prompt, 50), max_new_tokens=4)
+    engine.add(second)
+    transcript = run(engine)
+    assert second.num_cached == 20
+    assert transcript.tokens == {"first": alone(prompt, 4), "second": alone((*prompt, 50), 4)}
+    assert_clean(engine)
+
+
 @pytest.mark.req("G5")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", [FaultKind.FATAL, FaultKind.LATE_FATAL])

@@ -324,3 +324,19 @@ def test_sequences_come_back_in_the_order_they_were_added() -> None:
     first = alone((5, 6), 4)
     engine.add_sequence((5, 6), max_new_tokens=4, eos_token_id=first[1])
     assert engine.run_until_complete() == [first[:2]]
+
+
+@pytest.mark.req("G11")
+def test_nothing_is_kept_of_ended_requests() -> None:
+    """Ten thousand requests with far deadlines and many keys: the books are as small as after the first hundred."""
+    engine = make_engine(max_num_seqs=8, queue_timeout_s=3600)
+    for i in range(10_000):
+        engine.add(request(f"r{i}", (i % 50, i % 7), max_new_tokens=1, key=f"key{i}", timeout_s=3600))
+        engine.step()
+    run(engine)
+    scheduler = engine.scheduler
+    assert not scheduler.requests
+    assert len(scheduler.deadlines) <= 128
+    assert len(scheduler.order.fair._served) == len(scheduler.order._live) == len(scheduler.order._last_start) == 0
+    assert engine.kv.num_parked <= 16
+    assert_clean(engine)

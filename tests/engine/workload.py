@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tests.conformance.operations import Chooser, one_in
-from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, make_engine, request
+from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, backend_of, make_engine, request
+from tokenmill.core import Fault, FaultKind
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import Limits
 from tokenmill.outputs import FinishReason
@@ -28,6 +31,8 @@ class Workload:
     cancels: dict[int, str] = field(default_factory=dict)
     forks: dict[int, str] = field(default_factory=dict)
     """Tick -> request to fork."""
+    fault: Fault | None = None
+    """A step that fails once."""
 
 
 def workload(choose: Chooser, depth: int) -> Workload:
@@ -54,6 +59,10 @@ def workload(choose: Chooser, depth: int) -> Workload:
         requests.append((choose.between(0, 12), new))
     ticks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 3))}
     forks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 2))}
+    fault = None
+    if one_in(3, choose):
+        kind = choose.one_of([FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV])
+        fault = Fault(kind, after=choose.between(0, 15))
     return Workload(
         depth=depth,
         engine={
@@ -76,16 +85,34 @@ def workload(choose: Chooser, depth: int) -> Workload:
         requests=requests,
         cancels=ticks,
         forks=forks,
+        fault=fault,
     )
 
 
 class Watched:
-    """An engine whose every plan is checked: the budget, and decode before prefill."""
+    """An engine whose every plan is checked: the budget, decode before prefill, and how long anybody waits."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
+        self.phases: dict[str, dict[Phase, int]] = {}
+        """Request -> phase -> the tick in which it was first entered."""
+        engine.events.subscribe(self.note)
         self._schedule = engine.scheduler.schedule
         engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, RequestEvent):
+            self.phases.setdefault(event.request_id, {}).setdefault(event.phase, event.tick)
+
+    def check_waits(self, prompts: dict[str, dict[str, Any]]) -> None:
+        """The bound of docs/scheduling.md: k * (max_wait_ticks + c * s) for the k-th of c classes' requests."""
+        longest = max(ticks[Phase.ENDED] - ticks.get(Phase.PREFILL, 0) for ticks in self.phases.values())
+        classes = Counter((new.get("key", ""), new.get("priority", 0)) for new in prompts.values())
+        for name, ticks in self.phases.items():
+            waited = ticks.get(Phase.PREFILL, ticks[Phase.ENDED]) - ticks[Phase.QUEUED]
+            k = classes[prompts[name].get("key", ""), prompts[name].get("priority", 0)]
+            bound = k * (self.engine.config.max_wait_ticks + len(classes) * longest)
+            assert waited <= bound, f"{name} waited {waited} ticks, more than {bound}"
 
     def schedule(self) -> StepPlan | None:
         rows = self.engine.scheduler.rows
@@ -103,7 +130,9 @@ class Watched:
 def play(load: Workload) -> Transcript:
     """Run a workload and check that nobody noticed anybody else."""
     engine = make_engine(depth=load.depth, fake=load.fake, **load.engine)
-    Watched(engine)
+    watched = Watched(engine)
+    if load.fault is not None:
+        backend_of(engine).faults.add(load.fault)
     transcript = Transcript()
     prompts: dict[str, dict[str, Any]] = {}
     arrivals = sorted(load.requests, key=lambda arrival: arrival[0])
@@ -134,6 +163,8 @@ def play(load: Workload) -> Transcript:
         else:
             assert transcript.reasons[name] in (FinishReason.STOP, FinishReason.LENGTH)
             assert got == expected, f"{name} says {got}, alone {expected}"
+    watched.check_waits(prompts)
+    assert engine.stats().num_failed_steps <= (load.fault is not None), "a step failed that nobody told to"
     assert_clean(engine)
     return transcript
 

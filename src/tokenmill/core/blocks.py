@@ -37,9 +37,12 @@ class BlockPool:
     def release(self, blocks: IntArray) -> None:
         """One sequence less holds these blocks; the ones nobody holds become free."""
         self.refs[blocks] -= 1
-        freed = blocks[self.refs[blocks] == 0][::-1]
-        self._stack[self.num_free : self.num_free + len(freed)] = freed
-        self.num_free += len(freed)
+        self.give_back(blocks[self.refs[blocks] == 0][::-1])
+
+    def give_back(self, blocks: IntArray) -> None:
+        """These blocks are held by nobody any more."""
+        self._stack[self.num_free : self.num_free + len(blocks)] = blocks
+        self.num_free += len(blocks)
 
     def copy_with_spare(self, spare: int) -> BlockPool:
         """The same pool with `spare` more blocks that are taken last, to try out what might not fit."""

@@ -64,6 +64,9 @@ class CellTable:
         self.step = 0
         self._undo: list[_Undo] = []
         self._copies: list[CellCopy] = []
+        self._held_before = self.held
+        self._free_before = self._free_blocks()
+        self._num_taken = 0
 
     # -- what a sequence holds ----------------------------------------------------------------------------------------
 
@@ -161,14 +164,13 @@ class CellTable:
 
     def prepare(self, batch: Batch) -> CellPlan:
         """Find a cell for every token, or raise; nothing changes."""
-        before = self.free()
         try:
             cells = self._place_all(batch)
         except OutOfKV:
-            raise OutOfKV(self.needed(batch), before) from None
-        needed = before - self.free()
+            raise OutOfKV(self.needed(batch), self.free()) from None
+        plan = CellPlan(batch, cells, tuple(self._copies), self._num_taken * self.block_size)
         self.rollback()
-        return CellPlan(batch, cells, tuple(self._copies), needed)
+        return plan
 
     def apply(self, plan: CellPlan) -> int:
         """Take the cells of a plan; returns the number of the step, for `forget`."""
@@ -199,6 +201,9 @@ class CellTable:
     def _place_all(self, batch: Batch) -> IntArray:
         self._undo.clear()
         self._copies.clear()
+        # A failing batch must be undone, so what was held when it began is not overwritten before it ends.
+        self._held_before, self._free_before = self.held.copy(), self._free_blocks()
+        self._num_taken = 0
         cells = np.empty(len(batch), dtype=np.int32)
         try:
             for i in range(len(batch)):
@@ -228,14 +233,19 @@ class CellTable:
             raise InvalidBatch(f"position {pos} is outside the context of {self.max_context} tokens")
 
     def _next_cell(self, index: int, seqs: list[int]) -> int:
-        """The cell after the sequence's last one, in a block that no other sequence has cells in."""
+        """The cell after the sequence's last one, in a block where it disturbs nobody.
+
+        A copy is made if another sequence has cells in the block, or had some from here on when the batch began.
+        """
         held = self.cells_of(seqs[0])
         if len(held) == 0 or (held[-1] + 1) % self.block_size == 0:
             return self._take_block() * self.block_size
         block, offset = divmod(int(held[-1]) + 1, self.block_size)
         outsiders = np.ones(len(self.held), dtype=bool)
         outsiders[seqs] = False
-        if self.held[outsiders][:, self._cells_in(block)].any():
+        cells = self._cells_in(block)
+        from_here = slice(cells.start + offset, cells.stop)
+        if self.held[outsiders, cells].any() or self._held_before[outsiders, from_here].any():
             block = self._copy_block(index, block, seqs)
         return block * self.block_size + offset
 
@@ -252,9 +262,10 @@ class CellTable:
         return copy_block
 
     def _take_block(self) -> int:
-        free = np.flatnonzero(self._free_blocks())
+        free = np.flatnonzero(self._free_blocks() & self._free_before)
         if len(free) == 0:
             raise OutOfKV(self.block_size, 0)
+        self._num_taken += 1
         return int(free[0])
 
     # -- helpers ------------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class FakeBackend(Backend):
         except Exception:
             self._kv.rollback()
             raise
+        self._kv.commit()
         if FaultKind.NAN in faults:
             matched = faults[FaultKind.NAN][1]
             output.logits[matched[output.output_ids]] = np.nan

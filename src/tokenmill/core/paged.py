@@ -79,6 +79,8 @@ class PagedKV:
         self._step_of_slot: NDArray[np.int64] = np.zeros(num_cells // block_size * block_size, dtype=np.int64)
         self._shifts: list[tuple[IntArray, int]] = []
         self._applied: list[_Undo] = []
+        self._vacated: list[IntArray] = []
+        """Blocks that the batch in progress has copied for their last holders: free once it is committed."""
         self._steps = 0
 
     # -- questions ----------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class PagedKV:
         for seq in self.tables.active():
             self.tables.drop(seq)
 
-    # -- running a batch: update, prepare, apply segment by segment; rollback if one of them fails --------------------
+    # -- running a batch: update, prepare, apply segment by segment, then commit; or rollback if one of them fails -----
 
     def update(self) -> None:
         shifts, self._shifts = self._shifts, []
@@ -182,7 +184,6 @@ class PagedKV:
         plan = self._plan(batch)
         if plan.num_blocks > self.tables.pool.num_free:
             raise OutOfKV(plan.num_blocks * self.block_size, self.free())
-        self._applied.clear()
         self._steps = plan.step
         return plan
 
@@ -195,12 +196,20 @@ class PagedKV:
         copied = _place(self.tables, demand, taken)
         self._applied.append(_Undo(demand, taken, copied, end, num_blocks))
         if len(copies):
+            self._vacated.append(np.unique(copied[self.tables.pool.refs[copied] == 0]))
             self._storage.copy_blocks(copied, copies)
             steps = self._step_of_slot.reshape(-1, self.block_size)
             steps[copies] = steps[copied]
         slots = self.tables.slots_at(demand.segment.token_lead, demand.segment.token_pos)
         self._step_of_slot[slots] = self._steps
         return slots
+
+    def commit(self) -> None:
+        """The batch was launched: what it has left behind is free."""
+        for blocks in self._vacated:
+            self.tables.pool.give_back(blocks)
+        self._vacated.clear()
+        self._applied.clear()
 
     def rollback(self) -> None:
         """Undo what was applied since prepare: tables, counts and the order of the free list are as they were."""
@@ -212,6 +221,7 @@ class PagedKV:
             for first, *others in segment.groups:
                 self.tables.follow(first, others)
             self.tables.pool.untake(undo.taken)
+        self._vacated.clear()
         self._applied.clear()
 
     def forget(self, step: int) -> None:
@@ -227,23 +237,24 @@ class PagedKV:
         if batch.seq_ids.max() >= self.capabilities.max_seqs:
             raise InvalidBatch(f"sequence {batch.seq_ids.max()} is not below max_seqs {self.capabilities.max_seqs}")
         segments = cut_into_segments(batch)
+        left: dict[int, int] = {}
         if len(segments) == 1:
-            return PagedPlan((self._demand(self.tables, segments[0]),), self._steps + 1)
+            return PagedPlan((self._demand(self.tables, segments[0], left),), self._steps + 1)
         # A later segment depends on what the earlier ones do, so they are tried on a copy with room for all.
         trial = self.tables.copy_with_spare(2 * len(batch))
         demands = []
         for segment in segments:
-            demand = self._demand(trial, segment)
+            demand = self._demand(trial, segment, left)
             blocks = trial.pool.take(demand.num_blocks)
             _place(trial, demand, blocks)
             demands.append(demand)
         return PagedPlan(tuple(demands), self._steps + 1)
 
-    def _demand(self, tables: BlockTables, segment: Segment) -> Demand:
+    def _demand(self, tables: BlockTables, segment: Segment, left: dict[int, int]) -> Demand:
         self._check(tables, segment)
         length = tables.end[segment.lead] + segment.count - tables.base[segment.lead]
         grow = -(-length // tables.block_size) - tables.num_blocks[segment.lead]
-        copy = _must_copy(tables, segment)
+        copy = _must_copy(tables, segment, left)
         num_copies = int(np.count_nonzero(copy))
         return Demand(segment, grow, copy, num_copies, int(grow.sum()) + num_copies)
 
@@ -307,17 +318,25 @@ class PagedKV:
         return seq
 
 
-def _must_copy(tables: BlockTables, segment: Segment) -> BoolArray:
-    """Which groups write into a block that other sequences hold: all but the last to write into it copy it."""
-    writes_into_last = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size != 0
+def _must_copy(tables: BlockTables, segment: Segment, left: dict[int, int]) -> BoolArray:
+    """Which groups have to copy the block they write into: because others hold it, or because others left it.
+
+    `left` says, for each block that a group of this batch has left for a copy, how far that group's cells reach in it.
+    If the batch fails the group returns, so nobody may have written over them.
+    """
+    offset = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size
     last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
-    copy: BoolArray = writes_into_last & (tables.pool.refs[last_block] > segment.holders)
+    copy: BoolArray = (offset != 0) & (tables.pool.refs[last_block] > segment.holders)
+    if left:
+        copy |= (offset != 0) & np.isin(last_block, list(left))
     refs_left: dict[int, int] = {}
     for i in copy.nonzero()[0]:
-        block, holders = int(last_block[i]), int(segment.holders[i])
+        block, holders, reach = int(last_block[i]), int(segment.holders[i]), int(offset[i])
         refs = refs_left.get(block, int(tables.pool.refs[block]))
-        copy[i] = refs > holders
-        refs_left[block] = refs - holders
+        copy[i] = refs > holders or reach < left.get(block, 0)
+        if copy[i]:
+            refs_left[block] = refs - holders
+            left[block] = max(reach, left.get(block, 0))
     return copy
 
 

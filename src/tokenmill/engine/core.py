@@ -68,6 +68,7 @@ class EngineCore:
         self._in_flight: deque[Submitted] = deque()
         self._suspects: deque[Suspect] = deque()
         self._failures_in_a_row = 0
+        self._num_failed_steps = 0
         self._last_collect = clock()
         self._names = itertools.count()
         self._added: list[Request] = []
@@ -129,7 +130,7 @@ class EngineCore:
     # -- sequences: the smallest way to use it ------------------------------------------------------------------------
 
     def add_sequence(self, prompt: Sequence[int], max_new_tokens: int = 16, eos_token_id: int | None = None) -> str:
-        """Add a prompt under a name of its own, which is returned."""
+        """Add a prompt under a name of its own, which is returned. `run_until_complete` gives its output."""
         stop_ids = frozenset() if eos_token_id is None else frozenset({eos_token_id})
         request = Request(f"seq-{next(self._names)}", prompt, Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids))
         self.add(request)
@@ -173,10 +174,8 @@ class EngineCore:
             ids = self._executor.collect(step)
         except BackendError as error:
             self._raise_if_fatal(error)
-            for lost in reversed([step, *self._in_flight]):
-                self.scheduler.undo(lost.plan)
             self._in_flight.clear()
-            self.kv.resync()
+            self.scheduler.resync()
             self._suspect(step.plan)
             return False
         self._note_tick(step.plan, schedule_s)
@@ -204,6 +203,8 @@ class EngineCore:
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def _suspect(self, plan: StepPlan) -> None:
+        """A step failed; one of its requests may be the reason."""
+        self._num_failed_steps += 1
         rows = self.scheduler.rows
         for row, lease, count in zip(plan.rows, plan.leases, plan.counts, strict=True):
             request = rows.requests[row]
@@ -221,8 +222,7 @@ class EngineCore:
             ids = self._executor.collect(step)
         except BackendError as error:
             self._raise_if_fatal(error)
-            self.scheduler.undo(plan)
-            self.kv.resync()
+            self.scheduler.resync()
             self.scheduler.finish(request, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
             self._count_failure(error)
             return
@@ -276,6 +276,7 @@ class EngineCore:
             num_parked=self.kv.num_parked,
             num_parked_tokens=self.kv.num_parked_tokens,
             num_evicted=self.kv.num_evicted,
+            num_failed_steps=self._num_failed_steps,
             kv=self.kv.kv.stats(),
         )
 

@@ -56,7 +56,8 @@ class Order:
     """Aged first, then priority, then the key that has had least, then arrival. Victims come from the other end.
 
     What ages is a class of requests, those of one key and priority: it is aged when none of them has started for
-    `max_wait_ticks`. So no class starves, and a key that sends too much ages no faster than the others.
+    `max_wait_ticks`. Aged ones go in the order of their last turn, whatever their priority. So no class starves, and a
+    key that sends too much ages no faster than the others.
     """
 
     def __init__(self, rows: RunningRows, max_wait_ticks: int) -> None:
@@ -71,18 +72,22 @@ class Order:
         self._charge()
 
         def rank(request: Request) -> tuple[bool, int, int, int]:
-            hints = request.hints
-            return (not self.is_aged(request, tick), hints.priority, self.fair.served(hints.key), request.arrival)
+            last_turn = self._last_turn(request)
+            if tick - last_turn > self._max_wait_ticks:
+                return (False, last_turn, 0, request.arrival)
+            return (True, request.hints.priority, self.fair.served(request.hints.key), request.arrival)
 
         return sorted(requests, key=rank)
 
     def is_aged(self, request: Request, tick: int) -> bool:
-        """Has its class had no turn for longer than it should have to wait? (A running request: has it itself?)"""
+        """Has it gone without a turn for longer than it should have to?"""
+        return tick - self._last_turn(request) > self._max_wait_ticks
+
+    def _last_turn(self, request: Request) -> int:
+        """The tick in which a running request last got tokens, or one of a waiting request's class last started."""
         if request.row != NO_ROW:
-            progress = int(self._rows.last_progress[request.row])
-        else:
-            progress = max(request.last_progress, self._last_start.get(_class_of(request), 0))
-        return tick - progress > self._max_wait_ticks
+            return int(self._rows.last_progress[request.row])
+        return max(request.last_progress, self._last_start.get(_class_of(request), 0))
 
     def enter(self, request: Request) -> None:
         """The request arrived."""

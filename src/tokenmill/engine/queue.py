@@ -45,12 +45,17 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Alarms by time. One that is no longer wanted is found out when it rings."""
+    """Alarms by time. One whose request has ended is dropped when it rings, or when they make up half of all."""
 
     def __init__(self) -> None:
         self._alarms: list[tuple[float, int, bool, Request]] = []
+        self._prune_at = 64
 
     def set(self, at: float, request: Request, *, until_started: bool) -> None:
+        if len(self._alarms) >= self._prune_at:
+            self._alarms = [alarm for alarm in self._alarms if not alarm[3].is_finished]
+            heapq.heapify(self._alarms)
+            self._prune_at = max(64, 2 * len(self._alarms))
         heapq.heappush(self._alarms, (at, request.arrival, until_started, request))
 
     def ringing(self, now: float) -> Iterator[tuple[Request, bool]]:
@@ -59,12 +64,6 @@ class Deadlines:
             _, _, until_started, request = heapq.heappop(self._alarms)
             if not request.is_finished:
                 yield request, until_started
-
-    def next(self) -> float | None:
-        """When the next alarm that still matters rings."""
-        while self._alarms and self._alarms[0][3].is_finished:
-            heapq.heappop(self._alarms)
-        return self._alarms[0][0] if self._alarms else None
 
     def __len__(self) -> int:
         return len(self._alarms)

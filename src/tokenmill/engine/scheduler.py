@@ -323,7 +323,9 @@ class Scheduler:
         )
 
     def plan_alone(self, request: Request, count: int) -> StepPlan | None:
-        """A step for one request only, to find out whether it is the one that fails."""
+        """A step for one running request only, to find out whether it is the one that fails."""
+        if request.row == NO_ROW:
+            return None
         self.tick += 1
         draft = Draft(count)
         num_computed = int(self.rows.num_computed[request.row])
@@ -360,8 +362,15 @@ class Scheduler:
                 outputs.append(GeneratedToken(request.request_id, token))
 
     def undo(self, plan: StepPlan) -> None:
-        """The step did not happen: its tokens are to be computed again."""
+        """The step could not be submitted: its tokens are to be computed again."""
         self.rows.undo(plan)
+
+    def resync(self) -> None:
+        """Steps in flight were lost: what has been computed is what KV memory holds, and no token is pending."""
+        for request in self.rows.running():
+            self.rows.num_computed[request.row] = self.kv.length(int(self.rows.seq[request.row]))
+            self.rows.pending[request.row] = 0
+        self.kv.resync()
 
     def _note_first_tokens(self, rows: IntArray) -> None:
         for row in rows[self.rows.fresh[rows]]:

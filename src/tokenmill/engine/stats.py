@@ -19,6 +19,8 @@ class CoreStats:
     num_parked_tokens: int
     num_evicted: int
     """Parked sequences given up to make room, since the start."""
+    num_failed_steps: int
+    """Steps that were undone and whose requests were run alone, since the start."""
     kv: KVStats
 
 
