@@ -23,8 +23,9 @@ $(VENV)/.dev: $(VENV)/.base
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-serve: $(VENV)/.base  ## run the main job (today: a tour of the contract on the fake backend)
+serve: $(VENV)/.base  ## run the main job (today: a tour of contract and engine on the fake backend)
 	@$(BIN)/python examples/contract_tour.py
+	@$(BIN)/python examples/engine_tour.py
 
 test: $(VENV)/.dev  ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
