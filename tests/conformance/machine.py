@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.conformance.subjects import Cells, Subject
+from tests.conformance.subjects import Cells, Oracle, Subject
 from tokenmill.core import (
     Batch,
     BatchBuilder,
@@ -45,6 +45,9 @@ class InFlight:
     sampling: Sampling
     rows: list[int]
     expected: list[NDArray[np.float32] | None]
+    sampled: list[int]
+    """The logits rows that were sampled: the last one of each sequence."""
+    hidden: list[NDArray[np.float32] | None]
     step: int
     fails: bool
 
@@ -141,8 +144,10 @@ class Machine:
                 continue
             worst = float(np.abs(output.logits[k] - expected).max())
             assert worst <= self.subject.tolerance, f"logits row {k} (row {step.rows[k]}) is off by {worst}"
-            if self.subject.tolerance == 0:
-                assert sampled.ids[k] == expected.argmax()
+            if self.subject.tolerance == 0 and k in step.sampled:
+                assert sampled.ids[step.sampled.index(k)] == expected.argmax()
+        for row, hidden in zip(output.hidden, step.hidden, strict=True):
+            assert hidden is None or np.abs(row - hidden).max() <= self.subject.tolerance
         self.check()
 
     def collect_failure(self, step: InFlight) -> None:
@@ -207,22 +212,22 @@ class Machine:
                     self.token_of_cell[copy.copy] = self.token_of_cell[copy.source]
             token = int(batch.token[i])
             self.token_of_cell[cell] = token if token >= 0 else self.last_token[-1 - token]
-        rows, owed = [], []
-        for index in batch.rows(Output.LOGITS):
-            seqs = batch.sequences_of(int(index))
-            rows.append(seqs[0])
-            # Its sequences held the same cells when the token was computed; later in the batch they may have parted.
-            owed.append(self.subject.oracle(self.config, self.visible(seqs[:1], int(batch.pos[index]))))
-        sampling = self.sample(forward, rows)
-        for row, expected in zip(rows, owed, strict=True):
+        rows = [batch.sequences_of(int(index))[0] for index in batch.rows(Output.LOGITS)]
+        owed = [self.owed(batch, int(index), self.subject.oracle) for index in batch.rows(Output.LOGITS)]
+        hidden = [self.owed(batch, int(index), self.subject.hidden_oracle) for index in batch.rows(Output.HIDDEN)]
+        sampled = sorted({row: k for k, row in enumerate(rows)}.values())
+        sampling = self.backend.sample(
+            forward, SampleRows(np.array(sampled, dtype=np.int32), np.array([rows[k] for k in sampled], dtype=np.int32))
+        )
+        for k in sampled:
+            expected = owed[k]
             if expected is not None and self.subject.tolerance == 0:
-                self.last_token[row] = int(expected.argmax())
-        self.in_flight.append(InFlight(forward, sampling, rows, owed, step, fails))
+                self.last_token[rows[k]] = int(expected.argmax())
+        self.in_flight.append(InFlight(forward, sampling, rows, owed, sampled, hidden, step, fails))
 
-    def sample(self, forward: Forward, rows: list[int]) -> Sampling:
-        # Where a sequence has several flagged tokens, only the last one's id is what its row remembers.
-        sampled = SampleRows(np.arange(len(rows), dtype=np.int32), np.array(rows, dtype=np.int32))
-        return self.backend.sample(forward, sampled)
+    def owed(self, batch: Batch, index: int, oracle: Oracle) -> NDArray[np.float32] | None:
+        # A token's sequences held the same cells when it was computed; later in the batch they may have parted.
+        return oracle(self.config, self.visible(batch.sequences_of(index)[:1], int(batch.pos[index])))
 
     def visible(self, seqs: list[int], pos: int) -> list[Cells]:
         layers = []

@@ -47,7 +47,7 @@ def config(choose: Chooser, depth: int) -> FakeConfig:
         vocab_size=32,
         hidden_size=4,
         max_context=choose.one_of([24, 40]),
-        windows=choose.one_of([(None,), (4,), (None, 3)]),
+        windows=choose.one_of([(None,), (None, 4), (None, 3), (4,)]),
         num_cells=choose.one_of([48, 33]),
         block_size=choose.one_of([1, 2, 4, 16]),
         ubatch_size=choose.one_of([2048, 3]),
@@ -142,6 +142,15 @@ def fork_and_write(machine: Machine, choose: Chooser) -> None:
     machine.run(tokens, _fault(machine, choose))
 
 
+def look(machine: Machine, choose: Chooser) -> None:
+    """See a whole sequence through one more token, and take that back."""
+    seq = choose.between(0, machine.config.max_seqs - 1)
+    end = _end(machine, seq)
+    if 0 < end < machine.config.max_context:
+        machine.run([Token(1, end, (seq,), Output.LOGITS | Output.HIDDEN)])
+        machine.seq_rm(seq, end, -1)
+
+
 def seq_keep(machine: Machine, choose: Chooser) -> None:
     machine.seq_keep(_sequence(machine, choose))
 
@@ -193,6 +202,7 @@ def _range(machine: Machine, choose: Chooser, seq: int) -> tuple[int, int]:
 OPERATIONS: dict[str, tuple[int, Callable[[Machine, Chooser], None]]] = {
     "run": (10, run),
     "fork_and_write": (4, fork_and_write),
+    "look": (3, look),
     "collect": (2, collect),
     "seq_rm": (4, seq_rm),
     "seq_cp": (4, seq_cp),

@@ -17,7 +17,7 @@ Cells = list[tuple[int, int]]
 """What a token can see: (token, position) pairs, its own included."""
 
 Oracle = Callable[[FakeConfig, list[Cells]], "NDArray[np.float32] | None"]
-"""The logits owed to a token that sees these cells, one list a layer; None where a fresh prefill says nothing."""
+"""The row owed to a token that sees these cells, one list a layer; None where a fresh prefill says nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Subject:
     make: Callable[[FakeConfig], Backend]
     """Limits and capabilities are given as a `FakeConfig`; a backend takes what applies to it."""
     oracle: Oracle
+    hidden_oracle: Oracle
     tolerance: float = 0.0
     can_fail: bool = False
     """Takes `Fault`s, as the fake backend does."""
@@ -54,6 +55,10 @@ def fake_oracle(config: FakeConfig, layers: list[Cells]) -> NDArray[np.float32]:
     return naive_fake_rows(config, layers, config.vocab_size, salt=1)
 
 
+def fake_hidden_oracle(config: FakeConfig, layers: list[Cells]) -> NDArray[np.float32]:
+    return naive_fake_rows(config, layers, config.hidden_size, salt=2)
+
+
 SUBJECTS = [
-    Subject("fake", FakeBackend, fake_oracle, can_fail=True),
+    Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, can_fail=True),
 ]

@@ -64,6 +64,10 @@ class KVStateMachine(RuleBasedStateMachine):
     def move_through_bytes(self, data: st.DataObject) -> None:
         operations.move_through_bytes(self.machine, HypothesisChooser(data))
 
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        operations.look(self.machine, HypothesisChooser(data))
+
     @rule()
     def collect(self) -> None:
         self.machine.collect()

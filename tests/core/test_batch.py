@@ -22,7 +22,10 @@ def arrays(**changes: object) -> dict[str, object]:
         ({"token": np.array([], dtype=np.int32)}, "at least one token"),
         ({"pos": np.array([0], dtype=np.int32)}, "pos has 1 entries for 2 tokens"),
         ({"pos": np.array([0, -1], dtype=np.int32)}, "position -1 is negative"),
-        ({"seq_ids": np.array([0, 0], dtype=np.int32)}, "shape"),
+        ({"seq_ids": np.array([0, 0], dtype=np.int32)}, "seq_ids has 1 dimensions of int32, not 2"),
+        ({"seq_ids": np.zeros((2, 0), dtype=np.int32)}, "shape"),
+        ({"token": np.array([1.0, 2.0])}, "token has 1 dimensions of float64, not 1 of int32"),
+        ({"pos": np.array([[0], [1]], dtype=np.int32)}, "pos has 2 dimensions"),
         ({"seq_ids": np.array([[0], [-1]], dtype=np.int32)}, "token 1 belongs to no sequence"),
         ({"seq_ids": np.array([[0, -1, 1], [0, 1, -1]], dtype=np.int32)}, "at the end of a row"),
         ({"seq_ids": np.array([[0, -2], [0, 1]], dtype=np.int32)}, "at the end of a row"),
@@ -43,6 +46,16 @@ def test_the_builder_pads_and_flags_the_last_token_of_a_run() -> None:
     assert batch.rows(Output.LOGITS).tolist() == [2]
     assert batch.rows(Output.HIDDEN).tolist() == [3]
     assert batch.sequences_of(3) == [1]
+
+
+def test_the_builder_takes_numpy_numbers_and_refuses_what_does_not_fit() -> None:
+    batch = BatchBuilder().add(np.int64(3), np.int32(0), np.int32(5)).build()
+    assert batch.sequences_of(0) == [5]
+    for token, output in ((1 << 31, 0), (1, 300)):
+        with pytest.raises(InvalidBatch, match="out of range"):
+            BatchBuilder().add(token, 0, 0, output).build()
+    with pytest.raises(InvalidBatch, match="numbered from 0"):
+        last_sampled(-3)
 
 
 def test_an_empty_builder_makes_no_batch() -> None:

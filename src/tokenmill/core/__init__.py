@@ -24,6 +24,7 @@ from tokenmill.core.backend import (
     Sampler,
     SampleRows,
     Sampling,
+    check_rows,
     pack_mask,
     unpack_mask,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Sampled",
     "Sampler",
     "Sampling",
+    "check_rows",
     "last_sampled",
     "pack_mask",
     "unpack_mask",

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from tokenmill.core.batch import Batch, IntArray
 from tokenmill.core.kv import Capabilities, KVMemory, LayerKV
+from tokenmill.errors import InvalidOperation
 
 FloatArray = NDArray[np.float32]
 Mask = NDArray[np.uint32]
 """[rows, ceil(vocab / 32)] bits, lowest bit first; a set bit allows the token. The layout grammar engines write."""
 
 BAD_ROW = -1
-"""The id `Sampled` gives for a row whose logits were not finite: that row's request has failed, no other."""
+"""The id a `Sampler` gives for a row with a NaN, or whose best allowed logit is infinite: its request has failed."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class DecodeOutput:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token id per sampled row, `BAD_ROW` where the logits were not finite; logprobs and the like in `extras`.
+    """One token id per sampled row, `BAD_ROW` where none can be had; logprobs and the like in `extras`.
 
     Inside the backend the arrays are its own (numpy or torch); `collect` gives numpy ones.
     """
@@ -64,10 +65,10 @@ class Sampler(Protocol):
 class SampleRows:
     """Which rows of a forward's logits to sample, and where the backend remembers each id."""
 
-    output: IntArray
+    logits_row: IntArray
     """Row k of the forward's logits."""
-    row: IntArray
-    """Row of the backend's token table: a later batch names this id as `last_sampled(row)`."""
+    table_row: IntArray
+    """Row of the backend's token table, no row twice: a later batch names this id as `last_sampled(table_row)`."""
     sampler: Sampler | None = None
     """None takes the largest logit."""
 
@@ -105,7 +106,7 @@ class Backend(Protocol):
         ...
 
     def sample(self, forward: Forward, rows: SampleRows, mask: Mask | None = None) -> Sampling:
-        """Launch the sampling of some logits rows; their ids go to the token table."""
+        """Launch the sampling of some logits rows, before the next forward; their ids go to the token table."""
         ...
 
     @overload
@@ -195,9 +196,27 @@ def unpack_mask(mask: Mask, vocab: int) -> NDArray[np.bool_]:
     return np.unpackbits(octets, axis=1, count=vocab, bitorder="little").astype(bool)
 
 
+def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mask: Mask | None) -> None:
+    """Raise `InvalidOperation` unless the rows and the mask fit the logits. For backends."""
+    count = len(rows.logits_row)
+    if len(rows.table_row) != count:
+        raise InvalidOperation(f"{count} logits rows, but {len(rows.table_row)} rows of the token table")
+    if count == 0:
+        return
+    if not 0 <= rows.logits_row.min() <= rows.logits_row.max() < num_logits:
+        raise InvalidOperation(f"logits rows are numbered 0 to {num_logits - 1}")
+    if not 0 <= rows.table_row.min() <= rows.table_row.max() < max_rows:
+        raise InvalidOperation(f"rows of the token table are numbered 0 to {max_rows - 1}")
+    if np.bincount(rows.table_row).max() > 1:
+        raise InvalidOperation("two ids can't go to the same row of the token table")
+    if mask is not None and mask.shape != (count, -(-vocab // 32)):
+        raise InvalidOperation(f"the mask has shape {mask.shape}, not {(count, -(-vocab // 32))}")
+
+
 def greedy(logits: FloatArray, mask: Mask | None) -> Sampled:
     """The `Sampler` of numpy backends when a request asks for none: the largest logit."""
     allowed = logits if mask is None else np.where(unpack_mask(mask, logits.shape[1]), logits, np.float32(-np.inf))
     ids = allowed.argmax(axis=1).astype(np.int32)
-    ids[np.isnan(logits).any(axis=1)] = BAD_ROW
+    best = np.take_along_axis(allowed, ids[:, None], axis=1)[:, 0]
+    ids[~np.isfinite(best) | np.isnan(logits).any(axis=1)] = BAD_ROW
     return Sampled(ids)

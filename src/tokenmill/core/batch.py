@@ -35,14 +35,17 @@ def last_sampled(row: int) -> int:
 
     It lets step t+1 be submitted before the ids of step t have reached the host.
     """
+    if row < 0:
+        raise InvalidBatch(f"rows are numbered from 0, not {row}")
     return -1 - row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """The tokens of one forward pass. Entry i of every array speaks of token i.
 
-    Fields are given by name only, so that input embeddings, adapters and multi-axis positions can join later.
+    The arrays are the batch's until `forward` has returned; a backend that needs them longer copies them. Fields are
+    given by name only, so that input embeddings, adapters and multi-axis positions can join later.
     """
 
     token: IntArray
@@ -55,10 +58,15 @@ class Batch:
     """What to keep of this token: an `Output`."""
 
     def __post_init__(self) -> None:
+        for name, dtype, ndim in _LAYOUT:
+            array = getattr(self, name)
+            if array.dtype != dtype or array.ndim != ndim:
+                wanted = f"{ndim} of {dtype.__name__}"
+                raise InvalidBatch(f"{name} has {array.ndim} dimensions of {array.dtype}, not {wanted}")
         n = len(self.token)
         if n == 0:
             raise InvalidBatch("a batch must hold at least one token")
-        if self.seq_ids.ndim != 2 or self.seq_ids.shape[1] == 0:
+        if self.seq_ids.shape[1] == 0:
             raise InvalidBatch(f"seq_ids must have shape [tokens, width], not {self.seq_ids.shape}")
         lengths = {"pos": len(self.pos), "seq_ids": len(self.seq_ids), "output": len(self.output)}
         for name, length in lengths.items():
@@ -95,6 +103,9 @@ class Batch:
         return [int(seq) for seq in ids if seq >= 0]
 
 
+_LAYOUT = (("token", np.int32, 1), ("pos", np.int32, 1), ("seq_ids", np.int32, 2), ("output", np.uint8, 1))
+
+
 class BatchBuilder:
     """Collects tokens one run at a time. The engine's hot path fills arrays itself; this is for everybody else."""
 
@@ -108,7 +119,7 @@ class BatchBuilder:
         """Append one token of one or several sequences."""
         self._token.append(token)
         self._pos.append(pos)
-        self._seq_ids.append((seq_ids,) if isinstance(seq_ids, int) else tuple(seq_ids))
+        self._seq_ids.append(_as_tuple(seq_ids))
         self._output.append(int(output))
         return self
 
@@ -116,7 +127,7 @@ class BatchBuilder:
         self, tokens: Sequence[int], start: int, seq_ids: int | Iterable[int], last_output: int = Output.LOGITS
     ) -> BatchBuilder:
         """Append consecutive tokens from position `start`; only the last one asks for output."""
-        shared = (seq_ids,) if isinstance(seq_ids, int) else tuple(seq_ids)
+        shared = _as_tuple(seq_ids)
         for offset, token in enumerate(tokens):
             is_last = offset == len(tokens) - 1
             self.add(token, start + offset, shared, last_output if is_last else Output.NONE)
@@ -128,9 +139,16 @@ class BatchBuilder:
     def build(self) -> Batch:
         width = max((len(ids) for ids in self._seq_ids), default=1)
         padded = [ids + (NO_SEQ,) * (width - len(ids)) for ids in self._seq_ids]
-        return Batch(
-            token=np.array(self._token, dtype=np.int32),
-            pos=np.array(self._pos, dtype=np.int32),
-            seq_ids=np.array(padded, dtype=np.int32).reshape(len(padded), width),
-            output=np.array(self._output, dtype=np.uint8),
-        )
+        try:
+            return Batch(
+                token=np.array(self._token, dtype=np.int32),
+                pos=np.array(self._pos, dtype=np.int32),
+                seq_ids=np.array(padded, dtype=np.int32).reshape(len(padded), width),
+                output=np.array(self._output, dtype=np.uint8),
+            )
+        except OverflowError as error:
+            raise InvalidBatch(f"a number is out of range: {error}") from None
+
+
+def _as_tuple(seq_ids: int | Iterable[int]) -> tuple[int, ...]:
+    return (int(seq_ids),) if isinstance(seq_ids, (int, np.integer)) else tuple(seq_ids)

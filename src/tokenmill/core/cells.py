@@ -2,8 +2,7 @@
 
 Every cell has a position and a column of flags saying which sequences hold it. There is no other state: whatever a
 sequence can see is read off the flags. Real memories keep block tables and reference counts instead and must agree
-with this one; the conformance suite compares them operation by operation. A backend that can't ask its memory for
-room (llama.cpp) mirrors it here and plans with `needed` and `free`.
+with this one; the conformance suite compares them operation by operation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.core.batch import Batch, IntArray
-from tokenmill.core.kv import ANY, Capabilities, KVStats
+from tokenmill.core.kv import ANY, Capabilities, KVStats, check_size
 from tokenmill.errors import InvalidBatch, InvalidOperation, OutOfKV, Unsupported
 
 UNUSED = -1
@@ -53,6 +52,7 @@ class CellTable:
     def __init__(
         self, num_cells: int, max_context: int, block_size: int = 1, capabilities: Capabilities = Capabilities()
     ) -> None:
+        check_size(num_cells, block_size)
         self.num_blocks = num_cells // block_size
         self.block_size = block_size
         self.max_context = max_context
@@ -142,10 +142,9 @@ class CellTable:
             raise InvalidOperation(f"shifting [{p0}, {p1}) tears sequence {seq} apart; shift all of it")
         if (self.held[:, cells].sum(axis=0) > 1).any():
             raise InvalidOperation(f"sequence {seq} shares cells; shared cells can't be shifted")
-        shifted = self.pos[cells] + delta
-        if shifted.min() < 0 or shifted.max() >= self.max_context:
+        if self.seq_pos_min(seq) + delta < 0 or self.seq_pos_max(seq) + delta >= self.max_context:
             raise InvalidOperation(f"shifting sequence {seq} by {delta} leaves positions 0 to {self.max_context - 1}")
-        self.pos[cells] = shifted
+        self.pos[cells] += delta
         self.pending_shift[cells] += delta
 
     def clear(self) -> None:

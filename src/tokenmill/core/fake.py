@@ -25,13 +25,14 @@ from tokenmill.core.backend import (
     Sampled,
     SampleRows,
     Sampling,
+    check_rows,
     greedy,
 )
 from tokenmill.core.batch import Batch, IntArray, Output
 from tokenmill.core.faults import Fault, FaultKind, FaultPlan
 from tokenmill.core.kv import Capabilities, LayerKV
 from tokenmill.core.paged import PagedKV
-from tokenmill.core.steps import Step, StepQueue
+from tokenmill.core.steps import Step, StepQueue, again
 from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation, OutOfKV
 
 HashArray = NDArray[np.uint64]
@@ -74,8 +75,9 @@ class FakeConfig:
 class FakeForward(Step):
     """A submitted step. The work is done at launch; `late` is what its collect will find."""
 
-    def __init__(self, number: int, output: DecodeOutput, late: Mapping[FaultKind, Fault]) -> None:
+    def __init__(self, owner: FakeBackend, number: int, output: DecodeOutput, late: Mapping[FaultKind, Fault]) -> None:
         super().__init__(number)
+        self.owner = owner
         self.output = output
         self.late = late
         self.sampled_rows: list[IntArray] = []
@@ -101,6 +103,7 @@ class FakeBackend(Backend):
         self._kv = PagedKV(config.num_cells, config.max_context, config.block_size, config.capabilities, self._storage)
         self._steps: StepQueue[FakeForward] = StepQueue(config.depth)
         self._last_sampled: IntArray = np.full(config.max_seqs, NEVER_SAMPLED, dtype=np.int32)
+        self._latest: FakeForward | None = None
         self._lost: ForwardFailed | None = None
         self._closed = False
 
@@ -118,18 +121,18 @@ class FakeBackend(Backend):
         self._check_usable()
         self._steps.check_room()
         token = self._resolve_tokens(batch)
-        faults = self.faults.strike(token, batch)
-        if FaultKind.OUT_OF_KV in faults:
-            raise OutOfKV(self._kv.needed(batch), 0)
         self._kv.update()
         plan = self._kv.prepare(batch)
+        faults = self.faults.strike(token, batch)
+        if FaultKind.OUT_OF_KV in faults:
+            raise OutOfKV(plan.num_blocks * self._kv.block_size, 0)
         output = self._empty_output(batch)
         try:
             for demand in plan.demands:
                 slots = self._kv.apply(demand)
                 self._run_segment(batch, token, demand.segment.tokens, demand.segment.token_lead, slots, output)
             self._raise_planned_failure(faults)
-        except Exception:
+        except BaseException:
             self._kv.rollback()
             raise
         self._kv.commit()
@@ -137,24 +140,23 @@ class FakeBackend(Backend):
             matched = faults[FaultKind.NAN][1]
             output.logits[matched[output.output_ids]] = np.nan
             output.hidden[matched[output.hidden_ids]] = np.nan
-        step = FakeForward(plan.step, output, {kind: fault for kind, (fault, _) in faults.items()})
+        step = FakeForward(self, plan.step, output, {kind: fault for kind, (fault, _) in faults.items()})
         self._steps.submit(step)
+        self._latest = step
         return step
 
     def sample(self, forward: Forward, rows: SampleRows, mask: Mask | None = None) -> FakeSampling:
         self._check_usable()
         step = self._own(forward)
-        if step.collected:
-            raise InvalidOperation("a step can be sampled until it is collected, not after")
-        if step.failure is not None:
-            raise step.failure
-        if len(rows.row) and not 0 <= rows.row.min() <= rows.row.max() < self.config.max_seqs:
-            raise InvalidOperation(f"rows are numbered 0 to {self.config.max_seqs - 1}")
+        if step is not self._latest or step.collected:
+            raise InvalidOperation("a step is sampled before it is collected and before the next forward, not after")
+        step.raise_failure()
+        check_rows(rows, len(step.output_ids), self.config.max_seqs, self.config.vocab_size, mask)
         sampler = rows.sampler or greedy
-        sampled = sampler(step.output.logits[rows.output], mask)
+        sampled = sampler(step.output.logits[rows.logits_row], mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[rows.row] = np.maximum(sampled.ids, 0)
-        step.sampled_rows.append(rows.row)
+        self._last_sampled[rows.table_row] = np.maximum(sampled.ids, 0)
+        step.sampled_rows.append(rows.table_row)
         return FakeSampling(step, sampled)
 
     # -- the wait -----------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class FakeBackend(Backend):
     def collect(self, handle: Sampling) -> Sampled: ...
     def collect(self, handle: Forward | Sampling) -> DecodeOutput | Sampled:
         self._check_open()
-        step = handle.forward if isinstance(handle, FakeSampling) else self._own(handle)
+        step = self._own(handle.forward if isinstance(handle, FakeSampling) else handle)
         self._steps.check_turn(step)
         if not step.collected:
             self._wait(step)
@@ -254,14 +256,14 @@ class FakeBackend(Backend):
             raise ForwardFailed("the fake backend was told to fail")
 
     def _own(self, forward: Forward | Sampling) -> FakeForward:
-        if not isinstance(forward, FakeForward):
+        if not isinstance(forward, FakeForward) or forward.owner is not self:
             raise InvalidOperation(f"{type(forward).__name__} is no handle of this backend")
         return forward
 
     def _check_usable(self) -> None:
         self._check_open()
         if self._lost is not None:
-            raise self._lost
+            raise again(self._lost)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -292,7 +294,7 @@ class FakeStorage:
     def read(self, slots: IntArray) -> bytes:
         return np.stack([self.token[slots], self.pos[slots]]).astype("<i4").tobytes()
 
-    def write(self, slots: IntArray, data: bytes) -> None:
+    def write(self, slots: IntArray, data: memoryview) -> None:
         if len(data) != len(slots) * 8:
             raise InvalidOperation(f"{len(data)} bytes for {len(slots)} cells of 8 bytes")
         token, pos = np.frombuffer(data, dtype="<i4").reshape(2, len(slots)).astype(np.int32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tokenmill.core.batch import Batch
+from tokenmill.errors import ConfigError
 
 ANY = -1
 """As in llama.h: any sequence, from the start, or to the end."""
@@ -69,6 +70,14 @@ class KVStats:
     """Sum of all sequences' lengths. More than held_cells where sequences share."""
     num_seqs: int
     """Sequences that hold at least one cell."""
+
+
+def check_size(num_cells: int, block_size: int) -> None:
+    """Raise `ConfigError` unless a memory of this size can hold anything."""
+    if block_size < 1:
+        raise ConfigError(f"block_size must be at least 1, not {block_size}")
+    if num_cells < block_size:
+        raise ConfigError(f"KV memory of {num_cells} cells holds no block of {block_size}")
 
 
 class KVMemory(Protocol):

@@ -7,6 +7,8 @@ backend, tensors in the torch backend). `CellTable` says what it must do; the co
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +17,16 @@ from numpy.typing import NDArray
 
 from tokenmill.core.batch import Batch, IntArray
 from tokenmill.core.blocks import BlockPool
-from tokenmill.core.kv import ANY, Capabilities, KVStats
+from tokenmill.core.kv import ANY, Capabilities, KVStats, check_size
 from tokenmill.core.segments import Segment, cut_into_segments
 from tokenmill.core.tables import BlockTables
-from tokenmill.errors import InvalidBatch, InvalidOperation, OutOfKV, Unsupported
+from tokenmill.errors import IntegrityError, InvalidBatch, InvalidOperation, OutOfKV, Unsupported
 
 BoolArray = NDArray[np.bool_]
+
+STATE_MAGIC = b"TMKV0001"
+STATE_HEADER = struct.Struct("<8siiI")
+"""Before the data of an exported sequence: magic, first position, end, checksum of the data."""
 
 
 class KVStorage(Protocol):
@@ -29,7 +35,7 @@ class KVStorage(Protocol):
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None: ...
     def shift(self, slots: IntArray, delta: int) -> None: ...
     def read(self, slots: IntArray) -> bytes: ...
-    def write(self, slots: IntArray, data: bytes) -> None:
+    def write(self, slots: IntArray, data: memoryview) -> None:
         """Raises `InvalidOperation` if the bytes do not fit the slots."""
 
 
@@ -72,6 +78,7 @@ class PagedKV:
     def __init__(
         self, num_cells: int, max_context: int, block_size: int, capabilities: Capabilities, storage: KVStorage
     ) -> None:
+        check_size(num_cells, block_size)
         self.max_context = max_context
         self.capabilities = capabilities
         self.tables = BlockTables(BlockPool(num_cells // block_size), block_size, capabilities.max_seqs, max_context)
@@ -172,15 +179,18 @@ class PagedKV:
     # -- running a batch: update, prepare, apply segment by segment, then commit; or rollback if one of them fails -----
 
     def update(self) -> None:
-        shifts, self._shifts = self._shifts, []
-        for slots, delta in shifts:
+        while self._shifts:
+            slots, delta = self._shifts[0]
             self._storage.shift(slots, delta)
+            del self._shifts[0]
 
     def needed(self, batch: Batch) -> int:
         return self._plan(batch).num_blocks * self.block_size
 
     def prepare(self, batch: Batch) -> PagedPlan:
-        """Plan the whole batch, or raise; nothing changes."""
+        """Plan the whole batch, or raise; memory does not change."""
+        if self._applied:
+            raise IntegrityError("the batch before was neither committed nor rolled back")
         plan = self._plan(batch)
         if plan.num_blocks > self.tables.pool.num_free:
             raise OutOfKV(plan.num_blocks * self.block_size, self.free())
@@ -276,16 +286,17 @@ class PagedKV:
     def export(self, seq: int) -> bytes:
         self._need_state_bytes()
         self.update()
-        bounds = np.array([self.tables.start[self._checked(seq)], self.tables.end[seq]], dtype="<i4")
-        return bounds.tobytes() + self._storage.read(self.tables.slots_of(seq))
+        start, end = int(self.tables.start[self._checked(seq)]), int(self.tables.end[seq])
+        data = self._storage.read(self.tables.slots_of(seq))
+        return STATE_HEADER.pack(STATE_MAGIC, start, end, zlib.crc32(data)) + data
 
     def import_(self, seq: int, state: bytes) -> None:
         self._need_state_bytes()
         if self.tables.num_blocks[self._checked(seq)]:
             raise InvalidOperation(f"sequence {seq} is not empty; remove it before importing into it")
-        start, end = np.frombuffer(state[:8], dtype="<i4").tolist() if len(state) >= 8 else (0, 0)
+        start, end, data = _read_state(state)
         if not 0 <= start < end <= self.max_context:
-            raise InvalidOperation("these bytes were not exported from such a memory, or from an empty sequence")
+            raise InvalidOperation(f"positions {start} to {end} are outside the context of {self.max_context} tokens")
         count = -(-(end - start) // self.block_size)
         if count > self.tables.pool.num_free:
             raise OutOfKV(count * self.block_size, self.free())
@@ -294,8 +305,8 @@ class PagedKV:
         index = np.arange(end - start, dtype=np.int32)
         slots: IntArray = blocks[index // self.block_size] * self.block_size + index % self.block_size
         try:
-            self._storage.write(slots, state[8:])
-        except InvalidOperation:
+            self._storage.write(slots, data)
+        except BaseException:
             self.tables.pool.untake(blocks)
             raise
         self.tables.fill(seq, blocks, start, end)
@@ -316,6 +327,17 @@ class PagedKV:
         if not 0 <= seq < self.capabilities.max_seqs:
             raise InvalidOperation(f"sequence {seq} is outside 0 to {self.capabilities.max_seqs - 1}")
         return seq
+
+
+def _read_state(state: bytes) -> tuple[int, int, memoryview]:
+    """Positions and data of exported bytes; `InvalidOperation` if they are not what `export` gave."""
+    if len(state) < STATE_HEADER.size:
+        raise InvalidOperation("these bytes are too short for an exported sequence")
+    magic, start, end, checksum = STATE_HEADER.unpack_from(state)
+    data = memoryview(state)[STATE_HEADER.size :]
+    if magic != STATE_MAGIC or zlib.crc32(data) != checksum:
+        raise InvalidOperation("these bytes are damaged, or were not exported from such a memory")
+    return start, end, data
 
 
 def _must_copy(tables: BlockTables, segment: Segment, left: dict[int, int]) -> BoolArray:

@@ -17,6 +17,11 @@ class Step:
         self.collected = False
         self.failure: ForwardFailed | None = None
 
+    def raise_failure(self) -> None:
+        """Raise the step's failure, if it has one, with a traceback of its own each time."""
+        if self.failure is not None:
+            raise again(self.failure)
+
 
 S = TypeVar("S", bound=Step)
 
@@ -38,8 +43,7 @@ class StepQueue(Generic[S]):
 
     def check_turn(self, step: S) -> None:
         """Raise unless this step may be collected now: it has been before, or it is the oldest one."""
-        if step.failure is not None:
-            raise step.failure
+        step.raise_failure()
         if not step.collected and (not self._steps or self._steps[0] is not step):
             raise InvalidOperation("steps are collected in the order they were submitted")
 
@@ -59,6 +63,13 @@ class StepQueue(Generic[S]):
 
     def __len__(self) -> int:
         return len(self._steps)
+
+
+def again(failure: ForwardFailed) -> ForwardFailed:
+    """The same failure, to be raised once more."""
+    copy = ForwardFailed(str(failure), fatal=failure.fatal)
+    copy.__cause__ = failure
+    return copy
 
 
 def _discarded(cause: ForwardFailed) -> ForwardFailed:

@@ -33,7 +33,7 @@ class BlockTables:
         active: list[int] = np.flatnonzero(self.num_blocks).tolist()
         return active
 
-    def row(self, seq: int) -> IntArray:
+    def blocks_of(self, seq: int) -> IntArray:
         """The blocks of a sequence, in order of position."""
         return self.table[seq, : self.num_blocks[seq]]
 
@@ -62,11 +62,11 @@ class BlockTables:
 
     def same_cells(self, a: int, b: int) -> bool:
         bounds_agree = all(array[a] == array[b] for array in (self.num_blocks, self.base, self.start, self.end))
-        return bounds_agree and bool((self.row(a) == self.row(b)).all())
+        return bounds_agree and bool((self.blocks_of(a) == self.blocks_of(b)).all())
 
     def shares_cells(self, seq: int) -> bool:
         """Does another sequence hold a cell of this one? (A block may be shared without any cell being so.)"""
-        if (self.pool.refs[self.row(seq)] == 1).all():
+        if (self.pool.refs[self.blocks_of(seq)] == 1).all():
             return False
         own = self.slots_of(seq)
         return any(np.isin(own, self.slots_of(other)).any() for other in self.active() if other != seq)
@@ -108,14 +108,14 @@ class BlockTables:
         """Keep the positions from `start` on."""
         gone = (start - int(self.base[seq])) // self.block_size
         self.pool.release(self.table[seq, :gone])
-        kept = self.row(seq)[gone:].copy()
+        kept = self.blocks_of(seq)[gone:].copy()
         self.table[seq, : len(kept)] = kept
         self.num_blocks[seq], self.start[seq] = len(kept), start
         self.base[seq] += gone * self.block_size
 
     def drop(self, seq: int) -> None:
         """Empty the sequence."""
-        self.pool.release(self.row(seq))
+        self.pool.release(self.blocks_of(seq))
         for array in (self.num_blocks, self.base, self.start, self.end):
             array[seq] = 0
 
@@ -135,7 +135,7 @@ class BlockTables:
         """Raise `IntegrityError` if tables, counts and free list contradict each other: a bug, no user's fault."""
         refs = np.zeros(len(self.pool.refs), dtype=np.int64)
         for seq in self.active():
-            row = self.row(seq)
+            row = self.blocks_of(seq)
             np.add.at(refs, row, 1)
             covered = -(-int(self.end[seq] - self.base[seq]) // self.block_size)
             if covered != len(row) or not 0 <= self.start[seq] - self.base[seq] < self.block_size:
