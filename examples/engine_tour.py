@@ -22,7 +22,7 @@ def main() -> None:
     model = FakeModel(FakeConfig(vocab_size=100, max_context=256, block_size=8))
     backend = model.new_backend(BackendLimits(num_cells=512, max_seqs=16))
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=48, prefill_chunk=24)
-    engine = EngineCore(backend, model.info.max_context, config)
+    engine = EngineCore(backend, model.info, config)
 
     def listen(event: Event) -> None:
         if isinstance(event, TickEvent):

@@ -4,6 +4,7 @@
     ├── ConfigError             a setting or argument is wrong; nothing was started
     ├── ModelNotFound           no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
+    ├── RequestFailed           a request ended otherwise than by being complete
     ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
     ├── EngineDead              the engine failed for good; a supervisor may build a new one
     └── BackendError            something the contract in `core/` refuses or reports
@@ -35,6 +36,10 @@ class ModelNotFound(TokenmillError):
 
 class InvalidRequest(TokenmillError, ValueError):
     """A request asks for something impossible; nothing was run."""
+
+
+class RequestFailed(TokenmillError):
+    """A request ended otherwise than by being complete, and the caller asked only for complete ones."""
 
 
 class IllegalTransition(TokenmillError):

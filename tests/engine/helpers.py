@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BatchBuilder, DecodeOutput, FakeBackend, FakeConfig, Forward, Sampled, Sampling
+from tokenmill.core import BatchBuilder, DecodeOutput, FakeBackend, FakeConfig, FakeModel, Forward, Sampled, Sampling
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -28,7 +28,7 @@ def make_engine(
     )
     settings = EngineConfig(**{"max_num_seqs": 8} | config)
     more = {} if clock is None else {"clock": clock}
-    return EngineCore(FakeBackend(fake_config), fake_config.max_context, settings, **more)
+    return EngineCore(FakeBackend(fake_config), FakeModel(fake_config).info, settings, **more)
 
 
 def request(name: str, prompt: Sequence[int], **options: Any) -> Request:

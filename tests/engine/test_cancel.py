@@ -93,7 +93,7 @@ def test_a_cancelled_requests_kv_stays_and_is_used_again(depth: int) -> None:
 
 @pytest.mark.req("R5")
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("ending", ["length", "stop", "cancel"])
+@pytest.mark.parametrize("ending", ["length", "stop", "stop string", "cancel"])
 def test_after_any_end_the_kv_is_that_of_the_log(depth: int, ending: str) -> None:
     """The next token after the log is the one that a fresh prefill of the log gives."""
     prompt, expected = (4, 5, 6, 7, 8), alone((4, 5, 6, 7, 8), 12)
@@ -104,6 +104,9 @@ def test_after_any_end_the_kv_is_that_of_the_log(depth: int, ending: str) -> Non
         transcript.add(engine.step())
     if ending == "cancel":
         engine.cancel("first")
+    if ending == "stop string":
+        assert engine.finish("first", keep_tokens=3)
+        del transcript.tokens["first"][3:]
     run(engine, transcript)
     log = (*prompt, *transcript.tokens["first"])
     assert log[5:] == tuple(expected[: len(log) - 5])

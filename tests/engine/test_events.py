@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.helpers import SimulatedClock, TimedBackend, make_engine, request, run
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig
+from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.engine.lifecycle import ENDINGS, FINISHED, TRANSITIONS, RequestState
@@ -45,9 +45,8 @@ def test_every_tick_and_every_change_is_told_once(depth: int) -> None:
 def test_the_phases_of_a_timeline_sum_to_the_wall_time(depth: int) -> None:
     clock = SimulatedClock()
     config = FakeConfig(vocab_size=64, num_cells=72, block_size=4, max_context=64, max_seqs=8, depth=depth)
-    engine = EngineCore(
-        TimedBackend(config, clock, (0.01, 0.001, 0.0)), 64, EngineConfig(max_num_seqs=4, admission_margin=0), clock
-    )
+    backend = TimedBackend(config, clock, (0.01, 0.001, 0.0))
+    engine = EngineCore(backend, FakeModel(config).info, EngineConfig(max_num_seqs=4, admission_margin=0), clock)
     timelines = Timelines(keep=3)
     engine.events.subscribe(timelines)
     requests = [request(f"r{i}", tuple([10 * i + 1] * 12), max_new_tokens=24) for i in range(4)]

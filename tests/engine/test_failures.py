@@ -9,7 +9,8 @@ import pytest
 from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, backend_of, make_engine, request, run
 from tokenmill.core import Fault, FaultKind
 from tokenmill.engine.core import EngineCore
-from tokenmill.errors import EngineDead
+from tokenmill.engine.events import TickEvent
+from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed
 from tokenmill.outputs import FinishReason
 
 HEALTHY = {"a": (1, 2, 3), "b": tuple(range(20, 45)), "c": (9,)}
@@ -162,3 +163,96 @@ def test_a_bug_in_the_engine_still_ends_every_request(monkeypatch: pytest.Monkey
     transcript = run(engine)
     assert set(transcript.reasons) == set(HEALTHY)
     assert "ZeroDivisionError" in (transcript.errors["a"] or "")
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_failures_far_apart_are_not_in_a_row(depth: int) -> None:
+    engine = engine_with(depth, Fault(FaultKind.FAIL, token=POISON, times=None), prompts={"x": (POISON,)})
+    assert run(engine).reasons["x"] is FinishReason.ERROR
+    engine.add(request("a", (1, 2, 3), max_new_tokens=8))
+    assert_healthy(run(engine), {"a": (1, 2, 3)})
+    engine.add(request("b", HEALTHY["b"], max_new_tokens=8))
+    engine.add(request("y", (POISON, 1), max_new_tokens=8))
+    transcript = run(engine)
+    assert transcript.reasons["y"] is FinishReason.ERROR
+    assert_healthy(transcript, {"b": HEALTHY["b"]})
+    assert_clean(engine)
+
+
+@pytest.mark.req("G5")
+def test_a_suspect_runs_alone_also_when_memory_is_full() -> None:
+    engine = make_engine(fake={"num_cells": 96, "block_size": 16, "max_context": 64}, admission_margin=0)
+    for name in ("a", "b"):
+        engine.add(request(name, tuple([ord(name) - 60] * 20), max_new_tokens=24))
+    transcript = Transcript()
+    while "b" not in transcript.tokens:
+        transcript.add(engine.step())
+    row = engine.scheduler.requests["b"].row
+    seq = int(engine.scheduler.rows.seq[row])
+    backend_of(engine).faults.add(Fault(FaultKind.FAIL, seq=seq, times=None))
+    run(engine, transcript, max_ticks=300)
+    assert transcript.reasons == {"a": FinishReason.LENGTH, "b": FinishReason.ERROR}
+    assert_clean(engine)
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_sampler_that_fails_ends_everybody_once(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(depth)
+    engine.step()
+    monkeypatch.setattr(backend_of(engine), "sample", lambda *_: 1 / 0)
+    transcript = run(engine)
+    assert set(transcript.reasons) == set(HEALTHY)
+    assert "sampling failed" in (transcript.errors["a"] or "")
+    assert engine.stats().num_running == 0
+    assert {slot.state for slot in engine.slots()} == {"idle"}
+
+
+def test_a_subscriber_that_fails_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_with(0)
+    engine.events.subscribe(lambda _: 1 / 0)
+    heard: list[object] = []
+    engine.events.subscribe(heard.append)
+    assert_healthy(run(engine))
+    assert "a subscriber failed and is dropped" in caplog.text
+    assert len(heard) > 10
+
+
+def test_a_request_runs_once() -> None:
+    engine = make_engine()
+    one = request("a", (1,), max_new_tokens=2)
+    engine.add(one)
+    run(engine)
+    with pytest.raises(InvalidRequest, match="has been run before"):
+        engine.add(one)
+    engine.add(request("b", (1,), max_new_tokens=9))
+    engine.step()
+    engine.cancel("b")
+    with pytest.raises(InvalidRequest, match="running already"):
+        engine.add(request("b", (2,)))
+    with pytest.raises(InvalidRequest, match="cancelled with stop"):
+        engine.cancel("b", FinishReason.STOP)
+    run(engine)
+    assert_clean(engine)
+
+
+def test_isolated_steps_are_told_like_all_others() -> None:
+    engine = engine_with(0, Fault(FaultKind.FAIL, after=2))
+    ticks: list[TickEvent] = []
+    engine.events.subscribe(lambda event: ticks.append(event) if isinstance(event, TickEvent) else None)
+    assert_healthy(run(engine))
+    computed = sum(tick.plan.num_tokens for tick in ticks)
+    assert computed == sum(len(prompt) + 7 for prompt in HEALTHY.values())
+
+
+def test_run_until_complete_does_not_hide_a_failure() -> None:
+    engine = make_engine(max_num_seqs=1, max_queue=1)
+    for _ in range(3):
+        engine.add_sequence((1, 2), max_new_tokens=2)
+    with pytest.raises(RequestFailed, match="seq-2 ended with overload: 2 requests are waiting"):
+        engine.run_until_complete()
+    backend_of(engine).faults.add(Fault(FaultKind.FATAL))
+    engine.add_sequence((1, 2), max_new_tokens=2)
+    with pytest.raises(RequestFailed, match="ended with error: the engine failed"):
+        engine.run_until_complete()

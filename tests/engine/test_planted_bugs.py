@@ -12,7 +12,9 @@ from tokenmill.engine import kv_manager, plan, prefix, rows, scheduler
 BUGS = [
     PlantedBug("tokens given to a row's next tenant", rows.RunningRows, "settle", "== plan.sampled_leases", "!= -1"),
     PlantedBug("sampled token not awaited", rows.RunningRows, "input_tokens", "self.pending[rows] > 0", "rows < 0"),
-    PlantedBug("undo forgets the tokens", rows.RunningRows, "undo", "-= plan.counts[still]", "-= 0"),
+    PlantedBug(
+        "undo forgets the tokens", rows.RunningRows, "undo", "self.num_computed[rows] -= plan.counts[still]", "pass"
+    ),
     PlantedBug("undo forgets the samples", rows.RunningRows, "undo", "] -= 1", "] -= 0"),
     PlantedBug("budget never used up", plan.Draft, "_give", "self.budget -= count", "pass"),
     PlantedBug("prefill before decode", scheduler.Scheduler, "schedule", "self._decode(draft", "self._prefill(draft"),
@@ -44,7 +46,7 @@ BUGS = [
         "matched",
     ),
     PlantedBug("split edge loses its entries", prefix.PrefixIndex, "_split", "dict(node.entries)", "{}"),
-    PlantedBug("stop token before its time", scheduler.Scheduler, "update", "> request.limits.min_new_tokens", "> 0"),
+    PlantedBug("stop token before its time", scheduler.Scheduler, "update", "> limits.min_new_tokens", "> 0"),
     PlantedBug("cells promised twice", scheduler.Scheduler, "_make_room_before", "draft.cells + cells", "0"),
     PlantedBug("parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked)", "pass"),
     PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length(", "int("),

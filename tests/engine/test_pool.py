@@ -10,6 +10,8 @@ import pytest
 from tests.engine.helpers import VOCAB, alone, request
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, FakeBackend, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.pool import EnginePool
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -63,7 +65,7 @@ def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
         for i, (tokens, reason) in enumerate(results):
             assert reason is FinishReason.LENGTH
             assert tokens == alone((i % 7, i % 5, 3), 10)
-        assert all(stats.tick > 0 for stats in pool.stats()), "a core had nothing to do"
+        assert all(stats and stats.tick > 0 for stats in pool.stats()), "a core had nothing to do"
         assert all(core.load == 0 for core in pool.cores), "a sink was kept"
         for core in pool.cores:
             core.call(lambda engine: engine.check_integrity()).result(WAIT_S)
@@ -131,7 +133,12 @@ def test_a_sink_that_fails_hurts_only_its_own_request(caplog: pytest.LogCaptureF
         fine = Listener()
         pool.submit(request("fine", (2,), max_new_tokens=20), fine)
         assert fine.result() == (alone((2,), 20), FinishReason.LENGTH)
-        assert pool.stats()[0].num_running == 0
+        stats = pool.stats()[0]
+        assert stats is not None
+        assert stats.num_running == 0
+        again = Listener()
+        pool.submit(request("broken", (1,), max_new_tokens=3), again)
+        assert again.result() == (alone((1,), 3), FinishReason.LENGTH)
     assert "the sink of request broken failed" in caplog.text
 
 
@@ -158,3 +165,78 @@ def test_a_hanging_core_shows_in_its_heartbeat() -> None:
         assert pool.cores[0].seconds_since_heartbeat() > first > 0
         fault.release.set()
         assert listener.result()[1] is FinishReason.LENGTH
+
+
+def test_a_question_whose_asker_has_left_hurts_nobody() -> None:
+    with make_pool(num_cores=1) as pool:
+        fault = Fault(FaultKind.STALL)
+        backend(pool).faults.add(fault)
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=3), listener)
+        assert fault.stalled.wait(WAIT_S)
+        question = pool.cores[0].call(lambda engine: engine.stats())
+        assert question.cancel()
+        fault.release.set()
+        assert listener.result()[1] is FinishReason.LENGTH
+        assert pool.stats()[0] is not None
+
+
+def test_a_command_that_fails_is_told_to_everybody_and_the_core_built_anew() -> None:
+    def broken(engine: EngineCore) -> None:
+        raise RuntimeError("a bug")
+
+    with make_pool(num_cores=1) as pool:
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=250), listener)
+        pool.cores[0].post(broken)
+        assert listener.result()[1] in (FinishReason.ERROR, FinishReason.LENGTH)
+        again = Listener()
+        pool.submit(request("again", (2,), max_new_tokens=3), again)
+        assert again.result() == (alone((2,), 3), FinishReason.LENGTH)
+        assert pool.cores[0].num_restarts == 1
+
+
+def test_a_core_that_is_gone_attracts_no_requests() -> None:
+    with make_pool(num_cores=2, max_restarts=0) as pool:
+        backend(pool, 0).faults.add(Fault(FaultKind.FATAL))
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=5), listener, core=0)
+        assert listener.result()[1] is FinishReason.ERROR
+        pool.cores[0]._thread.join(WAIT_S)
+        again = Listener()
+        assert pool.submit(request("again", (2,), max_new_tokens=3), again) == 1
+        assert again.result()[1] is FinishReason.LENGTH
+        assert [stats is None for stats in pool.stats()] == [True, False]
+
+
+def test_subscribers_stay_through_a_restart() -> None:
+    ended: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, RequestEvent) and event.phase is Phase.ENDED:
+            ended.append(event.request_id)
+
+    with make_pool(num_cores=1) as pool:
+        unsubscribe = pool.subscribe(listen)
+        backend(pool).faults.add(Fault(FaultKind.FATAL))
+        for name in ("before", "after"):
+            listener = Listener()
+            pool.submit(request(name, (1,), max_new_tokens=3), listener)
+            listener.result()
+        assert ended == ["before", "after"]
+        unsubscribe()
+
+
+def test_a_flood_of_commands_does_not_keep_the_core_from_stepping() -> None:
+    with make_pool(num_cores=1) as pool:
+        core, flooding = pool.cores[0], True
+
+        def flood(engine: EngineCore) -> None:
+            if flooding:
+                core.post(flood)
+
+        core.post(flood)
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=20), listener)
+        assert listener.result() == (alone((1,), 20), FinishReason.LENGTH)
+        flooding = False

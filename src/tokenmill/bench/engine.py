@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeBackend, FakeConfig
+from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
 
@@ -77,7 +77,7 @@ def decoding_engine(num_running: int, depth: int, num_steps: int) -> tuple[Engin
     config = EngineConfig(
         max_num_seqs=num_running, max_num_batched_tokens=max(2048, num_running * PROMPT), max_queue=num_running
     )
-    engine = EngineCore(backend, context, config)
+    engine = EngineCore(backend, FakeModel(backend.config).info, config)
     for i in range(num_running):
         prompt = [(i * 7 + j * j) % 32 for j in range(PROMPT)]
         engine.add(Request(f"r{i}", prompt, Limits(max_new_tokens=num_steps + 32)))

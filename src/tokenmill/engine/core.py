@@ -3,7 +3,7 @@
     add / cancel ──> Scheduler ──StepPlan──> Executor ──ids──> Scheduler ──> GeneratedToken
 
 At depth 1 a step is submitted before the one before it is collected, so that planning and bookkeeping happen while the
-device computes. A step that fails is undone, and its requests are run alone, one by one, to find the culprit.
+device computes. A step that fails is undone, and its requests are run alone (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,41 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import Backend, ModelHandle
+from tokenmill.core import Backend, IntArray, ModelInfo
 from tokenmill.engine.events import EventBus, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
+from tokenmill.engine.isolation import Isolation, Suspect
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.stats import CoreStats, SlotView, slot_views
-from tokenmill.errors import BackendError, ConfigError, EngineDead, ForwardFailed, IntegrityError, InvalidRequest
+from tokenmill.errors import (
+    BackendError,
+    ConfigError,
+    EngineDead,
+    ForwardFailed,
+    IntegrityError,
+    InvalidRequest,
+    RequestFailed,
+)
 from tokenmill.outputs import FinishReason, GeneratedToken
 
-MAX_FAILURES_IN_A_ROW = 2
-"""Isolated requests that may fail one after the other before the engine itself is given up."""
+CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR, FinishReason.SHUTDOWN})
+"""Why a caller may cancel a request."""
+COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(frozen=True)
-class Suspect:
-    """A request of a step that failed, and how many tokens it had in it."""
+class InFlight:
+    """A submitted step and when it went out."""
 
-    request: Request
-    num_tokens: int
+    step: Submitted
+    submitted_at: float
+    schedule_s: float
 
 
 class EngineCore:
@@ -44,9 +55,10 @@ class EngineCore:
     def __init__(
         self,
         backend: Backend,
-        max_context: int,
+        model: ModelInfo,
         config: EngineConfig = EngineConfig(),
         clock: Callable[[], float] = time.monotonic,
+        events: EventBus | None = None,
     ) -> None:
         capabilities = backend.capabilities
         if config.max_num_seqs > capabilities.max_seqs:
@@ -54,56 +66,58 @@ class EngineCore:
         if (config.depth or 0) > capabilities.depth:
             raise ConfigError(f"depth {config.depth} > the backend's {capabilities.depth}")
         self.config = config
+        self.model = model
         self.depth = capabilities.depth if config.depth is None else config.depth
-        self.events = EventBus(clock)
+        self.events = events or EventBus(clock)
         self.kv = KVManager(backend.kv, capabilities, reuse=config.prefix_caching)
-        self.max_model_len = self._longest(config, max_context)
-        self.scheduler = Scheduler(config, self.kv, self.max_model_len, self.events)
+        self.max_model_len = _longest_request(config, model.max_context, self.kv)
+        self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events)
         self.failure: BaseException | None = None
         """Why the engine is dead, if it is."""
         self.closed = False
-        self.heartbeat = clock()
-        """When a step last began or ended. An engine with work whose heartbeat stands still hangs."""
+        self.heartbeat = self.events.clock()
+        """When a step last began or ended, or work last came. If it stands still while there is work, a step hangs."""
         self._executor = Executor(backend)
-        self._in_flight: deque[Submitted] = deque()
-        self._suspects: deque[Suspect] = deque()
-        self._failures_in_a_row = 0
-        self._num_failed_steps = 0
-        self._last_collect = clock()
+        self._in_flight: deque[InFlight] = deque()
+        self._isolation = Isolation()
+        self._last_collect = self.heartbeat
         self._names = itertools.count()
         self._added: list[Request] = []
-
-    @classmethod
-    def on(cls, model: ModelHandle, backend: Backend, config: EngineConfig = EngineConfig()) -> EngineCore:
-        return cls(backend, model.info.max_context, config)
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take a request in. `InvalidRequest` if it can never run; one too many for the queue ends with `overload`."""
         self._check_alive()
+        if not self.has_work:
+            self.heartbeat = self.events.clock()
         self.scheduler.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> bool:
         """End a request now, in whatever phase it is; its terminal token comes with the next `step`. Its KV stays."""
+        if reason not in CALLERS_REASONS:
+            raise InvalidRequest(f"a request can't be cancelled with {reason.value}")
         request = self.scheduler.requests.get(request_id)
-        if request is None:
-            return False
-        self.scheduler.finish(request, reason, error=error)
-        return True
+        if request is not None:
+            self.scheduler.finish(request, reason, error=error)
+        return request is not None
+
+    def finish(self, request_id: str, keep_tokens: int) -> bool:
+        """End a request with `stop` after its first `keep_tokens` generated ones: its text held a stop string."""
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            if not 0 <= keep_tokens <= len(request.output):
+                raise InvalidRequest(f"{keep_tokens} of {len(request.output)} generated tokens can't be kept")
+            del request.tokens[request.num_prompt + keep_tokens :]
+            self.scheduler.finish(request, FinishReason.STOP)
+        return request is not None
 
     def fork(self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints()) -> Request:
         """A new request that continues the log of a running one; it shares the KV that exists."""
         source = self.scheduler.requests.get(request_id)
         if source is None:
             raise InvalidRequest(f"request {request_id} is not running; submit its tokens instead")
-        shared = Hints(
-            priority=hints.priority,
-            key=hints.key,
-            owner=hints.owner,
-            namespace=source.hints.namespace,
-            fork_of=request_id,
-        )
+        shared = replace(hints, namespace=source.hints.namespace, fork_of=request_id)
         child = Request(new_id, source.tokens, limits, shared)
         self.add(child)
         return child
@@ -113,8 +127,9 @@ class EngineCore:
         self._check_alive()
         self.heartbeat = self.events.clock()
         try:
-            if self._suspects:
-                self._run_suspect(self._suspects.popleft())
+            suspect = self._isolation.next()
+            if suspect is not None:
+                self._run_alone(suspect)
             else:
                 self._tick()
         except Exception as error:
@@ -132,16 +147,24 @@ class EngineCore:
     def add_sequence(self, prompt: Sequence[int], max_new_tokens: int = 16, eos_token_id: int | None = None) -> str:
         """Add a prompt under a name of its own, which is returned. `run_until_complete` gives its output."""
         stop_ids = frozenset() if eos_token_id is None else frozenset({eos_token_id})
-        request = Request(f"seq-{next(self._names)}", prompt, Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids))
+        limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        request = Request(f"seq-{next(self._names)}", prompt, limits)
         self.add(request)
         self._added.append(request)
         return request.request_id
 
     def run_until_complete(self) -> list[list[int]]:
-        """Step until nothing is left; the generated ids of the sequences added since the last call, in that order."""
+        """Step until nothing is left; the generated ids of the sequences added since the last call, in that order.
+
+        `RequestFailed` if one of them ended otherwise than by a stop token or its length.
+        """
         while self.has_work:
             self.step()
         added, self._added = self._added, []
+        for request in added:
+            if request.finish_reason not in COMPLETE:
+                reason = request.finish_reason.value if request.finish_reason else "nothing"
+                raise RequestFailed(f"{request.request_id} ended with {reason}: {request.error}")
         return [request.output for request in added]
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -149,49 +172,52 @@ class EngineCore:
     def _tick(self) -> None:
         began = self.events.clock()
         plan = self.scheduler.schedule()
-        if plan is not None and not self._submit(plan):
+        if plan is not None and not self._submit(plan, began):
             return
         if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            self._collect(self.events.clock() - began)
+            self._collect()
 
-    def _submit(self, plan: StepPlan) -> bool:
+    def _submit(self, plan: StepPlan, began: float) -> bool:
         """Submit a plan; if it fails, let what is in flight come home and suspect the plan's requests."""
         try:
-            self._in_flight.append(self._executor.submit(plan))
-            return True
+            step = self._executor.submit(plan)
         except BackendError as error:
-            self._raise_if_fatal(error)
+            _raise_if_fatal(error)
             self.scheduler.undo(plan)
-            while self._in_flight and self._collect(0.0):
+            while self._in_flight and self._collect():
                 pass
-            self._suspect(plan)
+            self._isolation.suspect(plan, self.scheduler.rows)
             return False
-
-    def _collect(self, schedule_s: float) -> bool:
-        """Collect the oldest step. If it has failed, so have all after it: False."""
-        step = self._in_flight.popleft()
-        try:
-            ids = self._executor.collect(step)
-        except BackendError as error:
-            self._raise_if_fatal(error)
-            self._in_flight.clear()
-            self.scheduler.resync()
-            self._suspect(step.plan)
-            return False
-        self._note_tick(step.plan, schedule_s)
-        self.scheduler.update(step.plan, ids)
+        now = self.events.clock()
+        self._in_flight.append(InFlight(step, now, now - began))
         return True
 
-    def _note_tick(self, plan: StepPlan, schedule_s: float) -> None:
-        now = self.events.clock()
-        step_s, self._last_collect = now - max(self._last_collect, self.heartbeat), now
+    def _collect(self) -> bool:
+        """Collect the oldest step. If it has failed, so have all after it: False."""
+        flight = self._in_flight.popleft()
+        try:
+            ids = self._executor.collect(flight.step)
+        except BackendError as error:
+            _raise_if_fatal(error)
+            self._in_flight.clear()
+            self.scheduler.resync()
+            self._isolation.suspect(flight.step.plan, self.scheduler.rows)
+            return False
+        self._take(flight, ids)
+        return True
+
+    def _take(self, flight: InFlight, ids: IntArray) -> None:
+        """A step is home: learn from it, tell of it, hand out its tokens."""
+        self._isolation.note_success()
+        plan, now = flight.step.plan, self.events.clock()
+        step_s, self._last_collect = now - max(flight.submitted_at, self._last_collect), now
         self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill)
         if self.events.is_heard:
             self.events.emit(
                 TickEvent(
                     plan=plan,
                     at=now,
-                    schedule_s=schedule_s,
+                    schedule_s=flight.schedule_s,
                     step_s=step_s,
                     num_running=self.scheduler.rows.num_running,
                     num_waiting=len(self.scheduler.queue),
@@ -199,46 +225,29 @@ class EngineCore:
                     num_parked=self.kv.num_parked,
                 )
             )
+        self.scheduler.update(plan, ids)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _suspect(self, plan: StepPlan) -> None:
-        """A step failed; one of its requests may be the reason."""
-        self._num_failed_steps += 1
-        rows = self.scheduler.rows
-        for row, lease, count in zip(plan.rows, plan.leases, plan.counts, strict=True):
-            request = rows.requests[row]
-            if request is not None and rows.lease[row] == lease:
-                self._suspects.append(Suspect(request, int(count)))
-
-    def _run_suspect(self, suspect: Suspect) -> None:
+    def _run_alone(self, suspect: Suspect) -> None:
         """Run one request of a failed step alone. If it fails again it is the culprit, and ends with an error."""
-        request = suspect.request
-        plan = None if request.is_finished else self.scheduler.plan_alone(request, suspect.num_tokens)
+        began = self.events.clock()
+        plan = self.scheduler.plan_alone(suspect.request, suspect.num_tokens)
         if plan is None:
             return
         try:
             step = self._executor.submit(plan)
+            now = self.events.clock()
+            flight = InFlight(step, now, now - began)
             ids = self._executor.collect(step)
         except BackendError as error:
-            self._raise_if_fatal(error)
+            _raise_if_fatal(error)
             self.scheduler.resync()
-            self.scheduler.finish(request, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
-            self._count_failure(error)
+            failed = f"{type(error).__name__}: {error}"
+            self.scheduler.finish(suspect.request, FinishReason.ERROR, error=failed)
+            self._isolation.note_failure(error)
             return
-        self._failures_in_a_row = 0
-        self.scheduler.update(plan, ids)
-
-    def _count_failure(self, error: BackendError) -> None:
-        """A request that fails by itself is its own fault; two in a row are the engine's."""
-        if isinstance(error, ForwardFailed):
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-                raise error
-
-    def _raise_if_fatal(self, error: BackendError) -> None:
-        if isinstance(error, IntegrityError) or (isinstance(error, ForwardFailed) and error.fatal):
-            raise error
+        self._take(flight, ids)
 
     def die(self, error: BaseException) -> None:
         """The engine is lost: every request ends with an error, nothing new is taken."""
@@ -255,7 +264,7 @@ class EngineCore:
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
         self._in_flight.clear()
-        self._suspects.clear()
+        self._isolation.clear()
         self.scheduler.abandon_all(reason, error)
 
     def _check_alive(self) -> None:
@@ -276,7 +285,7 @@ class EngineCore:
             num_parked=self.kv.num_parked,
             num_parked_tokens=self.kv.num_parked_tokens,
             num_evicted=self.kv.num_evicted,
-            num_failed_steps=self._num_failed_steps,
+            num_failed_steps=self._isolation.num_failed_steps,
             kv=self.kv.kv.stats(),
         )
 
@@ -294,15 +303,21 @@ class EngineCore:
         if self.kv.kv.stats().referenced_cells != self.kv.num_parked_tokens:
             raise IntegrityError("an idle engine holds KV that is not parked")
 
-    def _longest(self, config: EngineConfig, max_context: int) -> int:
-        """The longest request that always fits once everybody else has made room: two blocks less than there are."""
-        fits = self.kv.num_cells - (2 * self.kv.kv.block_size if self.kv.kv.block_size > 1 else 0)
-        longest = min(max_context, fits, config.max_model_len or max_context)
-        if longest < 2:
-            raise ConfigError(f"KV memory of {self.kv.num_cells} cells is too small for any request")
-        if config.max_model_len is not None and longest < config.max_model_len:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} > {longest}: the model's context is {max_context}, "
-                f"KV memory of {self.kv.num_cells} cells holds {fits}"
-            )
-        return longest
+
+def _raise_if_fatal(error: BackendError) -> None:
+    if isinstance(error, IntegrityError) or (isinstance(error, ForwardFailed) and error.fatal):
+        raise error
+
+
+def _longest_request(config: EngineConfig, max_context: int, kv: KVManager) -> int:
+    """The longest request that always fits once everybody else has made room: two blocks less than there are."""
+    fits = kv.num_cells - (2 * kv.kv.block_size if kv.kv.block_size > 1 else 0)
+    longest = min(max_context, fits, config.max_model_len or max_context)
+    if longest < 2:
+        raise ConfigError(f"KV memory of {kv.num_cells} cells is too small for any request")
+    if config.max_model_len is not None and longest < config.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} > {longest}: the model's context is {max_context}, "
+            f"KV memory of {kv.num_cells} cells holds {fits}"
+        )
+    return longest

@@ -1,11 +1,12 @@
 """What the engine tells about itself: one event a tick, one a change in a request's life.
 
 Metrics, timelines, live views and logs are subscribers; the engine knows none of them. A subscriber is called on the
-engine's thread and must return at once.
+engine's thread and must return at once; one that raises is dropped.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,8 @@ from enum import Enum
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import Request
 from tokenmill.outputs import FinishReason
+
+log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -48,7 +51,7 @@ class TickEvent:
     schedule_s: float
     """Host time to plan and submit it."""
     step_s: float
-    """From its submission, or the end of the step before it, to its result."""
+    """From its submission, or the end of the step before it if that was later, to its result."""
     num_running: int
     num_waiting: int
     free_cells: int
@@ -69,15 +72,24 @@ class EventBus:
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Returns the call that ends the subscription."""
         self._subscribers.append(subscriber)
-        return lambda: self._subscribers.remove(subscriber)
+
+        def unsubscribe() -> None:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+        return unsubscribe
 
     @property
     def is_heard(self) -> bool:
         return bool(self._subscribers)
 
     def emit(self, event: Event) -> None:
-        for subscriber in self._subscribers:
-            subscriber(event)
+        for subscriber in list(self._subscribers):
+            try:
+                subscriber(event)
+            except Exception:
+                log.exception("a subscriber failed and is dropped: %r", subscriber)
+                self._subscribers.remove(subscriber)
 
     def phase(self, request: Request, phase: Phase, tick: int) -> None:
         if self._subscribers:

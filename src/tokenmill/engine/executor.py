@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenmill.core import Backend, Forward, IntArray, SampleRows, Sampling
 from tokenmill.engine.plan import StepPlan
+from tokenmill.errors import ForwardFailed
 
 NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
 
@@ -34,7 +35,11 @@ class Executor:
         if not len(plan.sampled_rows):
             return Submitted(plan, forward, None)
         rows = SampleRows(np.arange(len(plan.sampled_rows), dtype=np.int32), plan.sampled_rows)
-        return Submitted(plan, forward, self.backend.sample(forward, rows))
+        try:
+            return Submitted(plan, forward, self.backend.sample(forward, rows))
+        except Exception as error:
+            # The forward has been launched and can't be undone from here.
+            raise ForwardFailed(f"sampling failed: {type(error).__name__}: {error}", fatal=True) from error
 
     def collect(self, step: Submitted) -> IntArray:
         """Wait for the step's ids, one for each of the plan's sampled rows."""

@@ -44,6 +44,7 @@ class KVManager:
         self._leased: dict[int, Entry | None] = {}
         self._plain: OrderedDict[int, Parked] = OrderedDict()
         self._sessions: OrderedDict[int, Parked] = OrderedDict()
+        self._cells_parked = 0
 
     # -- starting and ending ------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class KVManager:
         held = np.array(tokens[:keep], dtype=np.int32)
         entry = Entry(seq, held, namespace, lambda: keep, parked=True)
         self.index.insert(entry)
+        self._cells_parked += self._cells_of(entry)
         shelf = self._plain if owner is None else self._sessions
         shelf[seq] = Parked(entry, owner)
 
@@ -140,13 +142,23 @@ class KVManager:
         return (1 + -(-(num_tokens - 1) // block)) * block
 
     def make_room(self, cells: int, keep: Entry | None = None) -> bool:
-        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it is not enough."""
+        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough."""
+        if self.kv.free() + self._parked_cells(keep) < cells:
+            return False
         while self.kv.free() < cells:
             victim = self._oldest(keep)
             if victim is None:
                 return False
             self._shorten(victim, cells - self.kv.free())
         return True
+
+    def _parked_cells(self, keep: Entry | None) -> int:
+        """The most cells that eviction could free; less where parked sequences share them."""
+        kept = self._cells_of(keep) if keep is not None and keep.parked else 0
+        return self._cells_parked - kept
+
+    def _cells_of(self, entry: Entry) -> int:
+        return -(-len(entry.tokens) // self.kv.block_size) * self.kv.block_size
 
     def _shorten(self, parked: Parked, cells: int) -> None:
         """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""
@@ -157,7 +169,9 @@ class KVManager:
             return
         entry = parked.entry
         self.index.remove(entry)
+        self._cells_parked -= self._cells_of(entry)
         entry.tokens = entry.tokens[:keep]
+        self._cells_parked += self._cells_of(entry)
         self.index.insert(entry)
         if self.kv.free() == before:
             self._evict(parked)
@@ -201,6 +215,7 @@ class KVManager:
     def _unpark(self, seq: int) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
         self.index.remove(parked.entry)
+        self._cells_parked -= self._cells_of(parked.entry)
 
     def _trim(self, seq: int, length: int) -> bool:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)

@@ -52,7 +52,10 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
             RequestState.FINISHED_ABORTED,
         }
     ),
-    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED_ABORTED}),
+    # A stop string may be found in the text of a request that has just been preempted.
+    RequestState.PREEMPTED: frozenset(
+        {RequestState.RUNNING, RequestState.FINISHED_STOPPED, RequestState.FINISHED_ABORTED}
+    ),
     **{state: frozenset() for state in FINISHED},
 }
 

@@ -58,7 +58,8 @@ class Draft:
         self._give(len(rows), attention)
 
     def give_chunk(self, row: int, count: int, cells: int, num_computed: int) -> None:
-        self.chunks[row] = count
+        """Give a row tokens from position `num_computed` on, beside what it was given before."""
+        self.chunks[row] = self.chunks.get(row, 0) + count
         self.cells += cells
         self._give(count, count * (num_computed + count / 2))
 

@@ -18,7 +18,7 @@ class FairShare:
         """Key -> requests that have not ended."""
 
     def enter(self, key: str) -> None:
-        """A request of this key arrived."""
+        """A request of this key arrived; all others must have been charged for what they had."""
         if key not in self._live:
             floor = self._floor()
             self._served[key] = max(self._served.get(key, floor), floor)
@@ -31,6 +31,11 @@ class FairShare:
         if self._live[key]:
             return
         del self._live[key]
+        if len(self._served) > 2 * len(self._live) + 16:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop the keys without requests that are not ahead of the others."""
         floor = self._floor() if self._live else None
         self._served = {
             key: served
@@ -69,7 +74,8 @@ class Order:
 
     def sort(self, requests: Iterable[Request], tick: int) -> list[Request]:
         """The requests, first ones first."""
-        self._charge()
+        if self.fair.num_keys > 1:
+            self._charge()
 
         def rank(request: Request) -> tuple[bool, int, int, int]:
             last_turn = self._last_turn(request)
@@ -91,6 +97,7 @@ class Order:
 
     def enter(self, request: Request) -> None:
         """The request arrived."""
+        self._charge()
         self.fair.enter(request.hints.key)
         self._live[_class_of(request)] += 1
 
@@ -115,10 +122,9 @@ class Order:
         self._rows.uncharged[row] = 0
 
     def _charge(self) -> None:
-        """Bring the keys up to date; with one key alone there is nothing to compare."""
-        if self.fair.num_keys > 1:
-            for request in self._rows.running():
-                self.settle(request, request.row)
+        """Bring the keys up to date."""
+        for request in self._rows.running():
+            self.settle(request, request.row)
 
 
 def _class_of(request: Request) -> tuple[str, int]:

@@ -18,8 +18,9 @@ from typing import TypeVar
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import EventBus, Subscriber
 from tokenmill.engine.request import Request
-from tokenmill.engine.scheduler import check_length
+from tokenmill.engine.scheduler import check_request
 from tokenmill.engine.stats import CoreStats
 from tokenmill.errors import EngineDead, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -34,7 +35,13 @@ T = TypeVar("T")
 class CoreThread:
     """A thread, the core it owns, and the sinks of the core's requests."""
 
-    def __init__(self, name: str, make_core: Callable[[], EngineCore], max_restarts: int) -> None:
+    def __init__(
+        self, name: str, make_core: Callable[[EventBus], EngineCore], events: EventBus, max_restarts: int
+    ) -> None:
+        self.events = events
+        """Outlives the core: subscribers stay through a restart."""
+        self.num_restarts = 0
+        self.core = make_core(events)
         self._make_core = make_core
         self._restarts_left = max_restarts
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -42,8 +49,6 @@ class CoreThread:
         self._lock = threading.Lock()
         self._gone: EngineDead | None = None
         """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
-        self.num_restarts = 0
-        self.core = make_core()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -51,7 +56,7 @@ class CoreThread:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Hand a request over. `InvalidRequest` at once if it can't run; everything else comes through the sink."""
-        check_length(request, self.core.max_model_len)
+        check_request(request, self.core.model, self.core.max_model_len)
         self.post(lambda core: self._add(core, request, sink))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -65,6 +70,8 @@ class CoreThread:
         future: Future[T] = Future()
 
         def answer(core: EngineCore) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(question(core))
             except Exception as error:
@@ -78,6 +85,11 @@ class CoreThread:
             if self._gone is not None:
                 raise self._gone
             self._inbox.put(command)
+
+    @property
+    def is_alive(self) -> bool:
+        """Does it take requests?"""
+        return self._gone is None
 
     @property
     def load(self) -> int:
@@ -105,25 +117,32 @@ class CoreThread:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._obey():
-            if self.core.has_work:
-                self._dispatch(self.core.step())
+        going = True
+        while going:
+            try:
+                going = self._obey()
+                if going and self.core.has_work:
+                    self._dispatch(self.core.step())
+            except Exception as error:  # a bug in a command or in the engine: nobody may be left waiting
+                log.exception("engine core %s failed", self._thread.name)
+                self.core.die(error)
+                self._dispatch(self.core.scheduler.take_outputs())
             if self.core.failure is not None and not self._restart():
                 return
         self._dispatch(self.core.close())
+        self._drain()
 
     def _obey(self) -> bool:
-        """Carry out what is in the inbox; waits for it when there is nothing else to do. False: time to stop."""
-        block = not self.core.has_work
-        while True:
+        """Carry out what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
+        for i in range(max(1, self._inbox.qsize())):
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block=i == 0 and not self.core.has_work)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(self.core)
-            block = False
+        return True
 
     def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
         if request.request_id in self._sinks:
@@ -134,7 +153,8 @@ class CoreThread:
         try:
             core.add(request)
         except TokenmillError as error:
-            self._dispatch([GeneratedToken(request.request_id, None, FinishReason.ERROR, str(error))])
+            reason = FinishReason.SHUTDOWN if core.closed else FinishReason.ERROR
+            self._dispatch([GeneratedToken(request.request_id, None, reason, str(error))])
 
     def _dispatch(self, outputs: list[GeneratedToken]) -> None:
         for output in outputs:
@@ -144,8 +164,8 @@ class CoreThread:
             if output.is_finished:
                 del self._sinks[output.request_id]
             if not self._tell(sink, output) and not output.is_finished:
-                # Nobody listens any more; the ending that this brings is told to nobody, too.
-                del self._sinks[output.request_id]
+                # Nobody listens any more, but the name is taken until the request has ended.
+                self._sinks[output.request_id] = _ignore
                 self.core.cancel(output.request_id)
 
     def _tell(self, sink: Sink, output: GeneratedToken) -> bool:
@@ -164,18 +184,18 @@ class CoreThread:
         if self._restarts_left > 0:
             self._restarts_left -= 1
             try:
-                self.core = self._make_core()
+                self.core = self._make_core(self.events)
                 self.num_restarts += 1
                 return True
             except Exception:
                 log.exception("engine core %s could not be built again", self._thread.name)
-        self._give_up(EngineDead(f"the engine failed: {failure}"))
+        with self._lock:
+            self._gone = EngineDead(f"the engine failed: {failure}")
+        self._drain()
         return False
 
-    def _give_up(self, reason: EngineDead) -> None:
-        """No core will come: whoever is in the inbox hears it from the dead one."""
-        with self._lock:
-            self._gone = reason
+    def _drain(self) -> None:
+        """No core will come: whoever is still in the inbox hears it from the closed one."""
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -183,6 +203,10 @@ class CoreThread:
                 return
             if command is not None:
                 command(self.core)
+
+
+def _ignore(output: GeneratedToken) -> None:
+    """The sink of a request that nobody listens to."""
 
 
 class EnginePool:
@@ -198,32 +222,55 @@ class EnginePool:
         max_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        def make_core() -> EngineCore:
-            return EngineCore(model.new_backend(limits), model.info.max_context, config, clock)
+        def make_core(events: EventBus) -> EngineCore:
+            return EngineCore(model.new_backend(limits), model.info, config, clock, events)
 
-        self.cores = [CoreThread(f"tokenmill-core-{i}", make_core, max_restarts) for i in range(num_cores)]
+        self.cores: list[CoreThread] = []
         self._lock = threading.Lock()
+        try:
+            for i in range(num_cores):
+                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), max_restarts))
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> int:
         """Give the request to a core, the least loaded one unless told; returns which."""
         with self._lock:
-            index = core if core is not None else min(range(len(self.cores)), key=lambda i: self.cores[i].load)
+            index = self._least_loaded() if core is None else core
             self.cores[index].submit(request, sink)
         return index
+
+    def _least_loaded(self) -> int:
+        alive = [i for i, core in enumerate(self.cores) if core.is_alive] or range(len(self.cores))
+        return min(alive, key=lambda i: self.cores[i].load)
 
     def cancel(self, core: int, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.cores[core].cancel(request_id, reason)
 
-    def stats(self, timeout_s: float | None = 10.0) -> list[CoreStats]:
-        """A snapshot of each core, taken between two of its steps."""
-        answers = [core.call(lambda engine: engine.stats()) for core in self.cores]
-        return [answer.result(timeout_s) for answer in answers]
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Hear the events of all cores, each on its own thread; returns the call that ends it."""
+        endings = [core.events.subscribe(subscriber) for core in self.cores]
+
+        def unsubscribe() -> None:
+            for end in endings:
+                end()
+
+        return unsubscribe
+
+    def stats(self, timeout_s: float | None = 10.0) -> list[CoreStats | None]:
+        """A snapshot of each core, taken between two of its steps; None for one that is gone."""
+        answers = [core.call(lambda engine: engine.stats()) if core.is_alive else None for core in self.cores]
+        return [answer.result(timeout_s) if answer is not None else None for answer in answers]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop all cores; requests that were not done end with `shutdown`. False if one did not stop in time."""
+        """Stop all cores; requests that were not done end with `shutdown`. False if they did not stop in time."""
         for core in self.cores:
             core.stop()
-        stopped = [core.close(timeout_s) for core in self.cores]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        stopped = [
+            core.close(None if deadline is None else max(0.0, deadline - time.monotonic())) for core in self.cores
+        ]
         return all(stopped)
 
     def __enter__(self) -> EnginePool:

@@ -31,6 +31,10 @@ class Entry:
     parked: bool
     node: Node | None = field(default=None, repr=False)
 
+    @property
+    def is_indexed(self) -> bool:
+        return self.node is not None
+
 
 @dataclass(frozen=True)
 class Match:
@@ -40,10 +44,12 @@ class Match:
     entry: Entry | None = None
     coming: int = 0
     """Tokens that will be usable once a running neighbour has computed its prompt; at least `length`."""
+    neighbour: Entry | None = None
+    """That neighbour, if it is worth more than `entry`."""
 
 
 class Node:
-    """An edge of tokens, with the entries whose path goes through all of it, and those that end with it."""
+    """An edge of tokens, with the entries whose path goes through all of it."""
 
     __slots__ = ("children", "end", "entries", "parent", "tokens")
 
@@ -65,7 +71,7 @@ class PrefixIndex:
 
     def match(self, tokens: IntArray, namespace: Namespace = None, *, whole_only: bool = False) -> Match:
         """The best entry to start from. `whole_only`: only parked entries that can be taken with all their tokens."""
-        best_length, best, coming = 0, None, 0
+        best_length, best, coming, neighbour = 0, None, 0, None
         for node, matched in reversed(self._walk(tokens, namespace)):
             if matched <= best_length:
                 break
@@ -73,12 +79,13 @@ class PrefixIndex:
                 if whole_only and not (entry.parked and len(entry.tokens) <= matched):
                     continue
                 usable = matched if entry.parked else min(matched, entry.num_computed())
-                coming = max(coming, matched)
+                if matched > coming:
+                    coming, neighbour = matched, entry
                 if usable > best_length:
                     best_length, best = usable, entry
                 if best_length == matched:
                     break
-        return Match(best_length, best, max(coming, best_length))
+        return Match(best_length, best, coming, neighbour if coming > best_length else None)
 
     def insert(self, entry: Entry) -> None:
         """Add an entry; its tokens must not be empty."""

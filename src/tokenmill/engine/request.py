@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenmill.core import IntArray
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
+from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
 
@@ -56,6 +57,14 @@ class Hints:
     fork_of: str | None = None
     """A request of which this one is a continuation; its KV is shared while it runs."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or not isinstance(self.key, str):
+            raise InvalidRequest(f"priority is a number and key a string, not {self.priority!r} and {self.key!r}")
+        try:
+            hash(self.namespace)
+        except TypeError:
+            raise InvalidRequest(f"a namespace must be hashable, not {self.namespace!r}") from None
+
 
 class Request:
     """One generation. Owned by the thread of its engine core."""
@@ -76,6 +85,8 @@ class Request:
         "row",
         "state",
         "tokens",
+        "waits_on",
+        "waits_until",
     )
 
     def __init__(self, request_id: str, prompt: Sequence[int], limits: Limits, hints: Hints = Hints()) -> None:
@@ -83,7 +94,7 @@ class Request:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
         self.request_id = request_id
         self.tokens: list[int] = list(prompt)
-        """The log: prompt and generated ids. It is never cut and never tokenised anew."""
+        """The log: prompt and generated ids, never tokenised anew."""
         self.num_prompt = len(self.tokens)
         self.limits = limits
         self.hints = hints
@@ -97,9 +108,13 @@ class Request:
         self.num_cached = 0
         """Prompt tokens it did not have to compute when it first started."""
         self.num_preemptions = 0
+        self.waits_on: Entry | None = None
+        """A running neighbour that is computing this request's prefix..."""
+        self.waits_until = 0
+        """...and how far it has to get."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self._array: IntArray = np.array(self.tokens, dtype=np.int32)
+        self._array = _checked_array(request_id, self.tokens)
 
     def token_array(self) -> IntArray:
         """The log as an array; made anew only when it has grown."""
@@ -131,3 +146,14 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)} tokens, row {self.row})"
+
+
+def _checked_array(request_id: str, tokens: list[int]) -> IntArray:
+    """The prompt as an array, if its ids are ids: a negative one would name another request's last token."""
+    try:
+        array = np.array(tokens, dtype=np.int32)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"request {request_id}: the prompt must be token ids: {error}") from None
+    if array.min() < 0:
+        raise InvalidRequest(f"request {request_id}: token ids must not be negative, but one is {array.min()}")
+    return array

@@ -38,8 +38,8 @@ class RunningRows:
         """Tick of the latest tokens."""
         self.uncharged = column()
         """Tokens not yet charged to the request's key."""
-        self.fresh: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """No token has come since it started."""
+        self.awaits_token: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """No token has come since it got the row."""
         self.requests: list[Request | None] = [None] * max_rows
         self._free = list(range(max_rows - 1, -1, -1))
         self._leases = FREE
@@ -67,7 +67,7 @@ class RunningRows:
         self.last_token[row] = request.tokens[-1]
         self.last_progress[row] = tick
         self.pending[row] = self.uncharged[row] = 0
-        self.fresh[row] = True
+        self.awaits_token[row] = True
         self.requests[row] = request
         request.row = row
         return row
@@ -106,6 +106,7 @@ class RunningRows:
         still = self.lease[plan.rows] == plan.leases
         rows = plan.rows[still]
         self.num_computed[rows] -= plan.counts[still]
+        self.uncharged[rows] -= plan.counts[still]
         self.pending[plan.sampled_rows[self.lease[plan.sampled_rows] == plan.sampled_leases]] -= 1
 
     def settle(self, plan: StepPlan, ids: IntArray) -> tuple[IntArray, IntArray]:

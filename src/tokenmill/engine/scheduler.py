@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BAD_ROW, Batch, IntArray, Output
+from tokenmill.core import BAD_ROW, IntArray, ModelInfo
+from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import KVManager
-from tokenmill.engine.lifecycle import RequestState
+from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.policies import Order
 from tokenmill.engine.prefix import Match
@@ -32,10 +33,13 @@ from tokenmill.outputs import FinishReason, GeneratedToken
 class Scheduler:
     """Decides what runs; computes nothing. Owned by its engine core's thread."""
 
-    def __init__(self, config: EngineConfig, kv: KVManager, max_model_len: int, events: EventBus) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelInfo, max_model_len: int, kv: KVManager, events: EventBus
+    ) -> None:
         self.config = config
-        self.kv = kv
+        self.model = model
         self.max_model_len = max_model_len
+        self.kv = kv
         self.rows = RunningRows(config.max_num_seqs)
         self.queue = WaitingQueue(config.max_queue, config.max_queue_tokens)
         self.order = Order(self.rows, config.max_wait_ticks)
@@ -47,14 +51,18 @@ class Scheduler:
         self._arrivals = 0
         self._events = events
         self._outputs: list[GeneratedToken] = []
+        self._ending: set[str] = set()
+        """Requests whose end is among the outputs that nobody has taken yet."""
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take a request in. One that can't be taken ends at once, with `overload`."""
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or request.request_id in self._ending:
             raise InvalidRequest(f"request {request.request_id} is running already")
-        check_length(request, self.max_model_len)
+        if request.arrival or request.state is not RequestState.WAITING:
+            raise InvalidRequest(f"request {request.request_id} has been run before; make a new one")
+        check_request(request, self.model, self.max_model_len)
         self._arrivals += 1
         request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick
         self.requests[request.request_id] = request
@@ -74,6 +82,7 @@ class Scheduler:
         self, request: Request, reason: FinishReason, token: int | None = None, error: str | None = None
     ) -> None:
         """End a request in whatever state it is: its KV is parked (dropped after an error), its caller is told."""
+        check_transition(request.state, ENDINGS[reason].state)
         row = request.row
         self.order.leave(request, row)
         if row != NO_ROW:
@@ -84,21 +93,29 @@ class Scheduler:
                 self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
         elif request in self.queue:
             self.queue.remove(request)
-        request.finish(reason, error)
-        del self.requests[request.request_id]
-        self._outputs.append(GeneratedToken(request.request_id, token, reason, error))
-        self._events.phase(request, Phase.ENDED, self.tick)
+        self._tell_end(request, reason, token, error)
 
     def abandon_all(self, reason: FinishReason, error: str) -> None:
         """End every request without touching KV, which may be lost: for an engine that dies or closes."""
         for request in list(self.requests.values()):
-            request.finish(reason, error)
-            self._outputs.append(GeneratedToken(request.request_id, None, reason, error))
-            self._events.phase(request, Phase.ENDED, self.tick)
+            if request.row != NO_ROW:
+                self.rows.detach(request)
+            elif request in self.queue:
+                self.queue.remove(request)
+            if not request.is_finished:
+                self._tell_end(request, reason, None, error)
         self.requests.clear()
+
+    def _tell_end(self, request: Request, reason: FinishReason, token: int | None, error: str | None) -> None:
+        request.finish(reason, error)
+        del self.requests[request.request_id]
+        self._ending.add(request.request_id)
+        self._outputs.append(GeneratedToken(request.request_id, token, reason, error))
+        self._events.phase(request, Phase.ENDED, self.tick)
 
     def take_outputs(self) -> list[GeneratedToken]:
         outputs, self._outputs = self._outputs, []
+        self._ending.clear()
         return outputs
 
     @property
@@ -125,6 +142,8 @@ class Scheduler:
         self._prefill(draft, (owed > 1).nonzero()[0])
         if not draft.preempted:
             self._admit(draft)
+        if not len(draft.decodes):
+            self._use_up_budget(draft)
         return self._seal(draft)
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
@@ -152,19 +171,46 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting requests, first ones first; the first that does not fit stops the others."""
-        if not self.rows.num_free or not len(self.queue):
+        free_rows = self.rows.num_free
+        if not free_rows or not len(self.queue) or draft.budget == 0:
             return
+        promised = self._cells_owed(draft)
         for request in self.order.sort(self.queue, self.tick):
-            tokens = request.token_array()
-            match = self.kv.match(tokens, request.hints.namespace)
+            if free_rows == 0:
+                return
+            free_rows -= 1  # for itself, or kept for it while it waits for its prefix
+            if self._keeps_waiting(request):
+                continue
+            match = self.kv.match(request.token_array(), request.hints.namespace)
             if self._is_worth_waiting(request, match):
                 continue
-            if not self._chunk(draft, request, match.length) or not self._start(draft, request, tokens, match):
+            if not self._chunk(draft, request, match.length) or not self._start(draft, request, match, promised):
                 return
-            if not self.rows.num_free:
+            promised += self._cells_beyond(draft, request)
+
+    def _use_up_budget(self, draft: Draft) -> None:
+        """Nobody decodes, so nobody is held up: give what is left of the budget to the chunks, first ones first."""
+        for row in list(draft.chunks):
+            request, num_computed = self.rows.requests[row], int(self.rows.num_computed[row])
+            if request is None or draft.budget == 0:
                 return
+            whole = min(self._most(request, num_computed), draft.chunks[row] + draft.budget)
+            more = whole - draft.chunks[row]
+            cells = self.kv.cells_for(whole) - self.kv.cells_for(draft.chunks[row])
+            if more > 0 and self.kv.make_room(draft.cells + cells):
+                draft.give_chunk(row, more, cells, num_computed + draft.chunks[row])
 
     # -- parts of the tick --------------------------------------------------------------------------------------------
+
+    def _has_room_for_decodes(self, draft: Draft, rows: IntArray) -> bool:
+        """Promise cells to the rows if they can be had, evicting parked KV; the exact need is asked only when tight."""
+        cells = len(rows) * self.kv.cells_for(1)
+        if self.kv.free() < cells:
+            cells = self.kv.needed(decode_batch(self.rows, rows))
+            if not self.kv.make_room(cells):
+                return False
+        draft.give_decodes(rows, cells, float(self.rows.num_computed[rows].sum()))
+        return True
 
     def _make_room_before(self, draft: Draft, cells: int, later: list[Request]) -> bool:
         """Room for a chunk: evict parked KV, then preempt those behind it in order. Never one that decodes."""
@@ -176,69 +222,89 @@ class Scheduler:
             draft.preempted = True
         return True
 
-    def _has_room_for_decodes(self, draft: Draft, rows: IntArray) -> bool:
-        """Promise cells to the rows if they can be had, evicting parked KV; the exact need is asked only when tight."""
-        cells = len(rows) * self.kv.cells_for(1)
-        if self.kv.free() < cells:
-            cells = self.kv.needed(self._decode_batch(rows))
-            if not self.kv.make_room(cells):
-                return False
-        draft.give_decodes(rows, cells, float(self.rows.num_computed[rows].sum()))
-        return True
+    def _most(self, request: Request, num_computed: int) -> int:
+        """What the request can take in one step by itself: all it needs, within its own quota."""
+        need = len(request.tokens) - num_computed
+        return min(need, request.limits.max_tokens_per_step or need)
 
     def _chunk(self, draft: Draft, request: Request, num_computed: int) -> int:
-        """How many tokens the request gets now: what it needs, within its quota, the chunk size and the budget."""
-        count = min(len(request.tokens) - num_computed, draft.budget)
-        if request.limits.max_tokens_per_step is not None:
-            count = min(count, request.limits.max_tokens_per_step)
+        """How many tokens the request gets now: within the chunk size, the budget and, beside decodes, the time."""
+        count = min(self._most(request, num_computed), self.config.prefill_chunk, draft.budget)
         if len(draft.decodes):
-            fits = self.cost.largest_chunk(draft, num_computed, self.config.target_tick_ms / 1000)
-            count = min(count, self.config.prefill_chunk, fits)
+            count = min(count, self.cost.largest_chunk(draft, num_computed, self.config.target_tick_ms / 1000))
         return count
 
-    def _is_worth_waiting(self, request: Request, match: Match) -> bool:
-        """Is a neighbour computing this request's prefix right now? Then it is cheaper to wait for it (G19)."""
-        saved = match.coming - match.length
-        return saved >= max(1, self.config.min_shared_prefix) and not self.order.is_aged(request, self.tick)
+    def _keeps_waiting(self, request: Request) -> bool:
+        """Is the neighbour it waits for still on its way to the prefix? Spares looking the prefix up in every tick."""
+        entry = request.waits_on
+        coming = entry is not None and entry.is_indexed and entry.num_computed() < request.waits_until
+        return coming and self._may_wait(request)
 
-    def _start(self, draft: Draft, request: Request, tokens: IntArray, match: Match) -> bool:
+    def _is_worth_waiting(self, request: Request, match: Match) -> bool:
+        """Is a neighbour computing this request's prefix right now? Then it is cheaper to wait for it, for a while."""
+        saved = match.coming - match.length
+        waits = saved >= max(1, self.config.min_shared_prefix) and self._may_wait(request)
+        request.waits_on, request.waits_until = (match.neighbour, match.coming) if waits else (None, 0)
+        return waits
+
+    def _may_wait(self, request: Request) -> bool:
+        return self.tick - request.last_progress <= self.config.max_wait_ticks
+
+    def _start(self, draft: Draft, request: Request, match: Match, promised: int) -> bool:
         """Give a waiting request a sequence, a row and its first chunk; False if there is no room for it."""
-        remaining = self.kv.cells_for(len(tokens) - match.length)
-        margin = self.config.admission_margin * self.kv.kv.block_size * self.rows.num_running
-        promised = draft.cells + self._cells_owed(draft)
-        if not self.kv.make_room(promised + remaining + margin, keep=match.entry):
-            if self.rows.num_running:
-                return False
-            match = Match()
-            self.kv.evict_all()
-        leased = self._lease(request, match)
+        match_that_fits = self._make_room_for(draft, request, match, promised)
+        if match_that_fits is None:
+            return False
+        leased = self._lease(request, match_that_fits)
         if leased is None:
             return False
         seq, num_computed = leased
-        self.queue.remove(request)
-        first_time = request.state is RequestState.WAITING
-        request.become(RequestState.RUNNING)
-        row = self.rows.attach(request, seq, num_computed, request.max_tokens(self.max_model_len), self.tick)
-        if first_time:
-            request.num_cached = num_computed
-        self.order.started(request, self.tick)
-        self.kv.announce(seq, tokens, request.hints.namespace, self._computed_in(row))
-        self._events.phase(request, Phase.PREFILL, self.tick)
+        if num_computed < match_that_fits.length and not self._make_room_for(draft, request, Match(), promised):
+            self.kv.release(seq)
+            return False
+        self._run(request, seq, num_computed)
         count = self._chunk(draft, request, num_computed)
         if count:
-            draft.give_chunk(row, count, self.kv.cells_for(count), num_computed)
+            draft.give_chunk(request.row, count, self.kv.cells_for(count), num_computed)
         return True
+
+    def _make_room_for(self, draft: Draft, request: Request, match: Match, promised: int) -> Match | None:
+        """Room for the whole prompt beside what was promised: with the match, or by evicting it, too. None: no room."""
+        block, num_running = self.kv.kv.block_size, self.rows.num_running
+        margin = self.config.admission_margin * block * num_running
+        for candidate in (match, Match()):
+            # A running neighbour whose block is shared now may have to copy it in this very step.
+            is_shared = request.hints.fork_of or (candidate.entry is not None and not candidate.entry.parked)
+            shared = block if is_shared else 0
+            cells = self.kv.cells_for(len(request.tokens) - candidate.length) + shared
+            if self.kv.make_room(draft.cells + promised + margin + cells, keep=candidate.entry):
+                return candidate
+        if num_running:
+            return None
+        self.kv.evict_all()
+        return Match()
 
     def _lease(self, request: Request, match: Match) -> tuple[int, int] | None:
         """A sequence for the request, with as much of its prefix as can be had: (sequence, tokens)."""
         source = self.requests.get(request.hints.fork_of or "")
-        if source is not None and source.row != NO_ROW:
+        if source is not None and source.row != NO_ROW and source.hints.namespace == request.hints.namespace:
             length = min(int(self.rows.num_computed[source.row]), len(source.tokens), len(request.tokens) - 1)
             if length > match.length and source.tokens[:length] == request.tokens[:length]:
                 seq = self.kv.fork(int(self.rows.seq[source.row]), length)
                 if seq is not None:
                     return seq, length
         return self.kv.start(match, request.hints.owner)
+
+    def _run(self, request: Request, seq: int, num_computed: int) -> None:
+        """The request leaves the queue and gets a row."""
+        self.queue.remove(request)
+        if request.state is RequestState.WAITING:
+            request.num_cached = num_computed
+        request.become(RequestState.RUNNING)
+        row = self.rows.attach(request, seq, num_computed, request.max_tokens(self.max_model_len), self.tick)
+        self.order.started(request, self.tick)
+        self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
+        self._events.phase(request, Phase.PREFILL, self.tick)
 
     def _preempt(self, request: Request) -> None:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
@@ -253,86 +319,39 @@ class Scheduler:
 
     def _cells_owed(self, draft: Draft) -> int:
         """Cells that running requests still need for their prompts, beyond this step."""
-        owed = self.rows.owed()
-        behind = np.flatnonzero(owed > 1)
-        return sum(self.kv.cells_for(int(owed[row]) - draft.chunks.get(int(row), 0)) for row in behind)
+        behind = (self.rows.owed() > 1).nonzero()[0]
+        return sum(self._cells_beyond(draft, request) for row in behind if (request := self.rows.requests[row]))
+
+    def _cells_beyond(self, draft: Draft, request: Request) -> int:
+        """Cells that a running request needs for its prompt after this step."""
+        given = int(self.rows.num_computed[request.row]) + draft.chunks.get(request.row, 0)
+        remaining = len(request.tokens) - given
+        return self.kv.cells_for(remaining) if remaining > 0 else 0
 
     def _computed_in(self, row: int) -> Callable[[], int]:
         return lambda: int(self.rows.num_computed[row])
 
-    # -- plans --------------------------------------------------------------------------------------------------------
-
     def _seal(self, draft: Draft) -> StepPlan | None:
-        """Turn the draft into arrays and count its tokens as computed."""
+        """Make the plan, and count its tokens as computed."""
         if draft.num_tokens == 0:
             return None
-        rows, decodes = self.rows, draft.decodes
-        all_rows = sampled = decodes
-        counts = np.ones_like(decodes)
-        batch = self._decode_batch(decodes) if len(decodes) else None
-        if batch is None or draft.chunks:
-            batch, completed = self._with_chunks(batch, draft.chunks)
-            all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
-            counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
-            sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
-        plan = StepPlan(
-            tick=self.tick,
-            batch=batch,
-            rows=all_rows,
-            leases=rows.lease[all_rows],
-            counts=counts,
-            sampled_rows=sampled,
-            sampled_leases=rows.lease[sampled],
-            num_decode=len(decodes),
-            attention=draft.attention,
-        )
-        rows.submit(plan)
+        plan = make_plan(self.rows, draft, self.tick)
+        self.rows.submit(plan)
         return plan
-
-    def _with_chunks(self, decodes: Batch | None, chunks: dict[int, int]) -> tuple[Batch, list[int]]:
-        """The decode tokens, then the chunks; and the rows whose last known token is among them: they get a new one."""
-        rows = self.rows
-        tokens, pos, seqs, output = [], [], [], []
-        completed = []
-        if decodes is not None:
-            tokens, pos, seqs, output = [decodes.token], [decodes.pos], [decodes.seq_ids], [decodes.output]
-        for row, count in chunks.items():
-            request, begin = rows.requests[row], int(rows.num_computed[row])
-            assert request is not None
-            tokens.append(np.array(request.tokens[begin : begin + count], dtype=np.int32))
-            pos.append(np.arange(begin, begin + count, dtype=np.int32))
-            seqs.append(np.full((count, 1), rows.seq[row], dtype=np.int32))
-            flags = np.zeros(count, dtype=np.uint8)
-            if begin + count == rows.num_tokens[row]:
-                flags[-1] = Output.LOGITS
-                completed.append(row)
-            output.append(flags)
-        batch = Batch(
-            token=np.concatenate(tokens),
-            pos=np.concatenate(pos),
-            seq_ids=np.concatenate(seqs),
-            output=np.concatenate(output),
-        )
-        return batch, completed
-
-    def _decode_batch(self, rows: IntArray) -> Batch:
-        ones = np.ones(len(rows), dtype=np.uint8)
-        positions = self.rows.num_computed[rows]
-        return Batch(
-            token=self.rows.input_tokens(rows), pos=positions, seq_ids=self.rows.seq[rows][:, None], output=ones
-        )
 
     def plan_alone(self, request: Request, count: int) -> StepPlan | None:
         """A step for one running request only, to find out whether it is the one that fails."""
+        self.tick += 1
+        self.expire()
         if request.row == NO_ROW:
             return None
-        self.tick += 1
-        draft = Draft(count)
         num_computed = int(self.rows.num_computed[request.row])
-        count = min(count, len(request.tokens) - num_computed)
-        if count <= 0 or not self.kv.make_room(self.kv.cells_for(count)):
-            return None
-        draft.give_chunk(request.row, count, 0, num_computed)
+        draft = Draft(count)
+        draft.give_chunk(request.row, min(count, len(request.tokens) - num_computed), 0, num_computed)
+        cells = self.kv.needed(make_plan(self.rows, draft, self.tick).batch)
+        while not self.kv.make_room(cells):
+            others = [other for other in self.order.sort(self.rows.running(), self.tick) if other is not request]
+            self._preempt(others[-1])
         return self._seal(draft)
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -341,20 +360,18 @@ class Scheduler:
         """Give the sampled tokens to their requests, and end those that are complete."""
         rows, ids = self.rows.settle(plan, ids)
         full = (self.rows.num_tokens[rows] >= self.rows.limit[rows]).tolist()
-        if self.rows.fresh[rows].any():
+        if self.rows.awaits_token[rows].any():
             self._note_first_tokens(rows)
         requests, outputs = self.rows.requests, self._outputs
         for row, token, is_full in zip(rows.tolist(), ids.tolist(), full, strict=True):
             request = requests[row]
-            assert request is not None
+            assert request is not None  # settle leaves out rows without
             if token == BAD_ROW:
                 self.finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
                 continue
             request.tokens.append(token)
-            if (
-                token in request.limits.stop_ids
-                and len(request.tokens) - request.num_prompt > request.limits.min_new_tokens
-            ):
+            limits = request.limits
+            if token in limits.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
                 self.finish(request, FinishReason.STOP, token)
             elif is_full:
                 self.finish(request, FinishReason.LENGTH, token)
@@ -373,17 +390,20 @@ class Scheduler:
         self.kv.resync()
 
     def _note_first_tokens(self, rows: IntArray) -> None:
-        for row in rows[self.rows.fresh[rows]]:
+        for row in rows[self.rows.awaits_token[rows]]:
             request = self.rows.requests[row]
             if request is not None:
                 self._events.phase(request, Phase.DECODE, self.tick)
-        self.rows.fresh[rows] = False
+        self.rows.awaits_token[rows] = False
 
 
-def check_length(request: Request, max_model_len: int) -> None:
-    """Raise `InvalidRequest` unless the prompt leaves room for a token. Safe on any thread."""
+def check_request(request: Request, model: ModelInfo, max_model_len: int) -> None:
+    """Raise `InvalidRequest` unless the prompt is the model's and leaves room for a token. Safe on any thread."""
     longest = min(max_model_len, request.limits.max_context or max_model_len)
     if request.num_prompt >= longest:
         raise InvalidRequest(
             f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
         )
+    prompt = request.token_array()
+    if prompt.max() >= model.vocab_size:
+        raise InvalidRequest(f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}")

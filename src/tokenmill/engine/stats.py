@@ -42,6 +42,6 @@ def slot_views(rows: RunningRows) -> list[SlotView]:
             views.append(SlotView(row, "idle"))
             continue
         num_tokens, num_computed = int(rows.num_tokens[row]), int(rows.num_computed[row])
-        state: Literal["prefilling", "generating"] = "prefilling" if rows.fresh[row] else "generating"
+        state: Literal["prefilling", "generating"] = "prefilling" if rows.awaits_token[row] else "generating"
         views.append(SlotView(row, state, request.request_id, num_tokens, num_computed))
     return views
