@@ -19,6 +19,14 @@ class FinishReason(Enum):
     SHUTDOWN = "shutdown"
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities under the model's own distribution: of the token drawn, and of the likeliest ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability), likeliest first."""
+
+
 class GeneratedToken(NamedTuple):
     """One step of one request. The last one has a finish reason, and no token where the end came without one."""
 
@@ -26,6 +34,7 @@ class GeneratedToken(NamedTuple):
     token_id: int | None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: TokenLogprobs | None = None
 
     @property
     def is_finished(self) -> bool:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import Backend, IntArray, ModelInfo
+from tokenmill.core import Backend, ModelInfo, Sampled
 from tokenmill.engine.events import EventBus, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
 from tokenmill.engine.isolation import Isolation, Suspect
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
-from tokenmill.engine.request import Hints, Limits, Request
+from tokenmill.engine.request import GREEDY, Draw, Hints, Limits, Request
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.engine.stats import CoreStats, SlotView, slot_views
 from tokenmill.errors import (
@@ -77,7 +77,7 @@ class EngineCore:
         self.closed = False
         self.heartbeat = self.events.clock()
         """When a step last began or ended, or work last came. If it stands still while there is work, a step hangs."""
-        self._executor = Executor(backend)
+        self._executor = Executor(backend, self.scheduler.sampling)
         self._in_flight: deque[InFlight] = deque()
         self._isolation = Isolation()
         self._last_collect = self.heartbeat
@@ -112,13 +112,15 @@ class EngineCore:
             self.scheduler.finish(request, FinishReason.STOP)
         return request is not None
 
-    def fork(self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints()) -> Request:
+    def fork(
+        self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints(), draw: Draw = GREEDY
+    ) -> Request:
         """A new request that continues the log of a running one; it shares the KV that exists."""
         source = self.scheduler.requests.get(request_id)
         if source is None:
             raise InvalidRequest(f"request {request_id} is not running; submit its tokens instead")
         shared = replace(hints, namespace=source.hints.namespace, fork_of=request_id)
-        child = Request(new_id, source.tokens, limits, shared)
+        child = Request(new_id, source.tokens, limits, shared, draw)
         self.add(child)
         return child
 
@@ -196,17 +198,17 @@ class EngineCore:
         """Collect the oldest step. If it has failed, so have all after it: False."""
         flight = self._in_flight.popleft()
         try:
-            ids = self._executor.collect(flight.step)
+            sampled = self._executor.collect(flight.step)
         except BackendError as error:
             _raise_if_fatal(error)
             self._in_flight.clear()
             self.scheduler.resync()
             self._isolation.suspect(flight.step.plan, self.scheduler.rows)
             return False
-        self._take(flight, ids)
+        self._take(flight, sampled)
         return True
 
-    def _take(self, flight: InFlight, ids: IntArray) -> None:
+    def _take(self, flight: InFlight, sampled: Sampled) -> None:
         """A step is home: learn from it, tell of it, hand out its tokens."""
         self._isolation.note_success()
         plan, now = flight.step.plan, self.events.clock()
@@ -225,7 +227,7 @@ class EngineCore:
                     num_parked=self.kv.num_parked,
                 )
             )
-        self.scheduler.update(plan, ids)
+        self.scheduler.update(plan, sampled)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class EngineCore:
             step = self._executor.submit(plan)
             now = self.events.clock()
             flight = InFlight(step, now, now - began)
-            ids = self._executor.collect(step)
+            sampled = self._executor.collect(step)
         except BackendError as error:
             _raise_if_fatal(error)
             self.scheduler.resync()
@@ -247,7 +249,7 @@ class EngineCore:
             self.scheduler.finish(suspect.request, FinishReason.ERROR, error=failed)
             self._isolation.note_failure(error)
             return
-        self._take(flight, ids)
+        self._take(flight, sampled)
 
     def die(self, error: BaseException) -> None:
         """The engine is lost: every request ends with an error, nothing new is taken."""

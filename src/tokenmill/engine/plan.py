@@ -24,6 +24,8 @@ class StepPlan:
     sampled_rows: IntArray
     """The rows that get a token, in the order of the batch's logits."""
     sampled_leases: NDArray[np.int64]
+    positions: IntArray
+    """Where the new token of each sampled row will stand."""
     num_decode: int
     """Rows that had one token to give; the other tokens are prefill."""
     attention: float

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
+from tokenmill.params import SamplingParams
 
 NO_ROW = -1
 
@@ -66,6 +68,19 @@ class Hints:
             raise InvalidRequest(f"a namespace must be hashable, not {self.namespace!r}") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How a request's tokens are drawn, and under which key. The same key at the same position draws the same token."""
+
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    choice: int = 0
+    """Which of a request's n choices this is."""
+
+
+GREEDY = Draw(seed=0)
+
+
 class Request:
     """One generation. Owned by the thread of its engine core."""
 
@@ -73,6 +88,7 @@ class Request:
         "_array",
         "arrival",
         "arrived_at",
+        "draw",
         "error",
         "finish_reason",
         "hints",
@@ -84,12 +100,20 @@ class Request:
         "request_id",
         "row",
         "state",
+        "stop_ids",
         "tokens",
         "waits_on",
         "waits_until",
     )
 
-    def __init__(self, request_id: str, prompt: Sequence[int], limits: Limits, hints: Hints = Hints()) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        limits: Limits,
+        hints: Hints = Hints(),
+        draw: Draw = GREEDY,
+    ) -> None:
         if len(prompt) == 0:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
         self.request_id = request_id
@@ -97,7 +121,9 @@ class Request:
         """The log: prompt and generated ids, never tokenised anew."""
         self.num_prompt = len(self.tokens)
         self.limits = limits
+        self.stop_ids = limits.stop_ids
         self.hints = hints
+        self.draw = draw
         self.state = RequestState.WAITING
         self.row = NO_ROW
         self.arrival = 0

@@ -40,6 +40,8 @@ class RunningRows:
         """Tokens not yet charged to the request's key."""
         self.awaits_token: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """No token has come since it got the row."""
+        self.needs_history: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """Its next token can't be drawn before the last one is known: it is never submitted ahead."""
         self.requests: list[Request | None] = [None] * max_rows
         self._free = list(range(max_rows - 1, -1, -1))
         self._leases = FREE
@@ -68,6 +70,7 @@ class RunningRows:
         self.last_progress[row] = tick
         self.pending[row] = self.uncharged[row] = 0
         self.awaits_token[row] = True
+        self.needs_history[row] = request.draw.params.needs_history
         self.requests[row] = request
         request.row = row
         return row
@@ -83,8 +86,9 @@ class RunningRows:
     # -- who wants what -----------------------------------------------------------------------------------------------
 
     def owed(self) -> IntArray:
-        """Tokens each row has to be given; 0 for free rows and for those that only wait for their last token."""
+        """Tokens each row has to be given; 0 for free rows and for those that only wait for a token in flight."""
         wanting = (self.lease != FREE) & (self.num_tokens + self.pending < self.limit)
+        wanting &= ~(self.needs_history & (self.pending > 0))
         owed: IntArray = np.where(wanting, self.num_tokens + self.pending - self.num_computed, 0)
         return owed
 
@@ -109,11 +113,11 @@ class RunningRows:
         self.uncharged[rows] -= plan.counts[still]
         self.pending[plan.sampled_rows[self.lease[plan.sampled_rows] == plan.sampled_leases]] -= 1
 
-    def settle(self, plan: StepPlan, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """The step's ids are here: the rows that still belong to the same requests, and their ids."""
-        still = self.lease[plan.sampled_rows] == plan.sampled_leases
+    def settle(self, plan: StepPlan, ids: IntArray) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+        """The step's ids are here: the rows that still belong to the same requests, their ids, and which they are."""
+        still = np.asarray(self.lease[plan.sampled_rows] == plan.sampled_leases)
         rows, ids = plan.sampled_rows[still], ids[still]
         self.pending[rows] -= 1
         self.num_tokens[rows] += 1
         self.last_token[rows] = ids
-        return rows, ids
+        return rows, ids, still

@@ -8,13 +8,14 @@ whole story.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BAD_ROW, IntArray, ModelInfo
+from tokenmill.core import BAD_ROW, IntArray, ModelInfo, Sampled
 from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
@@ -27,7 +28,8 @@ from tokenmill.engine.queue import Deadlines, WaitingQueue
 from tokenmill.engine.request import NO_ROW, Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.sampling.state import SamplingState
 
 
 class Scheduler:
@@ -41,6 +43,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.kv = kv
         self.rows = RunningRows(config.max_num_seqs)
+        self.sampling = SamplingState(config.max_num_seqs, model.vocab_size)
         self.queue = WaitingQueue(config.max_queue, config.max_queue_tokens)
         self.order = Order(self.rows, config.max_wait_ticks)
         self.cost = CostModel()
@@ -79,21 +82,26 @@ class Scheduler:
             self.deadlines.set(request.arrived_at + self.config.queue_timeout_s, request, until_started=True)
 
     def finish(
-        self, request: Request, reason: FinishReason, token: int | None = None, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        token: int | None = None,
+        error: str | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """End a request in whatever state it is: its KV is parked (dropped after an error), its caller is told."""
         check_transition(request.state, ENDINGS[reason].state)
         row = request.row
         self.order.leave(request, row)
         if row != NO_ROW:
-            seq = self.rows.detach(request)
+            seq = self._take_row(request)
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
             else:
                 self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
         elif request in self.queue:
             self.queue.remove(request)
-        self._tell_end(request, reason, token, error)
+        self._tell_end(request, GeneratedToken(request.request_id, token, reason, error, logprobs))
 
     def abandon_all(self, reason: FinishReason, error: str) -> None:
         """End every request without touching KV, which may be lost: for an engine that dies or closes."""
@@ -103,14 +111,15 @@ class Scheduler:
             elif request in self.queue:
                 self.queue.remove(request)
             if not request.is_finished:
-                self._tell_end(request, reason, None, error)
+                self._tell_end(request, GeneratedToken(request.request_id, None, reason, error))
         self.requests.clear()
 
-    def _tell_end(self, request: Request, reason: FinishReason, token: int | None, error: str | None) -> None:
-        request.finish(reason, error)
+    def _tell_end(self, request: Request, end: GeneratedToken) -> None:
+        if end.finish_reason is not None:
+            request.finish(end.finish_reason, end.error)
         del self.requests[request.request_id]
         self._ending.add(request.request_id)
-        self._outputs.append(GeneratedToken(request.request_id, token, reason, error))
+        self._outputs.append(end)
         self._events.phase(request, Phase.ENDED, self.tick)
 
     def take_outputs(self) -> list[GeneratedToken]:
@@ -302,14 +311,24 @@ class Scheduler:
             request.num_cached = num_computed
         request.become(RequestState.RUNNING)
         row = self.rows.attach(request, seq, num_computed, request.max_tokens(self.max_model_len), self.tick)
+        draw, limits = request.draw, request.limits
+        self.sampling.attach(
+            row, draw.params, request.tokens, request.num_prompt,
+            seed=draw.seed, choice=draw.choice, stop_ids=limits.stop_ids,
+        )  # fmt: skip
         self.order.started(request, self.tick)
         self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
         self._events.phase(request, Phase.PREFILL, self.tick)
 
+    def _take_row(self, request: Request) -> int:
+        """Take the row back; returns the sequence it used."""
+        self.sampling.detach(request.row)
+        return self.rows.detach(request)
+
     def _preempt(self, request: Request) -> None:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
         self.order.settle(request, request.row)
-        seq = self.rows.detach(request)
+        seq = self._take_row(request)
         self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
@@ -356,27 +375,53 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, ids: IntArray) -> None:
+    def update(self, plan: StepPlan, sampled: Sampled) -> None:
         """Give the sampled tokens to their requests, and end those that are complete."""
-        rows, ids = self.rows.settle(plan, ids)
-        full = (self.rows.num_tokens[rows] >= self.rows.limit[rows]).tolist()
+        rows, ids, still = self.rows.settle(plan, sampled.ids)
         if self.rows.awaits_token[rows].any():
             self._note_first_tokens(rows)
-        requests, outputs = self.rows.requests, self._outputs
-        for row, token, is_full in zip(rows.tolist(), ids.tolist(), full, strict=True):
-            request = requests[row]
+        none: Iterable[TokenLogprobs | None] = itertools.repeat(None)
+        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else none
+        may_end = ((self.rows.num_tokens[rows] >= self.rows.limit[rows]) | (ids == BAD_ROW)).tolist()
+        requests, new = self.rows.requests, tuple.__new__
+        running = [requests[row] for row in rows.tolist()]
+        # The one loop over all rows that a decode step has: every look-up in it shows in `tokenmill bench engine`.
+        for request, token, ends, logprob in zip(running, ids.tolist(), may_end, logprobs, strict=False):
             assert request is not None  # settle leaves out rows without
-            if token == BAD_ROW:
-                self.finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
-                continue
             request.tokens.append(token)
-            limits = request.limits
-            if token in limits.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
-                self.finish(request, FinishReason.STOP, token)
-            elif is_full:
-                self.finish(request, FinishReason.LENGTH, token)
+            if ends or token in request.stop_ids:
+                self._end_if_complete(request, token, logprob)
             else:
-                outputs.append(GeneratedToken(request.request_id, token))
+                self._outputs.append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
+        if self.sampling.has_rules[rows].any():
+            self._advance_rules(rows, ids)
+
+    def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        """The token may be the request's last one: a stop token, the last that fits, or none at all."""
+        limits = request.limits
+        if token == BAD_ROW:
+            request.tokens.pop()
+            self.finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
+        elif token in request.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
+            self.finish(request, FinishReason.STOP, token, logprobs=logprobs)
+        elif len(request.tokens) >= self.rows.limit[request.row]:
+            self.finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
+        else:
+            self._outputs.append(GeneratedToken(request.request_id, token, logprobs=logprobs))
+
+    def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
+        for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+            if self.sampling.has_rules[row] and self.rows.requests[row] is not None:
+                self.sampling.advance(row, token)
+
+    def _logprobs(self, rows: IntArray, sampled: Sampled, still: NDArray[np.bool_]) -> list[TokenLogprobs | None]:
+        """The log-probabilities of the rows that asked for them, None for the others."""
+        chosen, top_ids, top = (sampled.extras[name][still] for name in ("logprob", "top_ids", "top_logprobs"))
+        found: list[TokenLogprobs | None] = []
+        for i, count in enumerate(self.sampling.num_logprobs[rows].tolist()):
+            likeliest = zip(top_ids[i, : max(count, 0)].tolist(), top[i, : max(count, 0)].tolist(), strict=True)
+            found.append(TokenLogprobs(float(chosen[i]), tuple(likeliest)) if count >= 0 else None)
+        return found
 
     def undo(self, plan: StepPlan) -> None:
         """The step could not be submitted: its tokens are to be computed again."""

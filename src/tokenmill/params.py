@@ -1,0 +1,163 @@
+"""`SamplingParams`: how one request is sampled, under vLLM's field names. Checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.errors import InvalidRequest
+
+MAX_N = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 1024
+MAX_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request. The defaults sample from the model's own distribution.
+
+    A token is drawn in this order: bias and bans, penalties (repetition, presence, frequency, DRY), temperature,
+    typical_p, top_k, top_p, min_p, XTC, draw.
+    """
+
+    n: int = 1
+    """Choices; choice i is the same whatever n is."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all tokens."""
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    seed: int | None = None
+    """None: one is drawn when the request is admitted, and told."""
+    attempt: int = 0
+    """Another draw for the same seed: `regenerate` counts it up."""
+    max_tokens: int | None = 16
+    """None: as many as the context allows."""
+    min_tokens: int = 0
+    """Stop tokens can't be drawn before."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; not part of it unless `include_stop_str_in_output`."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    """Over 1: tokens of prompt and output become less likely."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    """Over 0: tokens that would continue a repetition become less likely (DRY)."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    """Tokens looked back; 0: all."""
+    xtc_probability: float = 0.0
+    """How often all but the least likely of the tokens above `xtc_threshold` are excluded (XTC)."""
+    xtc_threshold: float = 0.1
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """Log-probabilities of the drawn token and so many likeliest ones, before any of the above."""
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _token_ids(name, value))
+        if self.allowed_token_ids == ():
+            raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or not math.isfinite(bias):
+                raise InvalidRequest(f"logit_bias maps token ids to finite numbers, not {token!r} to {bias!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Does the next draw depend on the tokens drawn before it (beyond what the model sees)?"""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.dry_multiplier
+            or self.min_tokens
+        )
+
+
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    # name: (lowest, highest, may it be the lowest itself)
+    "temperature": (0, 100, True),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, True),
+    "typical_p": (0, 1, False),
+    "repetition_penalty": (0, 10, False),
+    "presence_penalty": (-10, 10, True),
+    "frequency_penalty": (-10, 10, True),
+    "dry_multiplier": (0, 100, True),
+    "dry_base": (1, 10, True),
+    "xtc_probability": (0, 1, True),
+    "xtc_threshold": (0, 1, True),
+}
+_COUNTS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "top_k": (-1, 1 << 30),
+    "attempt": (0, (1 << 32) - 1),
+    "min_tokens": (0, 1 << 30),
+    "dry_allowed_length": (1, 1 << 20),
+    "dry_range": (0, 1 << 30),
+}
+_OPTIONAL_COUNTS: dict[str, tuple[int, int]] = {
+    "seed": (0, MAX_SEED),
+    "max_tokens": (1, 1 << 30),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    for name, (low, high, with_low) in _RANGES.items():
+        value = getattr(params, name)
+        if not _is_number(value) or not (low <= value <= high) or (value == low and not with_low):
+            bounds = f"{'[' if with_low else '('}{low}, {high}]"
+            raise InvalidRequest(f"{name} must be in {bounds}, not {value!r}")
+    for name, (least, most) in {**_COUNTS, **_OPTIONAL_COUNTS}.items():
+        value = getattr(params, name)
+        if value is None and name in _OPTIONAL_COUNTS:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise InvalidRequest(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) for string in strings):
+        raise InvalidRequest(f"stop must be a string or a list of strings, not {type(stop).__name__}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"{len(strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
+    for string in strings:
+        if not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
+            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, not {len(string)}")
+    return tuple(strings)
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise InvalidRequest(f"{name} must be a list of token ids")
+    return tuple(ids)

@@ -1,0 +1,151 @@
+"""`StepSampler`: the `Sampler` of one step. Runs where the logits are: torch on CPU or CUDA, numpy through torch.
+
+Rows fall into three kinds, each done together: greedy ones take the largest logit, plain ones draw in vocabulary order,
+filtered ones draw from the tokens in order of likelihood. Which kind a row is depends on its own parameters alone, so a
+seeded request draws the same token alone and in any crowd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill.core import BAD_ROW, IntArray, Sampled, unpack_mask
+from tokenmill.sampling import ops
+from tokenmill.sampling.philox import uniforms
+from tokenmill.sampling.state import SamplingState
+
+FEW = 1024
+"""Filtered draws look at this many likeliest tokens first; the rest is sorted only if they are not enough."""
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """Samples logits row i for row `rows[i]` of the state; the new token will stand at `positions[i]`."""
+
+    state: SamplingState
+    rows: IntArray
+    positions: IntArray
+
+    def __call__(self, logits: Any, mask: Any | None) -> Sampled:
+        from_numpy = isinstance(logits, np.ndarray)
+        raw = torch.from_numpy(logits) if from_numpy else logits
+        bad = ~raw.max(dim=-1).values.isfinite()  # NaN wins every comparison
+        if mask is None and self.state.is_plain_greedy[self.rows].all():
+            ids, extras = raw.argmax(dim=-1), {}
+        else:
+            extras = self._logprobs(raw)
+            edited = self._edited(raw, mask)
+            bad |= ~edited.max(dim=-1).values.isfinite()
+            ids = self._sample(edited.masked_fill(bad[:, None], 0.0))
+            if extras:
+                extras["logprob"] = _chosen(raw, ids)
+        ids = torch.where(bad, BAD_ROW, ids)
+        if from_numpy:
+            return Sampled(ids.numpy().astype(np.int32), {name: value.numpy() for name, value in extras.items()})
+        return Sampled(ids.to(torch.int32), extras)
+
+    # -- before the draw ----------------------------------------------------------------------------------------------
+
+    def _edited(self, raw: Tensor, mask: Any | None) -> Tensor:
+        """The logits with masks, bias, bans and penalties applied; `raw` stays as it is."""
+        state, rows = self.state, self.rows
+        penalized, edited = state.has_penalties[rows].nonzero()[0], state.has_edits[rows].nonzero()[0]
+        if mask is None and not len(penalized) and not len(edited):
+            return raw.to(torch.float32)
+        logits = raw.to(torch.float32, copy=True)
+        if mask is not None:
+            host_mask = mask if isinstance(mask, np.ndarray) else mask.cpu().numpy()
+            allowed = torch.from_numpy(unpack_mask(host_mask, logits.shape[1])).to(logits.device)
+            logits.masked_fill_(~allowed, ops.NEVER)
+        if len(edited):
+            index = torch.from_numpy(edited).to(logits.device)
+            host = logits[index].cpu().numpy()
+            state.edit(host, rows[edited])
+            logits[index] = torch.from_numpy(host).to(logits.device)
+        if len(penalized):
+            index = torch.from_numpy(penalized).to(logits.device)
+            seen, counts = (torch.from_numpy(table).to(logits.device) for table in state.histories(rows[penalized]))
+            values = (self._floats(name, penalized, logits) for name in _PENALTIES)
+            logits[index] = ops.penalize(logits[index], seen, counts, *values)
+        return logits
+
+    # -- the draw -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        state, rows = self.state, self.rows
+        temperature = state.floats["temperature"][rows]
+        drawn, filtered = temperature > 0, state.is_filtered[rows]
+        ids = logits.argmax(dim=-1)
+        for kind, place in ((self._draw_plain, drawn & ~filtered), (self._draw_filtered, drawn & filtered)):
+            index = place.nonzero()[0]
+            if len(index):
+                scaled = logits[index] / self._floats("temperature", index, logits)[:, None]
+                ids[torch.from_numpy(index).to(ids.device)] = kind(scaled, index)
+        return ids
+
+    def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
+        floor = logits.max(dim=-1, keepdim=True).values + self._floats("min_p", index, logits)[:, None].log()
+        return ops.draw(logits.masked_fill(logits < floor, ops.NEVER), self._uniforms(index, logits)[0])
+
+    def _draw_filtered(self, logits: Tensor, index: np.ndarray) -> Tensor:
+        typical = (self.state.floats["typical_p"][self.rows[index]] < 1).nonzero()[0]
+        if len(typical):
+            logits = logits.clone()
+            logits[typical] = ops.keep_typical(logits[typical], self._floats("typical_p", index[typical], logits))
+        few = min(FEW, logits.shape[-1])
+        ids, enough = self._draw_among(logits, index, few)
+        rest = (~enough).nonzero()[:, 0]
+        if len(rest):
+            ids[rest] = self._draw_among(logits[rest], index[rest.cpu().numpy()], logits.shape[-1])[0]
+        return ids
+
+    def _draw_among(self, logits: Tensor, index: np.ndarray, few: int) -> tuple[Tensor, Tensor]:
+        """Draw among the `few` likeliest tokens: (ids, were they enough to hold all that the filters keep?)."""
+        values, order = logits.topk(few, dim=-1)
+        by_id = order.argsort(dim=-1)  # equal logits in the order of their ids
+        values, order = values.gather(-1, by_id), order.gather(-1, by_id)
+        values, by_value = values.sort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, by_value)
+        top_k = torch.from_numpy(self.state.top_k[self.rows[index]]).to(logits.device).clamp(max=logits.shape[-1])
+        top_p, min_p = self._floats("top_p", index, logits), self._floats("min_p", index, logits)
+        total = logits.logsumexp(dim=-1)
+        kept = ops.keep_likely(values, total, top_k, top_p, min_p)
+        mass = (values - total[:, None]).exp().sum(dim=-1, dtype=torch.float64)
+        enough = (top_k <= few) | ((mass > top_p) & (top_p < 1)) | (few == logits.shape[-1])
+        first, second = self._uniforms(index, logits)
+        struck = second < self._floats("xtc_probability", index, logits)
+        kept = ops.exclude_top_choices(kept, self._floats("xtc_threshold", index, logits), struck)
+        return order.gather(-1, ops.draw(kept, first)[:, None])[:, 0], enough
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, raw: Tensor) -> dict[str, Tensor]:
+        """The likeliest tokens of every row, if any row asks for log-probabilities."""
+        most = int(self.state.num_logprobs[self.rows].max(initial=-1))
+        if most < 0:
+            return {}
+        logprobs = raw.to(torch.float32).log_softmax(dim=-1)
+        top, top_ids = logprobs.topk(min(most, raw.shape[-1]), dim=-1)
+        return {"top_logprobs": top, "top_ids": top_ids}
+
+    def _floats(self, name: str, index: np.ndarray, like: Tensor) -> Tensor:
+        return torch.from_numpy(self.state.floats[name][self.rows[index]]).to(like.device)
+
+    def _uniforms(self, index: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor]:
+        state, rows = self.state, self.rows[index]
+        positions = self.positions[index].astype(np.int64)
+        first, second = uniforms(state.seed[rows], state.choice[rows], state.attempt[rows], positions)
+        return torch.from_numpy(first).to(like.device), torch.from_numpy(second).to(like.device)
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _chosen(raw: Tensor, ids: Tensor) -> Tensor:
+    """Log-probability of the drawn tokens under the model's own distribution."""
+    return raw.to(torch.float32).log_softmax(dim=-1).gather(-1, ids[:, None])[:, 0]

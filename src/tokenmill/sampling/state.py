@@ -1,0 +1,129 @@
+"""`SamplingState`: one row a request, as arrays on the host; what a step's sampler reads.
+
+Owned by the engine core's thread. Rows are those of the running requests, so a decode step picks its parameters with
+one numpy index per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.rules import Dry, RowRule
+
+FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+          "xtc_probability", "xtc_threshold")  # fmt: skip
+
+
+class SamplingState:
+    """Parameters, keys and memories of the running requests."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.floats = {name: np.zeros(max_rows, dtype=np.float32) for name in FLOATS}
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.seed = np.zeros(max_rows, dtype=np.int64)
+        self.choice = np.zeros(max_rows, dtype=np.int64)
+        self.attempt = np.zeros(max_rows, dtype=np.int64)
+        self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self.is_plain_greedy = np.ones(max_rows, dtype=bool)
+        """Nothing but the largest logit is asked for."""
+        self.is_filtered = np.zeros(max_rows, dtype=bool)
+        """The draw needs the tokens in order of likelihood."""
+        self.has_penalties = np.zeros(max_rows, dtype=bool)
+        self.has_edits = np.zeros(max_rows, dtype=bool)
+        """Bias, bans, rules: edits of single logits."""
+        self.has_rules = np.zeros(max_rows, dtype=bool)
+        self._edits: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_rows
+        self._allowed: list[np.ndarray | None] = [None] * max_rows
+        self._early: list[tuple[np.ndarray, int] | None] = [None] * max_rows
+        """(stop tokens, length of the log before which they are banned)."""
+        self._rules: list[list[RowRule]] = [[] for _ in range(max_rows)]
+        self._logs: list[Sequence[int]] = [()] * max_rows
+        self._num_prompt = np.zeros(max_rows, dtype=np.int64)
+
+    def attach(
+        self,
+        row: int,
+        params: SamplingParams,
+        log: Sequence[int],
+        num_prompt: int,
+        *,
+        seed: int,
+        choice: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """A request takes the row. `log` is its live list of tokens."""
+        for name in FLOATS:
+            self.floats[name][row] = getattr(params, name)
+        self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
+        self.seed[row], self.choice[row], self.attempt[row] = seed, choice, params.attempt
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._logs[row], self._num_prompt[row] = log, num_prompt
+        self._edits[row] = _edits(params, self.vocab_size)
+        self._allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+        early = sorted(token for token in stop_ids if token < self.vocab_size)
+        self._early[row] = (np.array(early), num_prompt + params.min_tokens) if early and params.min_tokens else None
+        self._rules[row] = [Dry(params, log)] if params.dry_multiplier else []
+        self.has_rules[row] = bool(self._rules[row])
+        self.has_penalties[row] = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self.has_edits[row] = bool(
+            self._edits[row] is not None or self._allowed[row] is not None or self._early[row] or self._rules[row]
+        )
+        self.is_filtered[row] = (
+            params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
+        )
+        self.is_plain_greedy[row] = (
+            params.is_greedy and params.logprobs is None and not self.has_penalties[row] and not self.has_edits[row]
+        )
+
+    def detach(self, row: int) -> None:
+        self._logs[row], self._rules[row] = (), []
+        self._edits[row] = self._allowed[row] = self._early[row] = None
+
+    def advance(self, row: int, token: int) -> None:
+        """A token was drawn for a row that has rules."""
+        for rule in self._rules[row]:
+            rule.advance(token)
+
+    # -- what a step's sampler asks -----------------------------------------------------------------------------------
+
+    def histories(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[rows, vocab]: was the token seen in prompt or output; how often was it drawn."""
+        seen = np.zeros((len(rows), self.vocab_size), dtype=bool)
+        counts = np.zeros((len(rows), self.vocab_size), dtype=np.float32)
+        for i, row in enumerate(rows.tolist()):
+            log = np.asarray(self._logs[row], dtype=np.int64)
+            seen[i, log] = True
+            np.add.at(counts[i], log[self._num_prompt[row] :], 1.0)
+        return seen, counts
+
+    def edit(self, logits: np.ndarray, rows: np.ndarray) -> None:
+        """Bias, allow-lists, bans and rules, in place."""
+        for i, row in enumerate(rows.tolist()):
+            allowed = self._allowed[row]
+            if allowed is not None:
+                kept = logits[i, allowed].copy()
+                logits[i] = -np.inf
+                logits[i, allowed] = kept
+            edits = self._edits[row]
+            if edits is not None:
+                logits[i, edits[0]] += edits[1]
+            early = self._early[row]
+            if early is not None and len(self._logs[row]) < early[1]:
+                logits[i, early[0]] = -np.inf
+            for rule in self._rules[row]:
+                for token, tax in rule.penalties().items():
+                    logits[i, token] -= tax
+
+
+def _edits(params: SamplingParams, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    changes = dict(params.logit_bias) | dict.fromkeys(params.banned_token_ids, -np.inf)
+    changes = {token: change for token, change in changes.items() if token < vocab_size}
+    if not changes:
+        return None
+    return np.array(list(changes), dtype=np.int64), np.array(list(changes.values()), dtype=np.float32)

@@ -1,0 +1,221 @@
+"""Each kind of sampling against a plain reference, alone and in mixed batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling import reference
+from tokenmill.core import BAD_ROW, Sampled, pack_mask
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.sampler import StepSampler
+from tokenmill.sampling.state import SamplingState
+
+VOCAB = 40
+STOPS = frozenset({3, 4})
+
+
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 2, (rows, vocab)).astype(np.float32)
+
+
+def sample(
+    logits: np.ndarray,
+    params: list[SamplingParams],
+    *,
+    logs: list[list[int]] | None = None,
+    seeds: list[int] | None = None,
+    position: int = 9,
+    mask: np.ndarray | None = None,
+    as_torch: bool = False,
+) -> Sampled:
+    state = SamplingState(len(params), logits.shape[1])
+    for row, one in enumerate(params):
+        log = logs[row] if logs else [1, 2]
+        state.attach(row, one, log, 2, seed=seeds[row] if seeds else row, stop_ids=STOPS)
+    rows = np.arange(len(params), dtype=np.int32)
+    sampler = StepSampler(state, rows, np.full(len(params), position, dtype=np.int32))
+    packed = None if mask is None else pack_mask(mask)
+    return sampler(torch.from_numpy(logits) if as_torch else logits, packed)
+
+
+def draws(logits: np.ndarray, params: SamplingParams, count: int, **options: Any) -> np.ndarray:
+    """`count` draws from one row of logits: a batch of equal rows with different seeds."""
+    many = np.repeat(logits[None], count, axis=0)
+    return np.asarray(sample(many, [params] * count, seeds=list(range(count)), **options).ids)
+
+
+FILTERS = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.8),
+    SamplingParams(top_p=0.01),
+    SamplingParams(min_p=0.2),
+    SamplingParams(typical_p=0.6),
+    SamplingParams(top_k=10, top_p=0.7, min_p=0.05, temperature=1.3),
+    SamplingParams(typical_p=0.9, top_k=7, temperature=0.5),
+    SamplingParams(top_k=VOCAB + 5, top_p=0.5),
+]
+
+
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_only_what_the_filters_keep_is_drawn_and_as_often_as_it_should(params: SamplingParams) -> None:
+    """100,000 draws against the reference's distribution: no token outside it, frequencies within five sigmas."""
+    logits = random_logits(1, seed=3)[0]
+    expected = reference.distribution(logits.astype(np.float64), params)
+    count = 100_000
+    found = np.bincount(np.concatenate([draws(logits, params, 10_000, position=p) for p in range(10)]), minlength=VOCAB)
+    assert (found[expected == 0] == 0).all()
+    sigma = np.sqrt(count * expected * (1 - expected)) + 1e-9
+    assert (np.abs(found - count * expected) <= 5 * sigma + 1).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_kept_tokens_are_the_references(seed: int) -> None:
+    logits = random_logits(1, seed=seed)[0]
+    for params in FILTERS:
+        wanted = set(reference.kept(logits.astype(np.float64), params))
+        assert set(draws(logits, params, 400).tolist()) <= wanted
+
+
+@pytest.mark.req("R29")
+def test_penalties_bias_bans_and_dry_are_the_references() -> None:
+    """Greedy over edited logits: the choice shows the edit. 300 random logs and parameters in one batch."""
+    rng = np.random.default_rng(5)
+    logits = random_logits(300, seed=6)
+    params, logs = [], []
+    for _ in range(300):
+        some = rng.integers(0, VOCAB, 6).tolist()
+        params.append(
+            SamplingParams(
+                temperature=0,
+                repetition_penalty=float(rng.choice([1.0, 1.5, 0.7])),
+                presence_penalty=float(rng.choice([0.0, 1.0, -1.0])),
+                frequency_penalty=float(rng.choice([0.0, 0.6])),
+                dry_multiplier=float(rng.choice([0.0, 2.0])),
+                dry_range=int(rng.choice([0, 8])),
+                min_tokens=int(rng.choice([0, 12])),
+                max_tokens=50,
+                logit_bias={some[0]: 3.0, some[1]: -4.0},
+                banned_token_ids=tuple(some[2:4]),
+                allowed_token_ids=tuple(range(30)) if rng.random() < 0.3 else None,
+            )
+        )
+        period = int(rng.integers(2, 6))
+        logs.append([int(x) for x in np.resize(rng.integers(0, VOCAB, period), int(rng.integers(3, 20)))])
+    ids = sample(logits, params, logs=logs).ids
+    for i, one in enumerate(params):
+        expected = reference.edited(logits[i], one, logs[i], 2, STOPS)
+        assert expected[ids[i]] >= np.nanmax(expected) - 1e-4, f"row {i}: {one}"
+
+
+@pytest.mark.req("R29")
+def test_xtc_excludes_all_but_the_least_of_the_top_choices() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], dtype=np.float32))
+    always = SamplingParams(xtc_probability=1.0, xtc_threshold=0.15)
+    assert set(draws(logits, always, 2000).tolist()) == {2, 3, 4}
+    assert set(draws(logits, SamplingParams(xtc_probability=0.0), 2000).tolist()) == {0, 1, 2, 3, 4}
+    half = draws(logits, SamplingParams(xtc_probability=0.5, xtc_threshold=0.15), 4000)
+    assert abs(np.isin(half, [0, 1]).mean() - 0.35) < 0.04
+    nothing_above = SamplingParams(xtc_probability=1.0, xtc_threshold=0.5)
+    assert set(draws(logits, nothing_above, 2000).tolist()) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.req("G12", "R6")
+def test_a_row_draws_the_same_alone_and_in_any_crowd() -> None:
+    logits = random_logits(64, seed=9)
+    rng = np.random.default_rng(1)
+    crowd = [FILTERS[i] for i in rng.integers(0, len(FILTERS), 60)]
+    crowd += [SamplingParams(temperature=0), SamplingParams(repetition_penalty=1.4), SamplingParams(logprobs=3),
+              SamplingParams(xtc_probability=0.5)]  # fmt: skip
+    seeds = rng.integers(0, 1 << 40, 64).tolist()
+    together = sample(logits, crowd, seeds=seeds).ids
+    for i, params in enumerate(crowd):
+        assert sample(logits[i : i + 1], [params], seeds=seeds[i : i + 1]).ids[0] == together[i]
+    order = rng.permutation(64)
+    shuffled = sample(logits[order], [crowd[i] for i in order], seeds=[seeds[i] for i in order]).ids
+    assert (shuffled == together[order]).all()
+    assert (np.asarray(sample(logits, crowd, seeds=seeds, as_torch=True).ids) == together).all()
+
+
+def test_a_large_vocabulary_is_sorted_only_when_it_must_be() -> None:
+    """More tokens than the first look takes: flat logits need them all, and the result is the reference's."""
+    vocab = 3000
+    flat = np.random.default_rng(2).normal(0, 0.01, vocab).astype(np.float32)
+    params = SamplingParams(top_p=0.9)
+    expected = set(reference.kept(flat.astype(np.float64), params))
+    drawn = draws(flat, params, 3000)
+    assert set(drawn.tolist()) <= expected
+    assert len(set(drawn.tolist())) > 1024
+
+
+@pytest.mark.req("G20")
+def test_choices_attempts_and_positions_differ() -> None:
+    logits = np.zeros((1, 1000), dtype=np.float32)
+    state = SamplingState(4, 1000)
+    for row in range(4):
+        attempt = 1 if row == 3 else 0
+        state.attach(row, SamplingParams(attempt=attempt), [1], 1, seed=5, choice=row % 3)
+    rows = np.arange(4, dtype=np.int32)
+    ids = [
+        StepSampler(state, rows, np.full(4, position, dtype=np.int32))(np.repeat(logits, 4, axis=0), None).ids
+        for position in (7, 8)
+    ]
+    assert len({*ids[0].tolist(), *ids[1].tolist()}) == 8
+
+
+@pytest.mark.req("R29")
+def test_logprobs_are_the_models_own() -> None:
+    logits = random_logits(3, seed=4)
+    params = [
+        SamplingParams(temperature=0.1, top_k=1, logprobs=2),
+        SamplingParams(temperature=0),
+        SamplingParams(logprobs=0),
+    ]
+    sampled = sample(logits, params)
+    expected = np.log(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True))
+    for i in range(3):
+        assert sampled.extras["logprob"][i] == pytest.approx(expected[i, sampled.ids[i]], abs=1e-5)
+        best = np.argsort(-expected[i])[:2]
+        assert sampled.extras["top_ids"][i].tolist() == best.tolist()
+        assert sampled.extras["top_logprobs"][i] == pytest.approx(expected[i, best], abs=1e-5)
+    assert sample(logits, [SamplingParams(temperature=0)] * 3).extras == {}
+
+
+def test_masks_bind_every_kind_of_row() -> None:
+    logits = random_logits(4, seed=8)
+    mask = np.zeros((4, VOCAB), dtype=bool)
+    mask[:, [5, 11]] = True
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(typical_p=0.5)]
+    for position in range(50):
+        assert set(sample(logits, params, mask=mask, position=position).ids.tolist()) <= {5, 11}
+
+
+def test_rows_without_a_finite_logit_are_bad_and_alone_in_it() -> None:
+    logits = random_logits(5, seed=8)
+    logits[0, 3] = np.nan
+    logits[1] = -np.inf
+    logits[2, 7] = np.inf
+    params = [SamplingParams(temperature=t) for t in (0, 1, 1, 1, 0)]
+    ids = sample(logits, params).ids
+    assert ids[:3].tolist() == [BAD_ROW] * 3
+    assert ids[3] >= 0
+    assert ids[4] == logits[4].argmax()
+    nothing_left = SamplingParams(temperature=1, banned_token_ids=tuple(range(VOCAB)))
+    assert sample(logits[4:], [nothing_left]).ids.tolist() == [BAD_ROW]
+    greedy = [SamplingParams(temperature=0)] * 5
+    assert sample(logits, greedy).ids[:3].tolist() == [BAD_ROW] * 3
+
+
+def test_greedy_rows_cost_nothing_but_the_largest_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("greedy rows need none of this")
+
+    for name in ("_edited", "_sample", "_logprobs"):
+        monkeypatch.setattr(StepSampler, name, never)
+    logits = random_logits(8)
+    assert (sample(logits, [SamplingParams(temperature=0)] * 8).ids == logits.argmax(axis=1)).all()
