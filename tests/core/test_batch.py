@@ -20,7 +20,7 @@ def arrays(**changes: object) -> dict[str, object]:
     ("changes", "saying"),
     [
         ({"token": np.array([], dtype=np.int32)}, "at least one token"),
-        ({"pos": np.array([0], dtype=np.int32)}, "pos has 1 entries for 2 tokens"),
+        ({"pos": np.array([0], dtype=np.int32)}, "2 tokens, but 1 positions"),
         ({"pos": np.array([0, -1], dtype=np.int32)}, "position -1 is negative"),
         ({"seq_ids": np.array([0, 0], dtype=np.int32)}, "seq_ids has 1 dimensions of int32, not 2"),
         ({"seq_ids": np.zeros((2, 0), dtype=np.int32)}, "shape"),

@@ -100,7 +100,7 @@ def measure(num_running: int, depth: int, num_steps: int) -> tuple[float, float]
 
 def dict_set_get_s() -> float:
     """Seconds for one dict set + get: the yardstick."""
-    return min(timeit.repeat("d[k] = k; d[k]", "d = {}; k = 12345", number=200_000, repeat=3)) / 200_000
+    return statistics.median(timeit.repeat("d[k] = k; d[k]", "d = {}; k = 12345", number=200_000, repeat=3)) / 200_000
 
 
 def run(sizes: Sequence[int], depths: Sequence[int], num_rounds: int, num_steps: int, *, quiet: bool = False) -> Report:

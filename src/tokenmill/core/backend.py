@@ -217,6 +217,6 @@ def greedy(logits: FloatArray, mask: Mask | None) -> Sampled:
     """The `Sampler` of numpy backends when a request asks for none: the largest logit."""
     allowed = logits if mask is None else np.where(unpack_mask(mask, logits.shape[1]), logits, np.float32(-np.inf))
     ids = allowed.argmax(axis=1).astype(np.int32)
-    best = np.take_along_axis(allowed, ids[:, None], axis=1)[:, 0]
-    ids[~np.isfinite(best) | np.isnan(logits).any(axis=1)] = BAD_ROW
+    best = allowed[np.arange(len(ids)), ids]
+    ids[~np.isfinite(best)] = BAD_ROW  # a NaN is larger than everything to argmax
     return Sampled(ids)

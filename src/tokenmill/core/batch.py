@@ -68,10 +68,9 @@ class Batch:
             raise InvalidBatch("a batch must hold at least one token")
         if self.seq_ids.shape[1] == 0:
             raise InvalidBatch(f"seq_ids must have shape [tokens, width], not {self.seq_ids.shape}")
-        lengths = {"pos": len(self.pos), "seq_ids": len(self.seq_ids), "output": len(self.output)}
-        for name, length in lengths.items():
-            if length != n:
-                raise InvalidBatch(f"{name} has {length} entries for {n} tokens")
+        if not len(self.pos) == len(self.seq_ids) == len(self.output) == n:
+            lengths = f"{len(self.pos)} positions, {len(self.seq_ids)} seq_ids and {len(self.output)} outputs"
+            raise InvalidBatch(f"{n} tokens, but {lengths}")
         if self.pos.min() < 0:
             raise InvalidBatch(f"position {self.pos.min()} is negative")
         if self.output.max() > (Output.LOGITS | Output.HIDDEN):

@@ -31,8 +31,6 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
         all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
         counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
         sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
-    ends = np.zeros_like(rows.num_computed)
-    ends[all_rows] = rows.num_computed[all_rows] + counts
     return StepPlan(
         tick=tick,
         batch=batch,
@@ -41,7 +39,7 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
         counts=counts,
         sampled_rows=sampled,
         sampled_leases=rows.lease[sampled],
-        positions=ends[sampled],
+        positions=rows.num_tokens[sampled] + rows.pending[sampled],
         num_decode=len(decodes),
         attention=draft.attention,
     )

@@ -383,7 +383,7 @@ class Scheduler:
         none: Iterable[TokenLogprobs | None] = itertools.repeat(None)
         logprobs = self._logprobs(rows, sampled, still) if sampled.extras else none
         may_end = ((self.rows.num_tokens[rows] >= self.rows.limit[rows]) | (ids == BAD_ROW)).tolist()
-        requests, new = self.rows.requests, tuple.__new__
+        requests, append, new = self.rows.requests, self._outputs.append, tuple.__new__
         running = [requests[row] for row in rows.tolist()]
         # The one loop over all rows that a decode step has: every look-up in it shows in `tokenmill bench engine`.
         for request, token, ends, logprob in zip(running, ids.tolist(), may_end, logprobs, strict=False):
@@ -392,7 +392,7 @@ class Scheduler:
             if ends or token in request.stop_ids:
                 self._end_if_complete(request, token, logprob)
             else:
-                self._outputs.append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
+                append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
         if self.sampling.has_rules[rows].any():
             self._advance_rules(rows, ids)
 
