@@ -4,6 +4,7 @@
     ├── ConfigError             a setting or argument is wrong; nothing was started
     ├── ModelNotFound           no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
+    │   └── TokenizeFailed      a text can't be turned into tokens
     ├── RequestFailed           a request ended otherwise than by being complete
     ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
     ├── EngineDead              the engine failed for good; a supervisor may build a new one
@@ -36,6 +37,10 @@ class ModelNotFound(TokenmillError):
 
 class InvalidRequest(TokenmillError, ValueError):
     """A request asks for something impossible; nothing was run."""
+
+
+class TokenizeFailed(InvalidRequest):
+    """A text can't be turned into tokens."""
 
 
 class RequestFailed(TokenmillError):

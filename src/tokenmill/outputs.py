@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -39,3 +40,39 @@ class GeneratedToken(NamedTuple):
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
+
+
+@dataclass
+class CompletionOutput:
+    """One choice of a request. Under vLLM's names."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it, if one did."""
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A request and what it has said so far. Under vLLM's names."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    finished: bool = False
+    error: str | None = None

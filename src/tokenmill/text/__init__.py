@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizers, incremental detokenising, stop strings."""

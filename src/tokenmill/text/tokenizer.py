@@ -1,0 +1,68 @@
+"""`Tokenizer`: what the engine's callers need of one, and the simplest: a token a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenmill.errors import TokenizeFailed
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Safe to use from several threads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends a generation."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of the text. Special tokens that a user has typed stay text; `add_special` adds BOS and the like."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of the ids; what is no valid UTF-8 becomes U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """Token i is byte i; 256 ends a generation. For the fake model and for tests."""
+
+    EOS = 256
+
+    def __init__(self, vocab_size: int = 257) -> None:
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset({self.EOS}) if self._vocab_size > self.EOS else frozenset()
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:  # noqa: ARG002 (it has none)
+        try:
+            ids = list(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise TokenizeFailed(f"the text is no valid Unicode: {error.reason} at {error.start}") from None
+        outside = next((i for i in ids if i >= self._vocab_size), None)
+        if outside is not None:
+            raise TokenizeFailed(f"byte {outside} is outside this vocabulary of {self._vocab_size}")
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        pieces, run = [], bytearray()
+        for token in ids:
+            if token < 256:
+                run.append(token)
+                continue
+            pieces.append(run.decode("utf-8", errors="replace"))
+            run.clear()
+            if not skip_special:
+                pieces.append(f"<|{token}|>")
+        pieces.append(run.decode("utf-8", errors="replace"))
+        return "".join(pieces)
