@@ -20,6 +20,10 @@ class FinishReason(Enum):
     SHUTDOWN = "shutdown"
 
 
+ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS})
+"""The reasons of a complete answer; all others are failures of some kind."""
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities under the model's own distribution: of the token drawn, and of the likeliest ones."""
 

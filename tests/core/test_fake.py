@@ -1,12 +1,12 @@
 """What is the fake backend's own: its hash, its faults, its cost."""
 
-import sys
 import threading
 
 import numpy as np
 import pytest
 
 from tests.conformance.subjects import naive_fake_rows
+from tests.counting import calls_during
 from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
 from tokenmill.errors import ForwardFailed, OutOfKV
 
@@ -96,18 +96,7 @@ def test_the_bookkeeping_of_a_decode_step_has_no_loop_over_sequences() -> None:
             for seq in range(num_seqs):
                 step.add(4, 3, seq, Output.LOGITS)
             batch = step.build()
-            calls = 0
-
-            def count(frame: object, event: str, arg: object) -> None:
-                nonlocal calls
-                calls += event in ("call", "c_call")
-
-            sys.setprofile(count)
-            try:
-                backend.decode(batch)
-            finally:
-                sys.setprofile(None)
-        return calls
+            return calls_during(lambda: backend.decode(batch))
 
     assert calls_of_one_step(256) == calls_of_one_step(4)
 

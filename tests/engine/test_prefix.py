@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counting import calls_during
 from tests.engine.helpers import alone, assert_clean, make_engine, request, run
 from tokenmill.engine.events import TickEvent
 from tokenmill.engine.prefix import Entry, PrefixIndex
@@ -65,21 +64,6 @@ def test_namespaces_never_match() -> None:
     assert index.match(np.array([1, 2, 3], dtype=np.int32), "old weights").length == 3
     assert index.match(np.array([1, 2, 3], dtype=np.int32), "new weights").length == 0
     assert index.match(np.array([1, 2, 3], dtype=np.int32)).length == 0
-
-
-def calls_during(action: Callable[[], Any]) -> int:
-    calls = 0
-
-    def count(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_a_lookup_among_a_million_tokens_is_no_scan() -> None:

@@ -33,11 +33,10 @@ from tokenmill.errors import (
     InvalidRequest,
     RequestFailed,
 )
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import ENDED_WELL, FinishReason, GeneratedToken
 
 CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR, FinishReason.SHUTDOWN})
 """Why a caller may cancel a request."""
-COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class EngineCore:
             self.step()
         added, self._added = self._added, []
         for request in added:
-            if request.finish_reason not in COMPLETE:
+            if request.finish_reason not in ENDED_WELL:
                 reason = request.finish_reason.value if request.finish_reason else "nothing"
                 raise RequestFailed(f"{request.request_id} ended with {reason}: {request.error}")
         return [request.output for request in added]

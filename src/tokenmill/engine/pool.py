@@ -19,8 +19,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import EventBus, Subscriber
-from tokenmill.engine.request import Request
-from tokenmill.engine.scheduler import check_request
+from tokenmill.engine.request import Request, check_request
 from tokenmill.engine.stats import CoreStats
 from tokenmill.errors import EngineDead, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -62,6 +61,13 @@ class CoreThread:
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         def command(core: EngineCore) -> None:
             core.cancel(request_id, reason)
+
+        self.post(command)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        def command(core: EngineCore) -> None:
+            # The engine may have drawn more tokens, or ended the request, since the stop string was found.
+            core.finish(request_id, keep_tokens)
 
         self.post(command)
 
@@ -247,6 +253,9 @@ class EnginePool:
 
     def cancel(self, core: int, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.cores[core].cancel(request_id, reason)
+
+    def finish(self, core: int, request_id: str, keep_tokens: int) -> None:
+        self.cores[core].finish(request_id, keep_tokens)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Hear the events of all cores, each on its own thread; returns the call that ends it."""

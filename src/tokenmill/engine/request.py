@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenmill.core import IntArray
+from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
@@ -172,6 +172,18 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)} tokens, row {self.row})"
+
+
+def check_request(request: Request, model: ModelInfo, max_model_len: int) -> None:
+    """Raise `InvalidRequest` unless the prompt is the model's and leaves room for a token. Safe on any thread."""
+    longest = min(max_model_len, request.limits.max_context or max_model_len)
+    if request.num_prompt >= longest:
+        raise InvalidRequest(
+            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
+        )
+    prompt = request.token_array()
+    if prompt.max() >= model.vocab_size:
+        raise InvalidRequest(f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}")
 
 
 def _checked_array(request_id: str, tokens: list[int]) -> IntArray:

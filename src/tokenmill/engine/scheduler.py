@@ -25,7 +25,7 @@ from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.policies import Order
 from tokenmill.engine.prefix import Match
 from tokenmill.engine.queue import Deadlines, WaitingQueue
-from tokenmill.engine.request import NO_ROW, Request
+from tokenmill.engine.request import NO_ROW, Request, check_request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
@@ -440,15 +440,3 @@ class Scheduler:
             if request is not None:
                 self._events.phase(request, Phase.DECODE, self.tick)
         self.rows.awaits_token[rows] = False
-
-
-def check_request(request: Request, model: ModelInfo, max_model_len: int) -> None:
-    """Raise `InvalidRequest` unless the prompt is the model's and leaves room for a token. Safe on any thread."""
-    longest = min(max_model_len, request.limits.max_context or max_model_len)
-    if request.num_prompt >= longest:
-        raise InvalidRequest(
-            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
-        )
-    prompt = request.token_array()
-    if prompt.max() >= model.vocab_size:
-        raise InvalidRequest(f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}")

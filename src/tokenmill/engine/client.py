@@ -1,0 +1,113 @@
+"""`EngineClient`: the same verbs whether the engine runs in the caller's thread or on threads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.pool import EnginePool, Sink
+from tokenmill.engine.request import Request
+from tokenmill.engine.stats import CoreStats
+from tokenmill.outputs import FinishReason, GeneratedToken
+
+
+class EngineClient(Protocol):
+    """What entry points ask of an engine. Tokens and the one ending of each request come through its sink."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Start a request; `InvalidRequest` if it can never run."""
+        ...
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; its sink hears it."""
+        ...
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        """A stop string was found: end the request and keep so many of its generated tokens."""
+        ...
+
+    def stats(self) -> list[CoreStats | None]: ...
+
+    def close(self) -> None: ...
+
+
+class InlineClient:
+    """The engine in the caller's thread: it moves only while somebody calls `run`."""
+
+    def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits) -> None:
+        self.core = EngineCore(model.new_backend(limits), model.info, config)
+        self._sinks: dict[str, Sink] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.core.max_model_len
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self.core.add(request)
+        self._sinks[request.request_id] = sink
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self.core.cancel(request_id, reason)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self.core.finish(request_id, keep_tokens)
+
+    def stats(self) -> list[CoreStats | None]:
+        return [self.core.stats()]
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        """Step until `is_done` or until there is nothing left to do."""
+        while not is_done() and self.core.has_work:
+            self._dispatch(self.core.step())
+
+    def close(self) -> None:
+        self._dispatch(self.core.close())
+
+    def _dispatch(self, outputs: list[GeneratedToken]) -> None:
+        for output in outputs:
+            sink = self._sinks.pop(output.request_id) if output.is_finished else self._sinks[output.request_id]
+            sink(output)
+
+
+class ThreadClient:
+    """The engine on threads of its own, one a core. Sinks are called there and must not block."""
+
+    def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, *, num_cores: int = 1) -> None:
+        self.pool = EnginePool(model, config, limits, num_cores=num_cores)
+        self._core_of: dict[str, int] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.pool.cores[0].core.max_model_len
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        def hear(output: GeneratedToken) -> None:
+            if output.is_finished:
+                self._core_of.pop(output.request_id, None)
+            sink(output)
+
+        core = self.pool.submit(request, hear)
+        if not request.is_finished:
+            self._core_of[request.request_id] = core
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        core = self._core_of.get(request_id)
+        if core is not None:
+            self.pool.cancel(core, request_id, reason)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        core = self._core_of.get(request_id)
+        if core is not None:
+            self.pool.finish(core, request_id, keep_tokens)
+
+    def stats(self) -> list[CoreStats | None]:
+        return self.pool.stats()
+
+    def close(self) -> None:
+        self.pool.close()

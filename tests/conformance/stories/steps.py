@@ -1,0 +1,130 @@
+"""Steps and sampling: order, depth, rows, masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.story import SMALL, fresh, prefill, proves, refused, rows_of, same
+from tests.conformance.subjects import Subject
+from tokenmill.core import (
+    BAD_ROW,
+    BatchBuilder,
+    Output,
+    Sampled,
+    SampleRows,
+    last_sampled,
+    pack_mask,
+)
+from tokenmill.errors import (
+    BackendClosed,
+    InvalidOperation,
+)
+
+
+@proves("R48")
+def steps_run_on_one_stream_in_order(subject: Subject) -> None:
+    for depth in (0, 1):
+        with subject.make(replace(SMALL, depth=depth)) as backend:
+            if backend.capabilities.depth != depth:
+                continue
+            steps = [backend.forward(BatchBuilder().add(1 + p, p, 0, Output.LOGITS).build()) for p in range(depth + 1)]
+            with refused(InvalidOperation, "collect one first"):
+                backend.forward(BatchBuilder().add(9, depth + 1, 0).build())
+            assert backend.kv.seq_pos_max(0) == depth
+            if depth:
+                with refused(InvalidOperation, "in the order"):
+                    backend.collect(steps[1])
+            for p, step in enumerate(steps):
+                assert same(subject, backend.collect(step).logits[0], fresh(subject, list(range(1, 2 + p))))
+                backend.collect(step)
+
+
+@proves("R48")
+def a_step_can_name_the_token_of_the_one_before(subject: Subject) -> None:
+    with subject.make(replace(SMALL, depth=1)) as backend:
+        if backend.capabilities.depth == 0:
+            return
+        prompt = backend.forward(BatchBuilder().add_run([1, 2, 3], 0, 5).build())
+        first = backend.sample(prompt, rows_of((0, 4)))
+        follow = backend.forward(BatchBuilder().add(last_sampled(4), 3, 5, Output.LOGITS).build())
+        token = int(backend.collect(first).ids[0])
+        assert token == fresh(subject, [1, 2, 3]).argmax()
+        assert same(subject, backend.collect(follow).logits[0], fresh(subject, [1, 2, 3, token]))
+
+
+def second_best(logits: Any, mask: Any | None) -> Sampled:
+    ids = np.asarray(logits).argsort(axis=1)[:, -2]
+    return Sampled(ids.astype(np.int32), {"asked": np.arange(len(ids))})
+
+
+@proves("R20")
+def sampling_takes_masks_and_samplers_row_by_row(subject: Subject) -> None:
+    prompts = {0: [1, 2, 3], 1: [4, 5], 2: [6]}
+    expected = [fresh(subject, tokens) for tokens in prompts.values()]
+    builder = BatchBuilder()
+    for seq, tokens in prompts.items():
+        builder.add_run(tokens, 0, seq)
+    allowed = np.zeros((2, SMALL.vocab_size), dtype=bool)
+    allowed[0, [7, 33]] = True
+    allowed[1, [8, 20]] = True
+    with subject.make(SMALL) as backend:
+        step = backend.forward(builder.build())
+        masked = backend.sample(step, rows_of((2, 4), (0, 5)), pack_mask(allowed))
+        own = backend.sample(step, rows_of((1, 0), sampler=second_best))
+        ids = backend.collect(masked).ids
+        assert ids[0] == max((7, 33), key=lambda token: expected[2][token])
+        assert ids[1] == max((8, 20), key=lambda token: expected[0][token])
+        sampled = backend.collect(own)
+        assert sampled.ids[0] == expected[1].argsort()[-2]
+        assert sampled.extras["asked"].tolist() == [0]
+        follow = BatchBuilder().add(last_sampled(4), 1, 2, Output.LOGITS).build()
+        assert same(subject, backend.decode(follow).logits[0], fresh(subject, [6, int(ids[0])]))
+
+
+@proves("R20")
+def wrong_rows_and_masks_are_refused(subject: Subject) -> None:
+    with subject.make(SMALL) as backend, subject.make(SMALL) as stranger:
+        step = backend.forward(BatchBuilder().add_run([1, 2, 3], 0, 0).build())
+        one = np.ones((1, SMALL.vocab_size), dtype=bool)
+        for rows in (rows_of((1, 0)), rows_of((-1, 0)), rows_of((0, 8)), rows_of((0, -1)), rows_of((0, 3), (0, 3))):
+            with refused(InvalidOperation):
+                backend.sample(step, rows)
+        with refused(InvalidOperation, "token table"):
+            backend.sample(step, SampleRows(np.zeros(1, dtype=np.int32), np.zeros(3, dtype=np.int32)))
+        with refused(InvalidOperation, "mask"):
+            backend.sample(step, rows_of((0, 0), (0, 1)), pack_mask(one))
+        with refused(InvalidOperation, "no handle of this backend"):
+            stranger.sample(step, rows_of((0, 0)))
+        none_allowed = backend.sample(step, rows_of((0, 0)), pack_mask(~one))
+        assert backend.collect(none_allowed).ids[0] == BAD_ROW
+        with refused(InvalidOperation, "no handle of this backend"):
+            stranger.collect(step)
+        with refused(InvalidOperation, "before it is collected"):
+            backend.sample(step, rows_of((0, 0)))
+
+
+@proves("R48")
+def a_step_is_sampled_before_the_next_forward(subject: Subject) -> None:
+    with subject.make(replace(SMALL, depth=1)) as backend:
+        if backend.capabilities.depth == 0:
+            return
+        first = backend.forward(BatchBuilder().add(1, 0, 0, Output.LOGITS).build())
+        second = backend.forward(BatchBuilder().add(2, 1, 0, Output.LOGITS).build())
+        with refused(InvalidOperation, "before the next forward"):
+            backend.sample(first, rows_of((0, 0)))
+        backend.collect(first)
+        backend.collect(second)
+
+
+@proves("R20")
+def closing_is_final_and_can_be_repeated(subject: Subject) -> None:
+    backend = subject.make(SMALL)
+    prefill(backend, [1])
+    backend.close()
+    backend.close()
+    batch = BatchBuilder().add(2, 1, 0).build()
+    with refused(BackendClosed):
+        backend.forward(batch)
