@@ -252,11 +252,18 @@ class Machine:
         assert got == expected, f"{what}: expected {expected}, got {got}"
         self.check()
 
+    def check_cells(self, seq: int, stored: Cells) -> None:
+        cells = self.spec.cells_of(seq)
+        expected = list(zip(self.token_of_cell[cells].tolist(), self.spec.pos[cells].tolist(), strict=True))
+        assert stored == expected, f"sequence {seq} has {stored} stored, specification says {expected}"
+
     def check(self) -> None:
         for seq in range(self.config.max_seqs):
             got = (self.kv.seq_pos_min(seq), self.kv.seq_pos_max(seq))
             expected = (self.spec.seq_pos_min(seq), self.spec.seq_pos_max(seq))
             assert got == expected, f"sequence {seq} holds {got}, specification says {expected}"
+            if self.subject.peek is not None:
+                self.check_cells(seq, self.subject.peek(self.backend, seq))
         assert self.kv.free() == self.spec.free(), f"{self.kv.free()} cells free, specification: {self.spec.free()}"
         assert self.kv.stats() == self.spec.stats()
         check_integrity = getattr(self.kv, "check_integrity", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ class Subject:
     oracle: Oracle
     hidden_oracle: Oracle
     tolerance: float = 0.0
+    peek: Callable[[Any, int], Cells] | None = None
+    """Read a sequence's cells out of the backend's own storage, where that can be done."""
     can_fail: bool = False
     """Takes `Fault`s, as the fake backend does."""
 
@@ -59,6 +62,15 @@ def fake_hidden_oracle(config: FakeConfig, layers: list[Cells]) -> NDArray[np.fl
     return naive_fake_rows(config, layers, config.hidden_size, salt=2)
 
 
+def peek_into_fake(backend: FakeBackend, seq: int) -> Cells:
+    """What the fake backend has stored for a sequence, as it will be once pending shifts are done."""
+    storage, slots = backend._storage, backend.kv.tables.slots_of(seq)
+    pos = storage.pos.copy()
+    for shifted, delta in backend.kv._shifts:
+        pos[shifted] += delta
+    return list(zip(storage.token[slots].tolist(), pos[slots].tolist(), strict=True))
+
+
 SUBJECTS = [
-    Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, can_fail=True),
+    Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, peek=peek_into_fake, can_fail=True),
 ]
