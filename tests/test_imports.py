@@ -31,8 +31,12 @@ def test_core_imports_numpy_alone(file: Path) -> None:
         assert inside or name.split(".")[0] in ALLOWED, f"{file.name} imports {name}"
 
 
-def test_importing_core_loads_nothing_heavy() -> None:
-    heavy = "torch transformers llama_cpp pydantic fastapi msgspec zmq hypothesis pytest"
-    code = f"import sys, tokenmill.core; print([name for name in '{heavy}'.split() if name in sys.modules])"
+@pytest.mark.parametrize(
+    "module",
+    ["core", "engine.core", "engine.pool", "engine.client", "engine.llm", "engine.async_llm", "sampling.state"],
+)
+def test_importing_the_engine_loads_nothing_heavy(module: str) -> None:
+    heavy = "torch transformers llama_cpp pydantic fastapi msgspec zmq typer hypothesis pytest"
+    code = f"import sys, tokenmill.{module}; print([name for name in '{heavy}'.split() if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

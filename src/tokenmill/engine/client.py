@@ -92,9 +92,9 @@ class ThreadClient:
                 self._core_of.pop(output.request_id, None)
             sink(output)
 
-        core = self.pool.submit(request, hear)
-        if not request.is_finished:
-            self._core_of[request.request_id] = core
+        self._core_of[request.request_id] = self.pool.submit(request, hear)
+        if request.is_finished:  # before we knew where
+            self._core_of.pop(request.request_id, None)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         core = self._core_of.get(request_id)
