@@ -28,6 +28,14 @@ class Tokenizer(Protocol):
         ...
 
 
+def to_utf8(text: str) -> bytes:
+    """The text's bytes; `TokenizeFailed` if it has lone surrogates."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TokenizeFailed(f"the text is no valid Unicode: {error.reason} at {error.start}") from None
+
+
 class ByteTokenizer:
     """Token i is byte i; 256 ends a generation. For the fake model and for tests."""
 
@@ -45,10 +53,7 @@ class ByteTokenizer:
         return frozenset({self.EOS}) if self._vocab_size > self.EOS else frozenset()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:  # noqa: ARG002 (it has none)
-        try:
-            ids = list(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise TokenizeFailed(f"the text is no valid Unicode: {error.reason} at {error.start}") from None
+        ids = list(to_utf8(text))
         outside = next((i for i in ids if i >= self._vocab_size), None)
         if outside is not None:
             raise TokenizeFailed(f"byte {outside} is outside this vocabulary of {self._vocab_size}")
