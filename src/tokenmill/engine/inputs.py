@@ -36,6 +36,8 @@ class Generation:
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty")
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs can't be had yet")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         limits = Limits(
             max_new_tokens=params.max_tokens or max_model_len, min_new_tokens=params.min_tokens, stop_ids=stop_ids

@@ -21,6 +21,8 @@ class HuggingFaceTokenizer:
         self._for_users = RustTokenizer.from_str(tokenizer_json)
         self._for_users.encode_special_tokens = True
         self._for_templates = RustTokenizer.from_str(tokenizer_json)
+        added = self._for_templates.get_added_tokens_decoder()
+        self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._eos_ids = eos_ids
 
     @classmethod
@@ -40,6 +42,11 @@ class HuggingFaceTokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self._for_templates.get_vocab_size())
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text of each special token -> its id."""
+        return self._special_tokens
 
     @property
     def eos_ids(self) -> frozenset[int]:
