@@ -12,6 +12,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.llm import LLM
+from tokenmill.engine.process import ProcessClient
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
@@ -57,6 +58,47 @@ def test_offline_and_online_give_the_same(llm: LLM) -> None:
         assert one.finished
         assert one.usage.completion_tokens == len(one.outputs[0].token_ids)
     assert [output.prompt for output in offline] == prompts
+
+
+@pytest.mark.req("R28", "R32")
+def test_online_over_a_process_gives_the_same(llm: LLM) -> None:
+    prompts = [f"Over there {i}" for i in range(6)]
+    params = SamplingParams(seed=3, max_tokens=20, top_p=0.9)
+
+    async def one(remote: AsyncLLM, prompt: str) -> RequestOutput:
+        async for output in remote.generate(prompt, params):
+            last = output
+        return last
+
+    async def everything() -> list[RequestOutput]:
+        options = {"vocab_size": 258, "max_context": 512, "depth": 1}
+        client = ProcessClient("fake", options, CONFIG, LIMITS)
+        async with AsyncLLM(MODEL, TOKENIZER, client=client) as remote:
+            return list(await asyncio.gather(*(one(remote, prompt) for prompt in prompts)))
+
+    for here, there in zip(llm.generate(prompts, params), asyncio.run(everything()), strict=True):
+        assert here.outputs[0].text == there.outputs[0].text
+        assert here.outputs[0].finish_reason == there.outputs[0].finish_reason
+
+
+@pytest.mark.req("R43", "G1")
+def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
+    async def scene() -> list[str]:
+        async with AsyncLLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+            lazy = llm.generate("lazy", SamplingParams(max_tokens=300, ignore_eos=True))
+            await anext(lazy)
+            texts = []
+            for i in range(8):
+                async for output in llm.generate(f"busy {i}", GREEDY):
+                    last = output
+                texts.append(last.outputs[0].text)
+            async for output in lazy:
+                last = output
+            assert len(last.outputs[0].token_ids) == 300
+            return texts
+
+    with LLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+        assert asyncio.run(scene()) == [llm.generate(f"busy {i}", GREEDY)[0].outputs[0].text for i in range(8)]
 
 
 @pytest.mark.req("R30", "B10")
