@@ -23,9 +23,10 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, RequestEvent, TickEvent
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.outputs import FinishReason
+from tokenmill.params import SamplingParams
 
 
 def timed_engine(
@@ -465,3 +466,23 @@ def test_hints_are_checked() -> None:
     for hints in ({"namespace": []}, {"priority": "high"}, {"key": 7}):
         with pytest.raises(InvalidRequest):
             request("r", (1,), **hints)
+
+
+@pytest.mark.req("R13")
+def test_a_long_prompt_does_not_stall_those_who_wait_for_their_last_token_either() -> None:
+    """At depth 1 a request with penalties decodes in every other step; the ones between are short, too."""
+    fake = {"num_cells": 8192, "max_context": 8000, "max_seqs": 32}
+    engine, _ = timed_engine(1, (0.004, 0.0004, 2e-8), fake, max_num_seqs=8, target_tick_ms=100)
+    ticks = ticks_of(engine)
+    draw = Draw(params=SamplingParams(temperature=0, repetition_penalty=1.2), seed=1)
+    for i in range(4):
+        engine.add(Request(f"d{i}", (i + 50, 1, 1), Limits(max_new_tokens=200), draw=draw))
+    for _ in range(12):
+        engine.step()
+    begin = len(ticks)
+    engine.add(request("long", tuple(i % VOCAB for i in range(4000)), max_new_tokens=1))
+    transcript = Transcript()
+    while "long" not in transcript.reasons:
+        transcript.add(engine.step())
+    assert max(tick.step_s for tick in ticks[begin:]) <= 0.1 * 1.1
+    run(engine, transcript)

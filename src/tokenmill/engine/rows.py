@@ -79,6 +79,7 @@ class RunningRows:
         """Take the row back; returns the sequence it used."""
         row, request.row = request.row, NO_ROW
         self.lease[row] = FREE
+        self.pending[row] = 0
         self.requests[row] = None
         self._free.append(row)
         return int(self.seq[row])

@@ -151,7 +151,7 @@ class Scheduler:
         self._prefill(draft, (owed > 1).nonzero()[0])
         if not draft.preempted:
             self._admit(draft)
-        if not len(draft.decodes):
+        if not self._anyone_decodes(draft):
             self._use_up_budget(draft)
         return self._seal(draft)
 
@@ -239,9 +239,13 @@ class Scheduler:
     def _chunk(self, draft: Draft, request: Request, num_computed: int) -> int:
         """How many tokens the request gets now: within the chunk size, the budget and, beside decodes, the time."""
         count = min(self._most(request, num_computed), self.config.prefill_chunk, draft.budget)
-        if len(draft.decodes):
+        if self._anyone_decodes(draft):
             count = min(count, self.cost.largest_chunk(draft, num_computed, self.config.target_tick_ms / 1000))
         return count
+
+    def _anyone_decodes(self, draft: Draft) -> bool:
+        """In this step, or in the next one: at depth 1 some wait for their last token before they go on."""
+        return bool(len(draft.decodes)) or bool(self.rows.pending.any())
 
     def _keeps_waiting(self, request: Request) -> bool:
         """Is the neighbour it waits for still on its way to the prefix? Spares looking the prefix up in every tick."""
