@@ -12,6 +12,7 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.core import BatchBuilder, DecodeOutput, FakeBackend, FakeConfig, FakeModel, Forward, Sampled, Sampling
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import TickEvent
 from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.outputs import FinishReason, GeneratedToken
 
@@ -137,3 +138,19 @@ def jain(values: Sequence[float]) -> float:
     """Jain's fairness index: 1 when all are equal, 1/n when one has everything."""
     array = np.asarray(values, dtype=float)
     return float(array.sum() ** 2 / (len(array) * (array**2).sum()))
+
+
+def timed_engine(
+    depth: int, seconds: tuple[float, float, float], fake: dict[str, Any], **config: Any
+) -> tuple[EngineCore, SimulatedClock]:
+    clock = SimulatedClock()
+    fake_config = FakeConfig(**{"vocab_size": VOCAB, "depth": depth, "block_size": 16} | fake)
+    backend = TimedBackend(fake_config, clock, seconds)
+    engine = EngineCore(backend, FakeModel(fake_config).info, EngineConfig(**config), clock)
+    return engine, clock
+
+
+def ticks_of(engine: EngineCore) -> list[TickEvent]:
+    ticks: list[TickEvent] = []
+    engine.events.subscribe(lambda event: ticks.append(event) if isinstance(event, TickEvent) else None)
+    return ticks
