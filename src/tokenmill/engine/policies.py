@@ -85,10 +85,6 @@ class Order:
 
         return sorted(requests, key=rank)
 
-    def is_aged(self, request: Request, tick: int) -> bool:
-        """Has it gone without a turn for longer than it should have to?"""
-        return tick - self._last_turn(request) > self._max_wait_ticks
-
     def _last_turn(self, request: Request) -> int:
         """The tick in which a running request last got tokens, or one of a waiting request's class last started."""
         if request.row != NO_ROW:
