@@ -80,3 +80,5 @@ class RequestOutput:
     usage: Usage
     finished: bool = False
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token, None for the first, if they were asked for."""

@@ -82,6 +82,14 @@ def test_the_same_tokens_over_all_clients() -> None:
         with client_of(kind) as client:
             found.append(results(client, requests()))
     assert found[0] == found[1] == found[2]
+    scores = []
+    for kind in KINDS:
+        with client_of(kind) as client:
+            one = request("scored", prompt_logprobs=2)
+            results(client, [one])
+            scores.append(one.prompt_logprobs)
+    assert scores[0] == scores[1] == scores[2]
+    assert len(scores[0]) == 2
     assert all(len(tokens) == 12 for tokens, _ in found[0].values())
 
 

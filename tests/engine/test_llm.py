@@ -160,6 +160,14 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompt: object, 
     assert llm.generate("fine", GREEDY)[0].finished
 
 
+def test_prompt_log_probabilities_come_with_the_output(llm: LLM) -> None:
+    (out,) = llm.generate("hello", SamplingParams(max_tokens=2, prompt_logprobs=3))
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert [len(one.top) for one in out.prompt_logprobs[1:] if one is not None] == [3] * 4
+    assert llm.generate("hello", GREEDY)[0].prompt_logprobs is None
+
+
 def test_one_params_or_one_for_each(llm: LLM) -> None:
     outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2, ignore_eos=True)])
     assert [len(out.outputs[0].token_ids) for out in outs] == [1, 2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from tokenmill.core import Batch, IntArray, Output
-from tokenmill.engine.plan import Draft, StepPlan
+from tokenmill.engine.plan import Draft, PromptScores, StepPlan
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import IntegrityError
 
@@ -24,13 +26,17 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
     """The draft as arrays: decode tokens first, then the chunks. The draft must not be empty."""
     decodes = draft.decodes
     all_rows = sampled = decodes
-    counts = np.ones_like(decodes)
+    counts, logits_rows = np.ones_like(decodes), np.arange(len(decodes), dtype=np.int32)
+    scores: tuple[PromptScores, ...] = ()
     batch = decode_batch(rows, decodes) if len(decodes) else None
     if batch is None or draft.chunks:
-        batch, completed = _with_chunks(rows, batch, draft.chunks)
+        chunks = [_chunk(rows, row, count) for row, count in draft.chunks.items()]
+        batch = _join(batch, chunks)
         all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
         counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
+        completed, completed_logits, scores = _outputs_of(rows, chunks, len(decodes))
         sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
+        logits_rows = np.concatenate([logits_rows, np.array(completed_logits, dtype=np.int32)])
     return StepPlan(
         tick=tick,
         batch=batch,
@@ -38,35 +44,68 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
         leases=rows.lease[all_rows],
         counts=counts,
         sampled_rows=sampled,
+        logits_rows=logits_rows,
         sampled_leases=rows.lease[sampled],
         positions=rows.num_tokens[sampled] + rows.pending[sampled],
         num_decode=len(decodes),
+        scores=scores,
         attention=draft.attention,
     )
 
 
-def _with_chunks(rows: RunningRows, decodes: Batch | None, chunks: dict[int, int]) -> tuple[Batch, list[int]]:
-    """The decode tokens, then the chunks; and the rows whose last known token is among them: they get a new one."""
-    tokens, pos, seqs, output = [], [], [], []
-    completed = []
-    if decodes is not None:
-        tokens, pos, seqs, output = [decodes.token], [decodes.pos], [decodes.seq_ids], [decodes.output]
-    for row, count in chunks.items():
-        request, begin = rows.requests[row], int(rows.num_computed[row])
-        if request is None:
-            raise IntegrityError(f"row {row} has a chunk but no request")
-        tokens.append(np.array(request.tokens[begin : begin + count], dtype=np.int32))
-        pos.append(np.arange(begin, begin + count, dtype=np.int32))
-        seqs.append(np.full((count, 1), rows.seq[row], dtype=np.int32))
-        flags = np.zeros(count, dtype=np.uint8)
-        if begin + count == rows.num_tokens[row]:
-            flags[-1] = Output.LOGITS
-            completed.append(row)
-        output.append(flags)
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive tokens of one row, and what is wanted of them."""
+
+    row: int
+    begin: int
+    batch: Batch
+    num_scored: int
+    """The first so many keep their logits, to score the prompt."""
+    is_last: bool
+    """Its last token is the last one known: a new one is drawn."""
+
+
+def _chunk(rows: RunningRows, row: int, count: int) -> _Chunk:
+    request, begin = rows.requests[row], int(rows.num_computed[row])
+    if request is None:
+        raise IntegrityError(f"row {row} has a chunk but no request")
+    is_last = begin + count == rows.num_tokens[row]
+    num_scored = min(count, request.num_prompt - 1 - begin) if request.wants_scores else 0
+    output = np.zeros(count, dtype=np.uint8)
+    output[: max(num_scored, 0)] = Output.LOGITS
+    if is_last:
+        output[-1] = Output.LOGITS
     batch = Batch(
-        token=np.concatenate(tokens),
-        pos=np.concatenate(pos),
-        seq_ids=np.concatenate(seqs),
-        output=np.concatenate(output),
+        token=np.array(request.tokens[begin : begin + count], dtype=np.int32),
+        pos=np.arange(begin, begin + count, dtype=np.int32),
+        seq_ids=np.full((count, 1), rows.seq[row], dtype=np.int32),
+        output=output,
     )
-    return batch, completed
+    return _Chunk(row, begin, batch, max(num_scored, 0), is_last)
+
+
+def _outputs_of(
+    rows: RunningRows, chunks: list[_Chunk], first_logits: int
+) -> tuple[list[int], list[int], tuple[PromptScores, ...]]:
+    """Where the logits of the chunks lie: rows that get a token, the logits rows they draw from, and the scores."""
+    completed, logits_rows, scores, at = [], [], [], first_logits
+    for chunk in chunks:
+        if chunk.num_scored:
+            logits = slice(at, at + chunk.num_scored)
+            scores.append(PromptScores(chunk.row, int(rows.lease[chunk.row]), chunk.begin, logits))
+        at += int(np.count_nonzero(chunk.batch.output))
+        if chunk.is_last:
+            completed.append(chunk.row)
+            logits_rows.append(at - 1)
+    return completed, logits_rows, tuple(scores)
+
+
+def _join(decodes: Batch | None, chunks: list[_Chunk]) -> Batch:
+    parts = [*([decodes] if decodes is not None else []), *(chunk.batch for chunk in chunks)]
+    return Batch(
+        token=np.concatenate([part.token for part in parts]),
+        pos=np.concatenate([part.pos for part in parts]),
+        seq_ids=np.concatenate([part.seq_ids for part in parts]),
+        output=np.concatenate([part.output for part in parts]),
+    )

@@ -226,7 +226,7 @@ class EngineCore:
                     num_parked=self.kv.num_parked,
                 )
             )
-        self.scheduler.update(plan, sampled)
+        self.scheduler.update(plan, sampled, self._executor.logits(flight.step))
 
     # -- failure ------------------------------------------------------------------------------------------------------
 

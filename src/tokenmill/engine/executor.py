@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.core import Backend, Forward, Sampled, Sampler, SampleRows, Sampling
+from tokenmill.core.backend import FloatArray
 from tokenmill.engine.plan import StepPlan
 from tokenmill.errors import ForwardFailed
 from tokenmill.sampling.state import SamplingState
@@ -36,9 +37,8 @@ class Executor:
         forward = self.backend.forward(plan.batch)
         if not len(plan.sampled_rows):
             return Submitted(plan, forward, None)
-        logits_row = np.arange(len(plan.sampled_rows), dtype=np.int32)
         try:
-            rows = SampleRows(logits_row, plan.sampled_rows, self._sampler(plan))
+            rows = SampleRows(plan.logits_rows, plan.sampled_rows, self._sampler(plan))
             return Submitted(plan, forward, self.backend.sample(forward, rows))
         except Exception as error:
             # The forward has been launched and can't be undone from here.
@@ -58,6 +58,10 @@ class Executor:
             self.backend.collect(step.forward)
             return NOTHING
         return self.backend.collect(step.sampling)
+
+    def logits(self, step: Submitted) -> FloatArray | None:
+        """All logits of a collected step, if its plan has prompts to score."""
+        return self.backend.collect(step.forward).logits if step.plan.scores else None
 
     def close(self) -> None:
         self.backend.close()

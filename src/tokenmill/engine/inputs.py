@@ -36,8 +36,6 @@ class Generation:
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty")
-        if params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs can't be had yet")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         limits = Limits(
             max_new_tokens=params.max_tokens or max_model_len, min_new_tokens=params.min_tokens, stop_ids=stop_ids
@@ -85,6 +83,8 @@ class Generation:
                 del output.logprobs[delta.keep_tokens :]
         if delta.finish_reason not in ENDED_WELL:
             self.output.error = delta.error or output.finish_reason
+        if choice.request.draw.params.prompt_logprobs is not None and choice is self.choices[0]:
+            self.output.prompt_logprobs = [None, *choice.request.prompt_logprobs]
         self.output.finished = all(one.output.finish_reason is not None for one in self.choices)
         self.output.usage = Usage(
             prompt_tokens=len(self.output.prompt_token_ids),

@@ -11,6 +11,17 @@ from tokenmill.core import Batch, IntArray
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """Logits rows of a step that tell what the next tokens of a prompt were worth."""
+
+    row: int
+    lease: int
+    position: int
+    """Of the token that the first of these rows belongs to."""
+    logits: slice
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One batch, with what the scheduler needs to make sense of the result."""
 
@@ -22,12 +33,15 @@ class StepPlan:
     counts: IntArray
     """Tokens of each row."""
     sampled_rows: IntArray
-    """The rows that get a token, in the order of the batch's logits."""
+    """The rows that get a token; the next three arrays go along with it."""
+    logits_rows: IntArray
+    """Which row of the batch's logits each of them draws from."""
     sampled_leases: NDArray[np.int64]
     positions: IntArray
     """Where the new token of each sampled row will stand."""
     num_decode: int
     """Rows that had one token to give; the other tokens are prefill."""
+    scores: tuple[PromptScores, ...]
     attention: float
     """Cells read by all tokens together: what attention costs."""
 

@@ -136,6 +136,7 @@ class ProcessClient:
                     del self._requests[token.request_id]
             if found is not None:
                 found[0].num_cached = message.num_cached
+                found[0].prompt_logprobs = message.prompt_logprobs
                 found[1](token)
         elif isinstance(message, wire.Stats):
             self._questions.pop(message.number).set_result(message.stats)
@@ -209,7 +210,8 @@ class EngineProcess:
             self._mail.post(wire.encode(wire.Token(failed)))
 
     def _tell(self, request: Request, token: GeneratedToken) -> None:
-        self._mail.post(wire.encode(wire.Token(token, request.num_cached)))
+        scores = request.prompt_logprobs if token.is_finished else []
+        self._mail.post(wire.encode(wire.Token(token, request.num_cached, scores)))
 
     def _stop(self) -> None:
         if self._client is not None:

@@ -12,7 +12,7 @@ from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import FinishReason
+from tokenmill.outputs import FinishReason, TokenLogprobs
 from tokenmill.params import SamplingParams
 
 NO_ROW = -1
@@ -97,6 +97,7 @@ class Request:
         "num_cached",
         "num_preemptions",
         "num_prompt",
+        "prompt_logprobs",
         "request_id",
         "row",
         "state",
@@ -134,6 +135,8 @@ class Request:
         self.num_cached = 0
         """Prompt tokens it did not have to compute when it first started."""
         self.num_preemptions = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the second prompt token on, if they were asked for."""
         self.waits_on: Entry | None = None
         """A running neighbour that is computing this request's prefix..."""
         self.waits_until = 0
@@ -151,6 +154,12 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    @property
+    def wants_scores(self) -> bool:
+        """Are log-probabilities of its prompt asked for, and not complete yet? Then it reads no KV of others."""
+        asked = self.draw.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def is_finished(self) -> bool:

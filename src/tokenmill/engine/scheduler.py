@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
 from tokenmill.core import BAD_ROW, IntArray, ModelInfo, Sampled
+from tokenmill.core.backend import FloatArray
 from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
@@ -29,7 +30,11 @@ from tokenmill.engine.request import NO_ROW, Request, check_request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
+
+SCORED_CHUNK = 64
+"""Prompt tokens a step while they are scored: the logits of all of them are kept at once."""
 
 
 class Scheduler:
@@ -190,12 +195,16 @@ class Scheduler:
             free_rows -= 1  # for itself, or kept for it while it waits for its prefix
             if self._keeps_waiting(request):
                 continue
-            match = self.kv.match(request.token_array(), request.hints.namespace)
+            match = self._match(request)
             if self._is_worth_waiting(request, match):
                 continue
             if not self._chunk(draft, request, match.length) or not self._start(draft, request, match, promised):
                 return
             promised += self._cells_beyond(draft, request)
+
+    def _match(self, request: Request) -> Match:
+        """What KV the request could start from; none if its own prompt is to be scored, which takes computing it."""
+        return Match() if request.wants_scores else self.kv.match(request.token_array(), request.hints.namespace)
 
     def _use_up_budget(self, draft: Draft) -> None:
         """Nobody decodes, so nobody is held up: give what is left of the budget to the chunks, first ones first."""
@@ -234,7 +243,8 @@ class Scheduler:
     def _most(self, request: Request, num_computed: int) -> int:
         """What the request can take in one step by itself: all it needs, within its own quota."""
         need = len(request.tokens) - num_computed
-        return min(need, request.limits.max_tokens_per_step or need)
+        most = min(need, SCORED_CHUNK) if request.wants_scores else need
+        return min(most, request.limits.max_tokens_per_step or most)
 
     def _chunk(self, draft: Draft, request: Request, num_computed: int) -> int:
         """How many tokens the request gets now: within the chunk size, the budget and, beside decodes, the time."""
@@ -300,7 +310,12 @@ class Scheduler:
     def _lease(self, request: Request, match: Match) -> tuple[int, int] | None:
         """A sequence for the request, with as much of its prefix as can be had: (sequence, tokens)."""
         source = self.requests.get(request.hints.fork_of or "")
-        if source is not None and source.row != NO_ROW and source.hints.namespace == request.hints.namespace:
+        if (
+            source is not None
+            and not request.wants_scores
+            and source.row != NO_ROW
+            and source.hints.namespace == request.hints.namespace
+        ):
             length = min(int(self.rows.num_computed[source.row]), len(source.tokens), len(request.tokens) - 1)
             if length > match.length and source.tokens[:length] == request.tokens[:length]:
                 seq = self.kv.fork(int(self.rows.seq[source.row]), length)
@@ -379,8 +394,13 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, sampled: Sampled) -> None:
-        """Give the sampled tokens to their requests, and end those that are complete."""
+    def update(self, plan: StepPlan, sampled: Sampled, logits: FloatArray | None = None) -> None:
+        """Give the sampled tokens to their requests, and end those that are complete.
+
+        `logits` are all of the step's, where the plan has prompts to score.
+        """
+        if logits is not None:
+            self._score_prompts(plan, logits)
         rows, ids, still = self.rows.settle(plan, sampled.ids)
         if self.rows.awaits_token[rows].any():
             self._note_first_tokens(rows)
@@ -412,6 +432,17 @@ class Scheduler:
             self.finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
         else:
             self._outputs.append(GeneratedToken(request.request_id, token, logprobs=logprobs))
+
+    def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
+        for scores in plan.scores:
+            request = self.rows.requests[scores.row]
+            if request is None or self.rows.lease[scores.row] != scores.lease:
+                continue
+            rows = logits[scores.logits]
+            known = len(request.prompt_logprobs) - scores.position  # from before it was preempted
+            targets = request.token_array()[scores.position + 1 : scores.position + 1 + len(rows)]
+            count = request.draw.params.prompt_logprobs or 0
+            request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
 
     def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
         for row, token in zip(rows.tolist(), ids.tolist(), strict=True):

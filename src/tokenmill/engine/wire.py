@@ -9,7 +9,7 @@ import msgspec
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
 from tokenmill.engine.request import Draw, Hints, Limits, Request
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
 
 
 class Start(msgspec.Struct, tag=True):
@@ -68,10 +68,11 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Token(msgspec.Struct, tag=True):
-    """A token or the end of a request; with the end, how much of its prompt was there already."""
+    """A token or the end of a request; with the end, what else is to be known of it."""
 
     token: GeneratedToken
     num_cached: int = 0
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Stats(msgspec.Struct, tag=True):
