@@ -158,7 +158,7 @@ def test_a_closed_engine_has_told_everybody() -> None:
 def test_a_bug_in_the_engine_still_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(0)
     engine.step()
-    monkeypatch.setattr(engine.scheduler, "update", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.scheduler.results, "update", lambda *_: 1 / 0)
     monkeypatch.setattr(engine.kv, "release", lambda *_: 1 / 0)
     transcript = run(engine)
     assert set(transcript.reasons) == set(HEALTHY)

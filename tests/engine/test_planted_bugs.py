@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.engine.workload import play, workload
 from tests.planting import PlantedBug, plant
-from tokenmill.engine import kv_manager, plan, prefix, rows, scheduler
+from tokenmill.engine import kv_manager, plan, prefix, results, rows, scheduler
 
 BUGS = [
     PlantedBug("tokens given to a row's next tenant", rows.RunningRows, "settle", "== plan.sampled_leases", "!= -1"),
@@ -46,7 +46,7 @@ BUGS = [
         "matched",
     ),
     PlantedBug("split edge loses its entries", prefix.PrefixIndex, "_split", "dict(node.entries)", "{}"),
-    PlantedBug("stop token before its time", scheduler.Scheduler, "_end_if_complete", "> limits.min_new_tokens", "> 0"),
+    PlantedBug("stop token before its time", results.Results, "_end_if_complete", "> limits.min_new_tokens", "> 0"),
     PlantedBug("cells promised twice", scheduler.Scheduler, "_make_room_before", "draft.cells + cells", "0"),
     PlantedBug("parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked)", "pass"),
     PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length(", "int("),

@@ -136,12 +136,12 @@ class EngineCore:
         except Exception as error:
             self.die(error)
         self.heartbeat = self.events.clock()
-        return self.scheduler.take_outputs()
+        return self.scheduler.results.take()
 
     @property
     def has_work(self) -> bool:
         """Is there anything for `step` to do or to tell?"""
-        return bool(self.scheduler.requests or self._in_flight or self.scheduler.has_outputs)
+        return bool(self.scheduler.requests or self._in_flight or self.scheduler.results)
 
     # -- sequences: the smallest way to use it ------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class EngineCore:
                     num_parked=self.kv.num_parked,
                 )
             )
-        self.scheduler.update(plan, sampled, self._executor.logits(flight.step))
+        self.scheduler.results.update(plan, sampled, self._executor.logits(flight.step))
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class EngineCore:
             self._end_all(FinishReason.SHUTDOWN, "the engine was closed")
             self.closed = True
             self._executor.close()
-        return self.scheduler.take_outputs()
+        return self.scheduler.results.take()
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
         self._in_flight.clear()

@@ -132,7 +132,7 @@ class CoreThread:
             except Exception as error:  # a bug in a command or in the engine: nobody may be left waiting
                 log.exception("engine core %s failed", self._thread.name)
                 self.core.die(error)
-                self._dispatch(self.core.scheduler.take_outputs())
+                self._dispatch(self.core.scheduler.results.take())
             if self.core.failure is not None and not self._restart():
                 return
         self._dispatch(self.core.close())

@@ -8,15 +8,13 @@ whole story.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BAD_ROW, IntArray, ModelInfo, Sampled
-from tokenmill.core.backend import FloatArray
+from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
@@ -27,10 +25,10 @@ from tokenmill.engine.policies import Order
 from tokenmill.engine.prefix import Match
 from tokenmill.engine.queue import Deadlines, WaitingQueue
 from tokenmill.engine.request import NO_ROW, Request, check_request
+from tokenmill.engine.results import Results
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
-from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
 
 SCORED_CHUNK = 64
@@ -58,15 +56,13 @@ class Scheduler:
         self.tick = 0
         self._arrivals = 0
         self._events = events
-        self._outputs: list[GeneratedToken] = []
-        self._ending: set[str] = set()
-        """Requests whose end is among the outputs that nobody has taken yet."""
+        self.results = Results(self.rows, self.sampling, events, self.finish)
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take a request in. One that can't be taken ends at once, with `overload`."""
-        if request.request_id in self.requests or request.request_id in self._ending:
+        if request.request_id in self.requests or self.results.is_ending(request.request_id):
             raise InvalidRequest(f"request {request.request_id} is running already")
         if request.arrival or request.state is not RequestState.WAITING:
             raise InvalidRequest(f"request {request.request_id} has been run before; make a new one")
@@ -106,7 +102,8 @@ class Scheduler:
                 self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
         elif request in self.queue:
             self.queue.remove(request)
-        self._tell_end(request, GeneratedToken(request.request_id, token, reason, error, logprobs))
+        del self.requests[request.request_id]
+        self.results.end(request, GeneratedToken(request.request_id, token, reason, error, logprobs), self.tick)
 
     def abandon_all(self, reason: FinishReason, error: str) -> None:
         """End every request without touching KV, which may be lost: for an engine that dies or closes."""
@@ -116,25 +113,8 @@ class Scheduler:
             elif request in self.queue:
                 self.queue.remove(request)
             if not request.is_finished:
-                self._tell_end(request, GeneratedToken(request.request_id, None, reason, error))
+                self.results.end(request, GeneratedToken(request.request_id, None, reason, error), self.tick)
         self.requests.clear()
-
-    def _tell_end(self, request: Request, end: GeneratedToken) -> None:
-        if end.finish_reason is not None:
-            request.finish(end.finish_reason, end.error)
-        del self.requests[request.request_id]
-        self._ending.add(request.request_id)
-        self._outputs.append(end)
-        self._events.phase(request, Phase.ENDED, self.tick)
-
-    def take_outputs(self) -> list[GeneratedToken]:
-        outputs, self._outputs = self._outputs, []
-        self._ending.clear()
-        return outputs
-
-    @property
-    def has_outputs(self) -> bool:
-        return bool(self._outputs)
 
     def expire(self) -> None:
         """End the requests whose time is up."""
@@ -392,71 +372,7 @@ class Scheduler:
             self._preempt(others[-1])
         return self._seal(draft)
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
-    def update(self, plan: StepPlan, sampled: Sampled, logits: FloatArray | None = None) -> None:
-        """Give the sampled tokens to their requests, and end those that are complete.
-
-        `logits` are all of the step's, where the plan has prompts to score.
-        """
-        if logits is not None:
-            self._score_prompts(plan, logits)
-        rows, ids, still = self.rows.settle(plan, sampled.ids)
-        if self.rows.awaits_token[rows].any():
-            self._note_first_tokens(rows)
-        none: Iterable[TokenLogprobs | None] = itertools.repeat(None)
-        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else none
-        may_end = ((self.rows.num_tokens[rows] >= self.rows.limit[rows]) | (ids == BAD_ROW)).tolist()
-        requests, append, new = self.rows.requests, self._outputs.append, tuple.__new__
-        running = [requests[row] for row in rows.tolist()]
-        # The one loop over all rows that a decode step has: every look-up in it shows in `tokenmill bench engine`.
-        for request, token, ends, logprob in zip(running, ids.tolist(), may_end, logprobs, strict=False):
-            assert request is not None  # settle leaves out rows without
-            request.tokens.append(token)
-            if ends or token in request.stop_ids:
-                self._end_if_complete(request, token, logprob)
-            else:
-                append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
-        if self.sampling.has_rules[rows].any():
-            self._advance_rules(rows, ids)
-
-    def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
-        """The token may be the request's last one: a stop token, the last that fits, or none at all."""
-        limits = request.limits
-        if token == BAD_ROW:
-            request.tokens.pop()
-            self.finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
-        elif token in request.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
-            self.finish(request, FinishReason.STOP, token, logprobs=logprobs)
-        elif len(request.tokens) >= self.rows.limit[request.row]:
-            self.finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
-        else:
-            self._outputs.append(GeneratedToken(request.request_id, token, logprobs=logprobs))
-
-    def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
-        for scores in plan.scores:
-            request = self.rows.requests[scores.row]
-            if request is None or self.rows.lease[scores.row] != scores.lease:
-                continue
-            rows = logits[scores.logits]
-            known = len(request.prompt_logprobs) - scores.position  # from before it was preempted
-            targets = request.token_array()[scores.position + 1 : scores.position + 1 + len(rows)]
-            count = request.draw.params.prompt_logprobs or 0
-            request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
-
-    def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
-        for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-            if self.sampling.has_rules[row] and self.rows.requests[row] is not None:
-                self.sampling.advance(row, token)
-
-    def _logprobs(self, rows: IntArray, sampled: Sampled, still: NDArray[np.bool_]) -> list[TokenLogprobs | None]:
-        """The log-probabilities of the rows that asked for them, None for the others."""
-        chosen, top_ids, top = (sampled.extras[name][still] for name in ("logprob", "top_ids", "top_logprobs"))
-        found: list[TokenLogprobs | None] = []
-        for i, count in enumerate(self.sampling.num_logprobs[rows].tolist()):
-            likeliest = zip(top_ids[i, : max(count, 0)].tolist(), top[i, : max(count, 0)].tolist(), strict=True)
-            found.append(TokenLogprobs(float(chosen[i]), tuple(likeliest)) if count >= 0 else None)
-        return found
+    # -- steps that did not happen ------------------------------------------------------------------------------------
 
     def undo(self, plan: StepPlan) -> None:
         """The step could not be submitted: its tokens are to be computed again."""
@@ -468,10 +384,3 @@ class Scheduler:
             self.rows.num_computed[request.row] = self.kv.length(int(self.rows.seq[request.row]))
             self.rows.pending[request.row] = 0
         self.kv.resync()
-
-    def _note_first_tokens(self, rows: IntArray) -> None:
-        for row in rows[self.rows.awaits_token[rows]]:
-            request = self.rows.requests[row]
-            if request is not None:
-                self._events.phase(request, Phase.DECODE, self.tick)
-        self.rows.awaits_token[rows] = False

@@ -1,0 +1,138 @@
+"""`Results`: from what a step drew to what callers are told. The other half of the scheduler's tick."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.core import BAD_ROW, IntArray, Sampled
+from tokenmill.core.backend import FloatArray
+from tokenmill.engine.events import EventBus, Phase
+from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.request import Request
+from tokenmill.engine.rows import RunningRows
+from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.sampling.scores import score
+from tokenmill.sampling.state import SamplingState
+
+
+class Finish(Protocol):
+    """Ends a request and gives back what it held: the scheduler's part."""
+
+    def __call__(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token: int | None = None,
+        error: str | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None: ...
+
+
+class Results:
+    """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
+
+    def __init__(self, rows: RunningRows, sampling: SamplingState, events: EventBus, finish: Finish) -> None:
+        self._rows = rows
+        self._sampling = sampling
+        self._events = events
+        self._finish = finish
+        self._outputs: list[GeneratedToken] = []
+        self._ending: set[str] = set()
+        """Requests whose end is among the outputs that nobody has taken yet."""
+
+    def take(self) -> list[GeneratedToken]:
+        """What is to be told, once."""
+        outputs, self._outputs = self._outputs, []
+        self._ending.clear()
+        return outputs
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def is_ending(self, request_id: str) -> bool:
+        """Has the request ended, but nobody has been told?"""
+        return request_id in self._ending
+
+    def end(self, request: Request, end: GeneratedToken, tick: int) -> None:
+        """The request is over: mark it, and tell it with everything else."""
+        if end.finish_reason is not None:
+            request.finish(end.finish_reason, end.error)
+        self._ending.add(request.request_id)
+        self._outputs.append(end)
+        self._events.phase(request, Phase.ENDED, tick)
+
+    def update(self, plan: StepPlan, sampled: Sampled, logits: FloatArray | None = None) -> None:
+        """Give the sampled tokens to their requests, and end those that are complete.
+
+        `logits` are all of the step's, where the plan has prompts to score.
+        """
+        if logits is not None:
+            self._score_prompts(plan, logits)
+        rows, ids, still = self._rows.settle(plan, sampled.ids)
+        if self._rows.awaits_token[rows].any():
+            self._note_first_tokens(rows, plan.tick)
+        none: Iterable[TokenLogprobs | None] = itertools.repeat(None)
+        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else none
+        may_end = ((self._rows.num_tokens[rows] >= self._rows.limit[rows]) | (ids == BAD_ROW)).tolist()
+        requests, append, new = self._rows.requests, self._outputs.append, tuple.__new__
+        running = [requests[row] for row in rows.tolist()]
+        # The one loop over all rows that a decode step has: every look-up in it shows in `tokenmill bench engine`.
+        for request, token, ends, logprob in zip(running, ids.tolist(), may_end, logprobs, strict=False):
+            assert request is not None  # settle leaves out rows without
+            request.tokens.append(token)
+            if ends or token in request.stop_ids:
+                self._end_if_complete(request, token, logprob)
+            else:
+                append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
+        if self._sampling.has_rules[rows].any():
+            self._advance_rules(rows, ids)
+
+    def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        """The token may be the request's last one: a stop token, the last that fits, or none at all."""
+        limits = request.limits
+        if token == BAD_ROW:
+            request.tokens.pop()
+            self._finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
+        elif token in request.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
+            self._finish(request, FinishReason.STOP, token, logprobs=logprobs)
+        elif len(request.tokens) >= self._rows.limit[request.row]:
+            self._finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
+        else:
+            self._outputs.append(GeneratedToken(request.request_id, token, logprobs=logprobs))
+
+    def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
+        for scores in plan.scores:
+            request = self._rows.requests[scores.row]
+            if request is None or self._rows.lease[scores.row] != scores.lease:
+                continue
+            rows = logits[scores.logits]
+            known = len(request.prompt_logprobs) - scores.position  # from before it was preempted
+            targets = request.token_array()[scores.position + 1 : scores.position + 1 + len(rows)]
+            count = request.draw.params.prompt_logprobs or 0
+            request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
+
+    def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
+        for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+            if self._sampling.has_rules[row] and self._rows.requests[row] is not None:
+                self._sampling.advance(row, token)
+
+    def _logprobs(self, rows: IntArray, sampled: Sampled, still: NDArray[np.bool_]) -> list[TokenLogprobs | None]:
+        """The log-probabilities of the rows that asked for them, None for the others."""
+        chosen, top_ids, top = (sampled.extras[name][still] for name in ("logprob", "top_ids", "top_logprobs"))
+        found: list[TokenLogprobs | None] = []
+        for i, count in enumerate(self._sampling.num_logprobs[rows].tolist()):
+            likeliest = zip(top_ids[i, : max(count, 0)].tolist(), top[i, : max(count, 0)].tolist(), strict=True)
+            found.append(TokenLogprobs(float(chosen[i]), tuple(likeliest)) if count >= 0 else None)
+        return found
+
+    def _note_first_tokens(self, rows: IntArray, tick: int) -> None:
+        for row in rows[self._rows.awaits_token[rows]]:
+            request = self._rows.requests[row]
+            if request is not None:
+                self._events.phase(request, Phase.DECODE, tick)
+        self._rows.awaits_token[rows] = False
