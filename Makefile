@@ -13,7 +13,7 @@ help:  ## show this list
 $(VENV)/.base: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
-	@echo "setting up $(VENV): torch and numpy, about a minute"
+	@echo "setting up $(VENV): torch and what the engine needs, about a minute"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -e .
 	@touch $@

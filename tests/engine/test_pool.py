@@ -240,3 +240,17 @@ def test_a_flood_of_commands_does_not_keep_the_core_from_stepping() -> None:
         pool.submit(request("r", (1,), max_new_tokens=20), listener)
         assert listener.result() == (alone((1,), 20), FinishReason.LENGTH)
         flooding = False
+
+
+@pytest.mark.req("G5")
+def test_a_wrong_verb_is_its_callers_mistake_and_nobody_elses() -> None:
+    with make_pool(num_cores=1) as pool:
+        good, bad = Listener(), Listener()
+        pool.submit(request("good", (1,), max_new_tokens=200), good)
+        core = pool.submit(request("bad", (2,), max_new_tokens=200), bad)
+        with pytest.raises(InvalidRequest, match="cancelled with stop"):
+            pool.cancel(core, "good", FinishReason.STOP)
+        pool.finish(core, "bad", keep_tokens=10_000)
+        assert bad.result()[1] in (FinishReason.ERROR, FinishReason.LENGTH)
+        assert good.result() == (alone((1,), 200), FinishReason.LENGTH)
+        assert pool.cores[0].num_restarts == 0

@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from tokenmill.config import EngineConfig
@@ -106,7 +105,5 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -1,6 +1,6 @@
 """`EngineCore`: scheduler, executor and one KV memory, owned by one thread.
 
-    add / cancel ──> Scheduler ──StepPlan──> Executor ──ids──> Scheduler ──> GeneratedToken
+    add / cancel ──> Scheduler ──StepPlan──> Executor ──Sampled──> Results ──> GeneratedToken
 
 At depth 1 a step is submitted before the one before it is collected, so that planning and bookkeeping happen while the
 device computes. A step that fails is undone, and its requests are run alone (`isolation.py`).
@@ -94,8 +94,7 @@ class EngineCore:
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> bool:
         """End a request now, in whatever phase it is; its terminal token comes with the next `step`. Its KV stays."""
-        if reason not in CALLERS_REASONS:
-            raise InvalidRequest(f"a request can't be cancelled with {reason.value}")
+        check_cancel(reason)
         request = self.scheduler.requests.get(request_id)
         if request is not None:
             self.scheduler.finish(request, reason, error=error)
@@ -303,6 +302,12 @@ class EngineCore:
             raise IntegrityError("an idle engine still has rows or waiting requests")
         if self.kv.kv.stats().referenced_cells != self.kv.num_parked_tokens:
             raise IntegrityError("an idle engine holds KV that is not parked")
+
+
+def check_cancel(reason: FinishReason) -> None:
+    """Raise `InvalidRequest` unless a caller may end a request for this reason. Safe on any thread."""
+    if reason not in CALLERS_REASONS:
+        raise InvalidRequest(f"a request can't be cancelled with {reason.value}")
 
 
 def _raise_if_fatal(error: BackendError) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from tokenmill.config import EngineConfig
@@ -105,9 +104,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

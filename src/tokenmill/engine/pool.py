@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
-from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core import EngineCore, check_cancel
 from tokenmill.engine.events import EventBus, Subscriber
 from tokenmill.engine.request import Request, check_request
 from tokenmill.engine.stats import CoreStats
-from tokenmill.errors import EngineDead, TokenmillError
+from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class CoreThread:
         self.post(lambda core: self._add(core, request, sink))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        check_cancel(reason)
+
         def command(core: EngineCore) -> None:
             core.cancel(request_id, reason)
 
@@ -66,8 +68,10 @@ class CoreThread:
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         def command(core: EngineCore) -> None:
-            # The engine may have drawn more tokens, or ended the request, since the stop string was found.
-            core.finish(request_id, keep_tokens)
+            try:
+                core.finish(request_id, keep_tokens)
+            except InvalidRequest as error:  # its caller's mistake, so nobody else's loss
+                core.cancel(request_id, FinishReason.ERROR, str(error))
 
         self.post(command)
 
