@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenmill.backends.loading import open_model
+    from tokenmill.engine.async_llm import AsyncLLM
+    from tokenmill.engine.llm import LLM
+    from tokenmill.params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "open_model"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "open_model"]
 
-_HOME = {"open_model": "tokenmill.backends.loading"}
+_HOME = {
+    "LLM": "tokenmill.engine.llm",
+    "AsyncLLM": "tokenmill.engine.async_llm",
+    "SamplingParams": "tokenmill.params",
+    "open_model": "tokenmill.backends.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

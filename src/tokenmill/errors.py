@@ -2,7 +2,8 @@
 
     TokenmillError
     ├── ConfigError             a setting or argument is wrong; nothing was started
-    ├── ModelNotFound           no model of that name or at that path
+    ├── ModelLoadError          a model is there, but can't be loaded: damaged, incomplete or of an unknown kind
+    │   └── ModelNotFound       no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
     │   └── TokenizeFailed      a text can't be turned into tokens
     ├── RequestFailed           a request ended otherwise than by being complete
@@ -31,7 +32,11 @@ class ConfigError(TokenmillError, ValueError):
     """A setting or argument is wrong; nothing was started."""
 
 
-class ModelNotFound(TokenmillError):
+class ModelLoadError(TokenmillError):
+    """A model is there, but can't be loaded: damaged, incomplete, or of a kind that is not known."""
+
+
+class ModelNotFound(ModelLoadError):
     """No model of that name or at that path."""
 
 

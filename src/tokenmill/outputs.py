@@ -69,6 +69,23 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """An embedding. Under vLLM's names, as the next one."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A text and its embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    usage: Usage
+
+
 @dataclass
 class RequestOutput:
     """A request and what it has said so far. Under vLLM's names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
@@ -13,6 +14,13 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_SEED = (1 << 63) - 1
+
+
+class Pooling(Enum):
+    """How the hidden states of a text become its embedding."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,18 +31,19 @@ CONFIG = EngineConfig(max_num_seqs=8)
 LIMITS = BackendLimits(num_cells=8192)
 
 
-def make(kind: str) -> Any:
-    model = FakeModel(FakeConfig(**OPTIONS))  # type: ignore[arg-type]
+def make(kind: str, depth: int = 1) -> Any:
+    options = {**OPTIONS, "depth": depth}
+    model = FakeModel(FakeConfig(**options))  # type: ignore[arg-type]
     if kind == "inline":
         return InlineClient(model, CONFIG, LIMITS)
     if kind == "thread":
         return ThreadClient(model, CONFIG, LIMITS)
-    return ProcessClient("fake", OPTIONS, CONFIG, LIMITS)
+    return ProcessClient("fake", options, CONFIG, LIMITS)
 
 
 @contextmanager
-def client_of(kind: str) -> Iterator[Any]:
-    client = make(kind)
+def client_of(kind: str, depth: int = 1) -> Iterator[Any]:
+    client = make(kind, depth)
     try:
         yield client
     finally:
@@ -67,7 +68,7 @@ KINDS = ["inline", "thread", "process"]
 
 
 @pytest.mark.req("R32", "G12")
-def test_the_same_tokens_over_all_clients() -> None:
+def test_the_same_tokens_over_all_clients_at_both_depths() -> None:
     def requests() -> list[Request]:
         kinds: list[dict[str, Any]] = [
             {},
@@ -79,9 +80,10 @@ def test_the_same_tokens_over_all_clients() -> None:
 
     found = []
     for kind in KINDS:
-        with client_of(kind) as client:
-            found.append(results(client, requests()))
-    assert found[0] == found[1] == found[2]
+        for depth in (0, 1):
+            with client_of(kind, depth) as client:
+                found.append(results(client, requests()))
+    assert all(one == found[0] for one in found)
     scores = []
     for kind in KINDS:
         with client_of(kind) as client:

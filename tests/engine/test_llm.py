@@ -12,6 +12,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.llm import LLM
+from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.process import ProcessClient
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import RequestOutput
@@ -22,12 +23,13 @@ MODEL = FakeModel(FakeConfig(vocab_size=258, max_context=512, depth=1))
 TOKENIZER = ByteTokenizer(258)
 CONFIG = EngineConfig(max_num_seqs=8)
 LIMITS = BackendLimits(num_cells=2048)
+OPTIONS = EngineOptions(tokenizer=TOKENIZER, config=CONFIG, kv_cache_tokens=2048)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, TOKENIZER, CONFIG, LIMITS) as one:
+    with LLM(MODEL, **OPTIONS) as one:
         yield one
 
 
@@ -40,7 +42,7 @@ def ask(prompts: list[str], params: SamplingParams = GREEDY) -> list[RequestOutp
         return last
 
     async def everything() -> list[RequestOutput]:
-        async with AsyncLLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+        async with AsyncLLM(MODEL, **OPTIONS) as llm:
             return list(await asyncio.gather(*(one(llm, prompt) for prompt in prompts)))
 
     return asyncio.run(everything())
@@ -73,7 +75,7 @@ def test_online_over_a_process_gives_the_same(llm: LLM) -> None:
     async def everything() -> list[RequestOutput]:
         options = {"vocab_size": 258, "max_context": 512, "depth": 1}
         client = ProcessClient("fake", options, CONFIG, LIMITS)
-        async with AsyncLLM(MODEL, TOKENIZER, client=client) as remote:
+        async with AsyncLLM(MODEL, tokenizer=TOKENIZER, client=client) as remote:
             return list(await asyncio.gather(*(one(remote, prompt) for prompt in prompts)))
 
     for here, there in zip(llm.generate(prompts, params), asyncio.run(everything()), strict=True):
@@ -84,7 +86,7 @@ def test_online_over_a_process_gives_the_same(llm: LLM) -> None:
 @pytest.mark.req("R43", "G1")
 def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
     async def scene() -> list[str]:
-        async with AsyncLLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+        async with AsyncLLM(MODEL, **OPTIONS) as llm:
             lazy = llm.generate("lazy", SamplingParams(max_tokens=300, ignore_eos=True))
             await anext(lazy)
             texts = []
@@ -97,7 +99,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
             assert len(last.outputs[0].token_ids) == 300
             return texts
 
-    with LLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+    with LLM(MODEL, **OPTIONS) as llm:
         assert asyncio.run(scene()) == [llm.generate(f"busy {i}", GREEDY)[0].outputs[0].text for i in range(8)]
 
 
@@ -125,7 +127,7 @@ def test_a_stop_string_ends_the_text_and_the_kv_with_it(llm: LLM) -> None:
     assert output.text.startswith(TOKENIZER.decode(output.token_ids))
     log = [*stopped.prompt_token_ids, *output.token_ids, 65]
     follow = llm.generate(log, params)[0]
-    with LLM(MODEL, TOKENIZER, CONFIG, LIMITS) as fresh:
+    with LLM(MODEL, **OPTIONS) as fresh:
         assert follow.outputs[0].token_ids == fresh.generate(log, params)[0].outputs[0].token_ids
     assert follow.usage.cached_tokens >= len(log) - 2
 
@@ -183,7 +185,7 @@ def test_more_prompts_than_a_queue_holds(llm: LLM) -> None:
 
 
 def test_a_closed_llm_says_so() -> None:
-    llm = LLM(MODEL, TOKENIZER, CONFIG, LIMITS)
+    llm = LLM(MODEL, **OPTIONS)
     llm.close()
     with pytest.raises(EngineDead):
         llm.generate("hi")
@@ -192,7 +194,7 @@ def test_a_closed_llm_says_so() -> None:
 @pytest.mark.req("G18")
 def test_leaving_the_loop_cancels_and_others_go_on() -> None:
     async def scene() -> tuple[RequestOutput, int]:
-        async with AsyncLLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+        async with AsyncLLM(MODEL, **OPTIONS) as llm:
             stream = llm.generate("leave", SamplingParams(max_tokens=400, ignore_eos=True))
             async for _ in stream:
                 break
@@ -211,7 +213,7 @@ def test_leaving_the_loop_cancels_and_others_go_on() -> None:
 @pytest.mark.req("G18")
 def test_the_death_of_the_engine_reaches_the_stream_once() -> None:
     async def scene() -> list[RequestOutput]:
-        async with AsyncLLM(MODEL, TOKENIZER, CONFIG, LIMITS) as llm:
+        async with AsyncLLM(MODEL, **OPTIONS) as llm:
             client = llm._client
             core = client.pool.cores[0].core  # type: ignore[attr-defined]
             core._executor.backend.faults.add(Fault(FaultKind.FATAL, after=3))

@@ -141,3 +141,33 @@ def test_templates_are_sandboxed_and_their_errors_told() -> None:
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(InvalidRequest, match="refuses"):
             ChatTemplate(escape, TOKENIZER).encode([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_a_template_rewrites_the_past_the_log_is_cut_where_it_differs(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thinking that is dropped from past turns: after every turn the log is what the template would write now."""
+    template, delta, end = renderer("qwen with thinking off", enable_thinking=False)
+    messages = conversation(random.Random(seed), turns=4)
+    log: list[int] = []
+    kept = []
+    for i in range(0, len(messages), 2):
+        past, new = messages[: max(0, i)], [messages[i]]
+        step = delta.extend(log, past, new, ended_with=end if i else None)
+        kept.append((step.keep, len(log)))
+        log = [*log[: step.keep], *step.ids]
+        assert log == template.encode(messages[: i + 1], enable_thinking=False)
+        if i + 1 < len(messages):
+            log += [*TOKENIZER.encode(messages[i + 1]["content"], add_special=False), end or 0]
+    assert all(0 < keep < length for keep, length in kept[1:])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_consistent_template_only_adds() -> None:
+    _, delta, end = renderer("llama 3")
+    first = delta.extend([], [], [{"role": "user", "content": "a"}], None)
+    assert (first.keep, first.ids) == (0, delta.first_turn([{"role": "user", "content": "a"}]))
+    log = [*first.ids, 5, end or 0]
+    second = delta.extend(log, [], [{"role": "user", "content": "b"}], end)
+    assert (second.keep, second.ids) == (len(log), delta.next_turn([{"role": "user", "content": "b"}], end))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tokenmill.errors import ModelNotFound, TokenizeFailed
+from tokenmill.errors import ModelLoadError, TokenizeFailed
 from tokenmill.text.detok import Detokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer
 
@@ -69,14 +69,14 @@ def test_every_end_of_sequence_id_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json in"):
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json"):
         HuggingFaceTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match="is no tokenizer"):
+    with pytest.raises(ModelLoadError, match="is no tokenizer"):
         HuggingFaceTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text(JSON)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelNotFound, match="is no JSON"):
+    with pytest.raises(ModelLoadError, match="is no JSON"):
         HuggingFaceTokenizer.from_directory(tmp_path)
     with pytest.raises(TokenizeFailed, match="no valid Unicode"):
         TOKENIZER.encode("a\ud800")

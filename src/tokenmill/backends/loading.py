@@ -6,17 +6,39 @@ An opener looks at the name and either gives a handle or None, so a new kind of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from tokenmill.core.backend import ModelHandle
 from tokenmill.core.fake import FakeConfig, FakeModel
 from tokenmill.errors import ConfigError, ModelNotFound
 
+BACKENDS = ("auto", "torch", "llamacpp", "fake")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is to be loaded. What only one kind of model knows is in `extra`."""
+
+    backend: str = "auto"
+    """`auto` takes what suits the model's files."""
+    dtype: str = "auto"
+    """Of weights and activations."""
+    device: str = "auto"
+    """`auto` takes CUDA where there is one."""
+    deterministic: bool = False
+    """The same arithmetic for a token whatever else is in its batch."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {self.backend!r} is not known; known: {', '.join(BACKENDS)}")
+
 
 class Opener(Protocol):
-    """Opens the models of one kind; None means "not mine". Options it does not know are a `ConfigError`."""
+    """Opens the models of one kind; None means "not mine". Extras it does not know are a `ConfigError`."""
 
-    def __call__(self, model: str, **options: Any) -> ModelHandle | None: ...
+    def __call__(self, model: str, options: LoadOptions) -> ModelHandle | None: ...
 
 
 _openers: dict[str, Opener] = {}
@@ -35,19 +57,23 @@ def unregister_opener(kind: str) -> None:
 
 
 def open_model(model: str, **options: Any) -> ModelHandle:
-    """Load a model once; the handle makes a backend for each engine core."""
+    """Load a model once; the handle makes a backend for each engine core. Options: see `LoadOptions`."""
+    known = {one.name for one in fields(LoadOptions)} - {"extra"}
+    chosen = {name: value for name, value in options.items() if name in known}
+    extra = {name: value for name, value in options.items() if name not in known}
+    load_options = LoadOptions(**chosen, extra=extra)
     for opener in reversed(_openers.values()):
-        handle = opener(model, **options)
+        handle = opener(model, load_options)
         if handle is not None:
             return handle
     raise ModelNotFound(f"no model {model!r}; known kinds: {', '.join(sorted(_openers))}")
 
 
-def _open_fake(model: str, **options: Any) -> ModelHandle | None:
+def _open_fake(model: str, options: LoadOptions) -> ModelHandle | None:
     if model != "fake":
         return None
     try:
-        return FakeModel(FakeConfig(**options))
+        return FakeModel(FakeConfig(**options.extra))
     except TypeError as error:
         raise ConfigError(f"fake model: {error}") from None
 

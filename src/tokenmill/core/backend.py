@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, Self, overload
 
 import numpy as np
@@ -168,8 +169,18 @@ class ModelHandle(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
+    def path(self) -> Path | None:
+        """Where its files are, the tokenizer among them; None if it has none."""
+        ...
+
+    @property
     def weights_version(self) -> int:
         """Grows when a weight is replaced; KV computed under another version is worthless."""
+        ...
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """What KV memory may take by default, of the memory that is free now."""
         ...
 
     def new_backend(self, limits: BackendLimits) -> Backend:

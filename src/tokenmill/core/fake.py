@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -306,12 +307,17 @@ class FakeModel:
 
     def __init__(self, config: FakeConfig = FakeConfig()) -> None:
         self.config = config
+        self.path: Path | None = None
         self.weights_version = 0
 
     @property
     def info(self) -> ModelInfo:
         layers = tuple(LayerKV("full" if window is None else "window", window) for window in self.config.windows)
         return ModelInfo("fake", self.config.vocab_size, self.config.hidden_size, self.config.max_context, layers)
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        return 16 << 20
 
     def new_backend(self, limits: BackendLimits) -> FakeBackend:
         return FakeBackend(

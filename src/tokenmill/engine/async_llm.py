@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self, Unpack
 
-from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Generation, Prompt, RequestNames
+from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output
+from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import EngineDead
-from tokenmill.outputs import GeneratedToken, RequestOutput
-from tokenmill.params import SamplingParams
+from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
+from tokenmill.params import Pooling, SamplingParams
+from tokenmill.text.chat import Message
 from tokenmill.text.tokenizer import Tokenizer
 
 
@@ -51,33 +52,42 @@ class Mailbox:
 
 
 class AsyncLLM:
-    """A model, and prompts to streams of texts."""
+    """A model, and prompts to streams of texts. Many at once, from one event loop.
+
+    `model` and the options are those of `LLM`; `client` is an engine that runs elsewhere, of the same model.
+    """
 
     def __init__(
         self,
-        model: ModelHandle,
-        tokenizer: Tokenizer,
-        config: EngineConfig = EngineConfig(),
-        limits: BackendLimits = BackendLimits(),
+        model: str | ModelHandle,
         *,
+        seed: int | None = None,
         client: EngineClient | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self._client = client or ThreadClient(model, config, limits)
-        self._names = RequestNames("async")
+        self._opened = open_for_engine(model, options)
+        try:
+            self._client = client or ThreadClient(self._opened.model, self._opened.config, self._opened.limits)
+        except BaseException:
+            self._opened.close()
+            raise
+        length = self._client.max_model_len
+        self._intake = Intake("async", self._opened.text, self._opened.model.info, length, seed)
         self._closed = False
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._opened.text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend: used where a call gives no parameters."""
+        return self._opened.text.sampling_params()
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, each time it has grown. Leaving the loop cancels the request."""
-        if self._closed:
-            raise EngineDead("the AsyncLLM was closed")
-        params = sampling_params or SamplingParams()
-        length = self._client.max_model_len
-        generation = Generation(request_id or self._names.next(), prompt, params, self.tokenizer, length)
-        generation.check(self.model.info, length)
+        self._check_open()
+        generation = self._intake.generation(prompt, sampling_params, request_id)
         mailbox = Mailbox(asyncio.get_running_loop())
         try:
             for i, choice in enumerate(generation.choices):
@@ -92,6 +102,38 @@ class AsyncLLM:
                     if choice.output.finish_reason is None:
                         self._client.cancel(choice.request.request_id)
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer to a conversation, as `generate` gives it."""
+        ids = self._intake.chat_ids(messages, chat_template, **(chat_template_kwargs or {}))
+        return self.generate(ids, sampling_params, request_id)
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: str | Pooling = "last", normalize: bool = True
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a text: the last token's hidden state, or the mean of all; of length 1 unless told."""
+        self._check_open()
+        request = self._intake.embedding(prompt, pooling)
+        mailbox = Mailbox(asyncio.get_running_loop())
+        self._client.submit(request, partial(mailbox.put, 0))
+        try:
+            ((_, end),) = await mailbox.take()
+        except asyncio.CancelledError:
+            self._client.cancel(request.request_id)
+            raise
+        return embedding_output(request, end, normalize=normalize)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the AsyncLLM was closed")
+
     def _take(self, generation: Generation, index: int, generated: GeneratedToken) -> None:
         delta = generation.take(index, generated)
         if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
@@ -101,6 +143,7 @@ class AsyncLLM:
         """Stop the engine; generations that were not done end with `shutdown`."""
         self._closed = True
         await asyncio.to_thread(self._client.close)
+        self._opened.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -225,7 +225,7 @@ class EngineCore:
                     num_parked=self.kv.num_parked,
                 )
             )
-        self.scheduler.results.update(plan, sampled, self._executor.logits(flight.step))
+        self.scheduler.results.update(plan, sampled, self._executor.outputs(flight.step))
 
     # -- failure ------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill.core import Backend, Forward, Sampled, Sampler, SampleRows, Sampling
-from tokenmill.core.backend import FloatArray
+from tokenmill.core import Backend, DecodeOutput, Forward, Sampled, Sampler, SampleRows, Sampling
 from tokenmill.engine.plan import StepPlan
 from tokenmill.errors import ForwardFailed
 from tokenmill.sampling.state import SamplingState
@@ -59,9 +58,9 @@ class Executor:
             return NOTHING
         return self.backend.collect(step.sampling)
 
-    def logits(self, step: Submitted) -> FloatArray | None:
-        """All logits of a collected step, if its plan has prompts to score."""
-        return self.backend.collect(step.forward).logits if step.plan.scores else None
+    def outputs(self, step: Submitted) -> DecodeOutput | None:
+        """All logits and hidden rows of a collected step, if its plan has prompts to score or to pool."""
+        return self.backend.collect(step.forward) if step.plan.scores or step.plan.pools else None
 
     def close(self) -> None:
         self.backend.close()

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenmill.core import ModelInfo
 from tokenmill.engine.outputs import OutputStream, TextDelta
 from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request
-from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import ENDED_WELL, CompletionOutput, GeneratedToken, RequestOutput, Usage
-from tokenmill.params import SamplingParams
+from tokenmill.errors import InvalidRequest, RequestFailed
+from tokenmill.outputs import (
+    ENDED_WELL,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    GeneratedToken,
+    RequestOutput,
+    Usage,
+)
+from tokenmill.params import Pooling, SamplingParams
+from tokenmill.text.chat import ChatTemplate, Message
+from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 @dataclass
@@ -31,31 +45,35 @@ class Generation:
     """A user's request: n engine requests, and the `RequestOutput` that they fill."""
 
     def __init__(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
+        self,
+        request_id: str,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        seed: int,
+        hints: Hints,
     ) -> None:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         limits = Limits(
             max_new_tokens=params.max_tokens or max_model_len, min_new_tokens=params.min_tokens, stop_ids=stop_ids
         )
-        seed = secrets.randbits(63) if params.seed is None else params.seed
         self.choices = [
             Choice(
-                Request(f"{request_id}/{i}", ids, limits, Hints(), Draw(params=params, seed=seed, choice=i)),
+                Request(f"{request_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
                 OutputStream(tokenizer, params, stop_ids),
                 CompletionOutput(i, logprobs=None if params.logprobs is None else []),
             )
             for i in range(params.n)
         ]
-        text = prompt if isinstance(prompt, str) else None
         outputs = [choice.output for choice in self.choices]
-        self.output = RequestOutput(request_id, text, ids, outputs, Usage(len(ids), 0))
+        self.output = RequestOutput(request_id, prompt, ids, outputs, Usage(len(ids), 0))
 
-    def check(self, model: ModelInfo, max_model_len: int) -> None:
-        """Raise `InvalidRequest` unless the engine can run it."""
-        check_request(self.choices[0].request, model, max_model_len)
+    @property
+    def num_generated(self) -> int:
+        return sum(len(choice.output.token_ids) for choice in self.choices)
 
     def take(self, index: int, generated: GeneratedToken) -> TextDelta | None:
         """Add what the engine gave for a choice; None if that choice has ended already."""
@@ -88,28 +106,104 @@ class Generation:
         self.output.finished = all(one.output.finish_reason is not None for one in self.choices)
         self.output.usage = Usage(
             prompt_tokens=len(self.output.prompt_token_ids),
-            completion_tokens=sum(len(one.output.token_ids) for one in self.choices),
+            completion_tokens=self.num_generated,
             cached_tokens=self.choices[0].request.num_cached,
         )
 
 
-class RequestNames:
-    """Names for requests that bring none."""
+class Intake:
+    """Turns what users ask into requests, and refuses what can never run. One for each entry point; any thread."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, text: ModelText, model: ModelInfo, max_model_len: int, seed: int | None) -> None:
+        self.text = text
+        self._model = model
+        self._max_model_len = max_model_len
         self._prefix = prefix
         self._numbers = itertools.count()
+        self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
 
-    def next(self) -> str:
+    def generation(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        hints: Hints = Hints(),
+    ) -> Generation:
+        """A request for the tokens that follow a prompt; without parameters, the model's own."""
+        params = self.text.sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        text, ids = self._prompt(prompt)
+        generation = Generation(
+            request_id or self._name(),
+            text,
+            ids,
+            params,
+            self.text.tokenizer,
+            max_model_len=self._max_model_len,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            hints=hints,
+        )
+        check_request(generation.choices[0].request, self._model, self._max_model_len)
+        return generation
+
+    def embedding(self, prompt: Prompt, pooling: str | Pooling) -> Request:
+        """A request for the embedding of a text."""
+        try:
+            kind = Pooling(pooling)
+        except ValueError:
+            known = ", ".join(repr(one.value) for one in Pooling)
+            raise InvalidRequest(f"pooling {pooling!r} is not known; known: {known}") from None
+        _, ids = self._prompt(prompt)
+        request = Request(self._name(), ids, Limits(max_new_tokens=1), pooling=kind)
+        check_request(request, self._model, self._max_model_len)
+        return request
+
+    def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, **options: Any) -> list[int]:
+        """The prompt of a conversation, as the model's template (or the caller's) writes it."""
+        if chat_template is None:
+            return self.text.chat_template().encode(messages, **options)
+        return ChatTemplate(chat_template, self.text.tokenizer).encode(messages, **options)
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            return self._prompt(_from_mapping(prompt))
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty")
+        return text, ids
+
+    def _name(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
 
 
-def pair_params(num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:
     """One set of parameters for all prompts, or one each."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
+    if params is None or isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one for each")
+    if not isinstance(params, Sequence) or len(params) != num_prompts:
+        count = len(params) if isinstance(params, Sequence) else type(params).__name__
+        raise InvalidRequest(f"{count} SamplingParams for {num_prompts} prompts; give one, or one for each")
     return list(params)
+
+
+def embedding_output(request: Request, end: GeneratedToken, *, normalize: bool) -> EmbeddingRequestOutput:
+    """What an embedding request came to; `RequestFailed` if it failed."""
+    if end.finish_reason not in ENDED_WELL:
+        raise RequestFailed(f"{request.request_id}: {end.error or end.finish_reason}")
+    values = request.embedding
+    length = math.sqrt(math.fsum(value * value for value in values)) if normalize else 1.0
+    output = EmbeddingOutput([value / length for value in values] if length > 0 else values)
+    return EmbeddingRequestOutput(
+        request.request_id, request.tokens, output, Usage(request.num_prompt, 0, request.num_cached)
+    )
+
+
+def _from_mapping(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if ids is not None:
+        return list(ids)
+    if not isinstance(text, str):
+        raise InvalidRequest("a prompt is a text, a list of token ids, or has one of 'prompt' and 'prompt_token_ids'")
+    return text

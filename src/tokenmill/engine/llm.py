@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core import ModelHandle
 from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.inputs import Generation, Prompt, RequestNames, pair_params
+from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output, pair_params
+from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import EngineDead
-from tokenmill.outputs import GeneratedToken, RequestOutput
-from tokenmill.params import SamplingParams
+from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
+from tokenmill.params import Pooling, SamplingParams
+from tokenmill.progress import ProgressLine
+from tokenmill.text.chat import Message
 from tokenmill.text.tokenizer import Tokenizer
 
 UNLIMITED = 1 << 62
@@ -24,21 +26,22 @@ UNLIMITED = 1 << 62
 class LLM:
     """A model, and prompts to texts. One call at a time; calls from other threads wait their turn.
 
-    Made from a loaded model by `tokenmill.LLM(name)`, which opens it, or from parts for tests and tools.
+    `model` is an alias, a Hugging Face directory, a .gguf file, "fake", or a model that is open already. The options
+    are those of `EngineOptions`. Requests without a seed get one that follows from `seed`, so that a program gives the
+    same texts each time it runs; None takes a new one each time.
     """
 
-    def __init__(
-        self,
-        model: ModelHandle,
-        tokenizer: Tokenizer,
-        config: EngineConfig = EngineConfig(),
-        limits: BackendLimits = BackendLimits(),
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+    def __init__(self, model: str | ModelHandle, *, seed: int | None = 0, **options: Unpack[EngineOptions]) -> None:
+        self._opened = open_for_engine(model, options)
         # A batch is as long as its caller makes it: there is nobody to refuse it for.
-        self._client = InlineClient(model, replace(config, max_queue=UNLIMITED, max_queue_tokens=None), limits)
-        self._names = RequestNames("llm")
+        config = replace(self._opened.config, max_queue=UNLIMITED, max_queue_tokens=None)
+        try:
+            self._client = InlineClient(self._opened.model, config, self._opened.limits)
+        except BaseException:
+            self._opened.close()
+            raise
+        length = self._client.max_model_len
+        self._intake = Intake("llm", self._opened.text, self._opened.model.info, length, seed)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -47,50 +50,98 @@ class LLM:
         """Token-level control: `add_sequence`, `step`, `run_until_complete`."""
         return self._client.core
 
+    def get_tokenizer(self) -> Tokenizer:
+        return self._opened.text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend: used where a call gives no parameters."""
+        return self._opened.text.sampling_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Texts or token ids in, one output each, in the same order. Nothing runs if one of them is wrong."""
+        """Texts or token ids in, one output each, in the same order. Nothing runs if one of them is wrong.
+
+        A batch that takes longer than a second shows its progress on a terminal; `use_tqdm` (vLLM's name for it) turns
+        that off or on.
+        """
         with self._lock:
-            generations = self._prepare(_as_list(prompts), sampling_params)
-            for generation in generations:
-                self._submit(generation)
-            self._client.run(lambda: all(generation.output.finished for generation in generations))
-            return [generation.output for generation in generations]
+            self._check_open()
+            wanted = _as_list(prompts)
+            pairs = zip(wanted, pair_params(len(wanted), sampling_params), strict=True)
+            generations = [self._intake.generation(prompt, params) for prompt, params in pairs]
+            return self._run(generations, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One conversation or several; the model's answer to each. Messages have a `role` and a `content`."""
+        first = messages[0] if messages else None
+        several: Any = [messages] if first is None or isinstance(first, Mapping) else messages
+        options = dict(chat_template_kwargs or {})
+        prompts: list[Prompt] = [self._intake.chat_ids(one, chat_template, **options) for one in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One prompt; the output so far after every step that added to it. Leaving the loop cancels the request."""
         with self._lock:
-            (generation,) = self._prepare([prompt], sampling_params)
+            self._check_open()
+            generation = self._intake.generation(prompt, sampling_params)
             self._submit(generation)
             try:
                 while not generation.output.finished:
-                    before = sum(len(choice.output.token_ids) for choice in generation.choices)
-                    self._client.run(partial(_has_grown, generation, before))
+                    self._client.run(partial(_has_grown, generation, generation.num_generated))
                     yield generation.output
             finally:
                 for choice in generation.choices:
                     self._client.cancel(choice.request.request_id)
                 self._client.run(lambda: generation.output.finished)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str | Pooling = "last", normalize: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each text: the last token's hidden state, or the mean of all; of length 1 unless told."""
+        with self._lock:
+            self._check_open()
+            requests = [self._intake.embedding(prompt, pooling) for prompt in _as_list(prompts)]
+            ends: dict[str, GeneratedToken] = {}
+            for request in requests:
+                self._client.submit(request, lambda end: ends.update({end.request_id: end}))
+            self._client.run(lambda: len(ends) == len(requests))
+            return [embedding_output(one, ends[one.request_id], normalize=normalize) for one in requests]
+
     def close(self) -> None:
-        """Free the engine. The model is its opener's."""
+        """Free the engine, and the model if it was opened here."""
         self._closed = True
         self._client.close()
+        self._opened.close()
 
-    def _prepare(self, prompts: Sequence[Prompt], params: Any) -> list[Generation]:
+    def _run(self, generations: list[Generation], show_progress: bool | None) -> list[RequestOutput]:
+        for generation in generations:
+            self._submit(generation)
+        with ProgressLine("generating", len(generations), show=show_progress) as progress:
+
+            def is_done() -> bool:
+                done = sum(generation.output.finished for generation in generations)
+                progress.update(done, partial(_rate, generations))
+                return done == len(generations)
+
+            self._client.run(is_done)
+        return [generation.output for generation in generations]
+
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the LLM was closed")
-        length = self._client.max_model_len
-        generations = [
-            Generation(self._names.next(), prompt, one, self.tokenizer, length)
-            for prompt, one in zip(prompts, pair_params(len(prompts), params), strict=True)
-        ]
-        for generation in generations:
-            generation.check(self.model.info, length)
-        return generations
 
     def _submit(self, generation: Generation) -> None:
         for i, choice in enumerate(generation.choices):
@@ -109,11 +160,15 @@ class LLM:
 
 
 def _has_grown(generation: Generation, before: int) -> bool:
-    return generation.output.finished or sum(len(one.output.token_ids) for one in generation.choices) > before
+    return generation.output.finished or generation.num_generated > before
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single text or a single list of ids is a list of one prompt."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _rate(generations: list[Generation], elapsed_s: float) -> str:
+    return f"requests, {sum(one.num_generated for one in generations) / elapsed_s:,.0f} tok/s"
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """A single prompt of any kind is a list of one."""
+    if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(item, int) for item in prompts)):
+        return [prompts]
+    return list(prompts)

@@ -11,14 +11,15 @@ from tokenmill.core import Batch, IntArray
 
 
 @dataclass(frozen=True)
-class PromptScores:
-    """Logits rows of a step that tell what the next tokens of a prompt were worth."""
+class PromptRows:
+    """Rows of a step's output that belong to the tokens of one prompt: logits to score it, hidden states to pool."""
 
     row: int
     lease: int
     position: int
     """Of the token that the first of these rows belongs to."""
-    logits: slice
+    output: slice
+    """Of the step's logits or hidden rows."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class StepPlan:
     """Where the new token of each sampled row will stand."""
     num_decode: int
     """Rows that had one token to give; the other tokens are prefill."""
-    scores: tuple[PromptScores, ...]
+    scores: tuple[PromptRows, ...]
+    """Prompts whose log-probabilities are wanted."""
+    pools: tuple[PromptRows, ...]
+    """Prompts whose embeddings are wanted."""
     attention: float
     """Cells read by all tokens together: what attention costs."""
 

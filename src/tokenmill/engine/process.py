@@ -137,6 +137,7 @@ class ProcessClient:
             if found is not None:
                 found[0].num_cached = message.num_cached
                 found[0].prompt_logprobs = message.prompt_logprobs
+                found[0].embedding = message.embedding
                 found[1](token)
         elif isinstance(message, wire.Stats):
             self._questions.pop(message.number).set_result(message.stats)
@@ -211,7 +212,8 @@ class EngineProcess:
 
     def _tell(self, request: Request, token: GeneratedToken) -> None:
         scores = request.prompt_logprobs if token.is_finished else []
-        self._mail.post(wire.encode(wire.Token(token, request.num_cached, scores)))
+        embedding = request.embedding if token.is_finished else []
+        self._mail.post(wire.encode(wire.Token(token, request.num_cached, scores, embedding)))
 
     def _stop(self) -> None:
         if self._client is not None:

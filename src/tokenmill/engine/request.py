@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenmill.core import IntArray, ModelInfo
+from tokenmill.core.backend import FloatArray
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, TokenLogprobs
-from tokenmill.params import SamplingParams
+from tokenmill.params import Pooling, SamplingParams
 
 NO_ROW = -1
 
@@ -89,14 +90,18 @@ class Request:
         "arrival",
         "arrived_at",
         "draw",
+        "embedding",
         "error",
         "finish_reason",
         "hints",
         "last_progress",
         "limits",
         "num_cached",
+        "num_pooled",
         "num_preemptions",
         "num_prompt",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "request_id",
         "row",
@@ -114,6 +119,7 @@ class Request:
         limits: Limits,
         hints: Hints = Hints(),
         draw: Draw = GREEDY,
+        pooling: Pooling | None = None,
     ) -> None:
         if len(prompt) == 0:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
@@ -137,6 +143,12 @@ class Request:
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the second prompt token on, if they were asked for."""
+        self.pooling = pooling
+        """Set: the request is for its prompt's embedding, and no token is drawn."""
+        self.pooled: FloatArray | None = None
+        """Sum of the hidden states so far, of `num_pooled` tokens."""
+        self.num_pooled = 0
+        self.embedding: list[float] = []
         self.waits_on: Entry | None = None
         """A running neighbour that is computing this request's prefix..."""
         self.waits_until = 0
@@ -157,9 +169,14 @@ class Request:
 
     @property
     def wants_scores(self) -> bool:
-        """Are log-probabilities of its prompt asked for, and not complete yet? Then it reads no KV of others."""
+        """Are log-probabilities of its prompt asked for, and not complete yet?"""
         asked = self.draw.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    @property
+    def computes_all(self) -> bool:
+        """Is something wanted of every prompt token? Then it reads no KV of others."""
+        return self.wants_scores or self.pooling is Pooling.MEAN
 
     @property
     def is_finished(self) -> bool:

@@ -9,13 +9,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import BAD_ROW, IntArray, Sampled
+from tokenmill.core import BAD_ROW, DecodeOutput, IntArray, Sampled
 from tokenmill.core.backend import FloatArray
 from tokenmill.engine.events import EventBus, Phase
-from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.plan import PromptRows, StepPlan
 from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.params import Pooling
 from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
 
@@ -66,13 +67,14 @@ class Results:
         self._outputs.append(end)
         self._events.phase(request, Phase.ENDED, tick)
 
-    def update(self, plan: StepPlan, sampled: Sampled, logits: FloatArray | None = None) -> None:
+    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
         """Give the sampled tokens to their requests, and end those that are complete.
 
-        `logits` are all of the step's, where the plan has prompts to score.
+        `outputs` are all of the step's, where the plan has prompts to score or to pool.
         """
-        if logits is not None:
-            self._score_prompts(plan, logits)
+        if outputs is not None:
+            self._score_prompts(plan, outputs.logits)
+            self._pool_prompts(plan, outputs.hidden)
         rows, ids, still = self._rows.settle(plan, sampled.ids)
         if self._rows.awaits_token[rows].any():
             self._note_first_tokens(rows, plan.tick)
@@ -107,14 +109,43 @@ class Results:
 
     def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
         for scores in plan.scores:
-            request = self._rows.requests[scores.row]
-            if request is None or self._rows.lease[scores.row] != scores.lease:
+            request = self._still_there(scores)
+            if request is None:
                 continue
-            rows = logits[scores.logits]
+            rows = logits[scores.output]
             known = len(request.prompt_logprobs) - scores.position  # from before it was preempted
             targets = request.token_array()[scores.position + 1 : scores.position + 1 + len(rows)]
             count = request.draw.params.prompt_logprobs or 0
             request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
+
+    def _pool_prompts(self, plan: StepPlan, hidden: FloatArray) -> None:
+        """Add hidden states to the embeddings they belong to; a prompt that is through has its embedding."""
+        for pool in plan.pools:
+            request = self._still_there(pool)
+            if request is None:
+                continue
+            rows = hidden[pool.output]
+            end = pool.position + len(rows)
+            if request.pooling is Pooling.MEAN:
+                rows = rows[request.num_pooled - pool.position :]  # some are known from before it was preempted
+            if len(rows):
+                total = rows.sum(axis=0)
+                request.pooled = total if request.pooled is None else request.pooled + total
+                request.num_pooled += len(rows)
+            if end == request.num_prompt and request.pooled is not None:
+                self._end_embedding(request, request.pooled / np.float32(request.num_pooled))
+
+    def _end_embedding(self, request: Request, embedding: FloatArray) -> None:
+        request.pooled = None
+        if not np.isfinite(embedding).all():
+            self._finish(request, FinishReason.ERROR, error="the model gave hidden states that are not finite")
+            return
+        request.embedding = embedding.tolist()
+        self._finish(request, FinishReason.STOP)
+
+    def _still_there(self, rows: PromptRows) -> Request | None:
+        """The request that the rows were computed for, if it still runs."""
+        return self._rows.requests[rows.row] if self._rows.lease[rows.row] == rows.lease else None
 
     def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
         for row, token in zip(rows.tolist(), ids.tolist(), strict=True):

@@ -42,6 +42,8 @@ class RunningRows:
         """No token has come since it got the row."""
         self.needs_history: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its next token can't be drawn before the last one is known: it is never submitted ahead."""
+        self.pools: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """Its embedding is wanted: it never decodes."""
         self.requests: list[Request | None] = [None] * max_rows
         self._free = list(range(max_rows - 1, -1, -1))
         self._leases = FREE
@@ -71,6 +73,7 @@ class RunningRows:
         self.pending[row] = self.uncharged[row] = 0
         self.awaits_token[row] = True
         self.needs_history[row] = request.draw.params.needs_history
+        self.pools[row] = request.pooling is not None
         self.requests[row] = request
         request.row = row
         return row

@@ -132,8 +132,9 @@ class Scheduler:
         self.expire()
         draft = Draft(self.config.max_num_batched_tokens)
         owed = self.rows.owed()
-        self._decode(draft, (owed == 1).nonzero()[0].astype(np.int32))
-        self._prefill(draft, (owed > 1).nonzero()[0])
+        decodes = (owed == 1) & ~self.rows.pools
+        self._decode(draft, decodes.nonzero()[0].astype(np.int32))
+        self._prefill(draft, ((owed > 0) & ~decodes).nonzero()[0])
         if not draft.preempted:
             self._admit(draft)
         if not self._anyone_decodes(draft):
@@ -183,8 +184,8 @@ class Scheduler:
             promised += self._cells_beyond(draft, request)
 
     def _match(self, request: Request) -> Match:
-        """What KV the request could start from; none if its own prompt is to be scored, which takes computing it."""
-        return Match() if request.wants_scores else self.kv.match(request.token_array(), request.hints.namespace)
+        """What KV the request could start from; none if something is wanted of each of its own tokens."""
+        return Match() if request.computes_all else self.kv.match(request.token_array(), request.hints.namespace)
 
     def _use_up_budget(self, draft: Draft) -> None:
         """Nobody decodes, so nobody is held up: give what is left of the budget to the chunks, first ones first."""
@@ -292,7 +293,7 @@ class Scheduler:
         source = self.requests.get(request.hints.fork_of or "")
         if (
             source is not None
-            and not request.wants_scores
+            and not request.computes_all
             and source.row != NO_ROW
             and source.hints.namespace == request.hints.namespace
         ):

@@ -10,6 +10,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.params import Pooling
 
 
 class Start(msgspec.Struct, tag=True):
@@ -27,13 +28,14 @@ class Submit(msgspec.Struct, tag=True):
     limits: Limits
     hints: Hints
     draw: Draw
+    pooling: Pooling | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
-        return cls(request.request_id, request.tokens, request.limits, request.hints, request.draw)
+        return cls(request.request_id, request.tokens, request.limits, request.hints, request.draw, request.pooling)
 
     def request(self) -> Request:
-        return Request(self.request_id, self.prompt, self.limits, self.hints, self.draw)
+        return Request(self.request_id, self.prompt, self.limits, self.hints, self.draw, self.pooling)
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -73,6 +75,7 @@ class Token(msgspec.Struct, tag=True):
     token: GeneratedToken
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = []
+    embedding: list[float] = []
 
 
 class Stats(msgspec.Struct, tag=True):

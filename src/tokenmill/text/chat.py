@@ -5,45 +5,45 @@ meant; those that a user types are text. So contents are rendered with their spe
 character, the result is cut at the special tokens that are left, and the text between them is encoded as text.
 
 Turn by turn, only what is new is rendered. What a template writes around a turn is found by rendering a probe
-conversation; where the probe does not hold together (templates that drop or rewrite past turns), `DeltaRenderer` says
-so and the caller renders everything anew.
+conversation. Where the probe does not hold together (templates that drop or rewrite past turns), everything is rendered
+anew, and what differs from the log takes the place of its end: `Continuation`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 MARKERS = [chr(code) for code in range(0xE000, 0xE010)]
 """Private-use characters: one that no content holds is used to break special tokens."""
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""For models without special tokens."""
 PROBE_USER, PROBE_ASSISTANT = "probe of a question", "probe of an answer"
 
 
-class ChatTokenizer(Protocol):
-    """What chat rendering needs of a tokenizer."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Text of each special token -> its id."""
-        ...
-
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
+logger = logging.getLogger(__name__)
 
 
 class ChatTemplate:
     """A jinja2 template over messages."""
 
-    def __init__(self, source: str, tokenizer: ChatTokenizer, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -59,9 +59,8 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any) -> list[int]:
         """Ids of the whole conversation."""
-        marker = self._marker(messages)
-        text = self.render([self._broken(message, marker) for message in messages], add_generation_prompt, **options)
-        return self.encode_rendered(text, marker)
+        broken, marker = self.broken(check_messages(messages))
+        return self.encode_rendered(self.render(broken, add_generation_prompt, **options), marker)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **options: Any) -> str:
         """The text of the conversation as the template writes it."""
@@ -108,6 +107,14 @@ class ChatTemplate:
         return next((marker for marker in MARKERS if marker not in contents), MARKERS[0])
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What new messages do to a conversation's log: so many of its ids are kept, and these follow."""
+
+    keep: int
+    ids: list[int]
+
+
 class DeltaRenderer:
     """Renders a conversation turn by turn: the first turn whole, then what each new turn adds to the log."""
 
@@ -115,11 +122,31 @@ class DeltaRenderer:
         self._template = template
         self._options = options
         self.is_consistent = self._probe()
-        """Does a new turn only add to what was there? If not, conversations must be rendered whole."""
+        """Does a new turn only add to what was there? If not, conversations are rendered whole."""
+        self._warned = False
 
     def first_turn(self, messages: Sequence[Message]) -> list[int]:
         """Ids up to where the model answers, default system prompt and BOS included."""
         return self._template.encode(messages, **self._options)
+
+    def extend(
+        self, log: Sequence[int], past: Sequence[Message], new: Sequence[Message], ended_with: int | None
+    ) -> Continuation:
+        """The log of a conversation after new messages. `past` are the messages that the log holds, answers included.
+
+        Templates that rewrite the past make the log differ from what they would write now: it is cut where it begins
+        to differ, and the rest is computed anew.
+        """
+        if not log:
+            return Continuation(0, self.first_turn([*past, *new]))
+        if self.is_consistent:
+            return Continuation(len(log), self.next_turn(new, ended_with))
+        if not self._warned:
+            self._warned = True
+            logger.warning("this chat template rewrites past turns: part of each turn is computed again")
+        whole = self._template.encode([*past, *new], **self._options)
+        keep = _common_length(log, whole)
+        return Continuation(keep, whole[keep:])
 
     def next_turn(self, messages: Sequence[Message], ended_with: int | None) -> list[int]:
         """Ids that follow an answer: its end, the new messages, up to where the model answers again.
@@ -127,7 +154,7 @@ class DeltaRenderer:
         `ended_with` is the stop token that the answer's log ends with; a turn that was cut short has none, and gets the
         template's own end.
         """
-        broken, marker = self._template.broken(messages)
+        broken, marker = self._template.broken(check_messages(messages))
         text = self._template.render([*PROBE, *broken], **self._options)
         ids = self._template.encode_rendered(text[_end_of(text, PROBE_ASSISTANT) :], marker)
         return ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids
@@ -150,6 +177,32 @@ PROBE: tuple[Message, ...] = (
     {"role": "user", "content": PROBE_USER},
     {"role": "assistant", "content": PROBE_ASSISTANT},
 )
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """Messages as templates expect them: a role and a text each. Lists of text parts are joined to one text."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequest("messages must be a list of at least one message")
+    return [_check_message(message) for message in messages]
+
+
+def _check_message(message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"a message is an object with a role and a content, not {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return {**message, "content": "".join(map(str, texts))}
+    raise InvalidRequest("the content of a message must be a text or a list of text parts")
+
+
+def _common_length(log: Sequence[int], whole: Sequence[int]) -> int:
+    """How far two lists of ids are the same."""
+    pairs = enumerate(zip(log, whole, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(log), len(whole)))
 
 
 def _end_of(text: str, part: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from tokenmill.errors import ModelNotFound
+from tokenmill.errors import ModelLoadError
 from tokenmill.text.tokenizer import to_utf8
 
 
@@ -30,12 +30,12 @@ class HuggingFaceTokenizer:
         """Read tokenizer.json, and every place where a model names its end-of-sequence tokens."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelNotFound(f"no tokenizer.json in {folder}")
+            raise ModelLoadError(f"{folder} has no tokenizer.json")
         text = path.read_text(encoding="utf-8")
         try:
             tokenizer = cls(text)
         except Exception as error:  # the package raises plain Exception
-            raise ModelNotFound(f"{path} is no tokenizer: {error}") from None
+            raise ModelLoadError(f"{path} is no tokenizer: {error}") from None
         tokenizer._eos_ids = frozenset(_eos_ids(folder, tokenizer._for_templates))
         return tokenizer
 
@@ -72,19 +72,20 @@ def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:
     """The end-of-sequence ids of config.json, generation_config.json and tokenizer_config.json together."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        ids = _read(folder / name).get("eos_token_id")
+        ids = read_json(folder / name).get("eos_token_id")
         found.update([ids] if isinstance(ids, int) else ids or [])
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     named = tokenizer.token_to_id(content) if isinstance(content, str) else None
     return found | ({named} if named is not None else set())
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelNotFound(f"{path} is no JSON: {error}") from None
+        raise ModelLoadError(f"{path} is no JSON: {error}") from None
     return content if isinstance(content, dict) else {}

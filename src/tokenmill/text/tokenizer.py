@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenmill.errors import TokenizeFailed
@@ -17,6 +17,11 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every token that ends a generation."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text of each special token -> its id."""
         ...
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -51,6 +56,10 @@ class ByteTokenizer:
     @property
     def eos_ids(self) -> frozenset[int]:
         return frozenset({self.EOS}) if self._vocab_size > self.EOS else frozenset()
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return {}
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:  # noqa: ARG002 (it has none)
         ids = list(to_utf8(text))

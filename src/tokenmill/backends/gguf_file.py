@@ -1,0 +1,138 @@
+"""`GGUFFile`: the metadata and tensor table of a GGUF file, read in one pass; tensor bytes stay mapped.
+
+The format: magic, version, counts, metadata (typed key-value pairs), tensor table, padding, tensor data. Little-endian,
+versions 2 and 3. Nothing in the file is trusted: every length is checked against the file before it is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.errors import ModelLoadError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies. `shape` is in row-major order: the file's, turned around."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    """ggml's number of the type."""
+    offset: int
+    """From the beginning of the file."""
+
+
+class GGUFFile:
+    """An open GGUF file. Close it when the tensors have been taken out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise ModelLoadError(f"{path} has {size} bytes: no GGUF file")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self.metadata, self.tensors = _Cursor(self._map, path).read_all()
+        except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
+            raise ModelLoadError(f"{path} is damaged or cut short: {error}") from None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value."""
+        return self.metadata.get(key, default)
+
+    def bytes_of(self, tensor: GGUFTensor, num_bytes: int) -> NDArray[np.uint8]:
+        """A tensor's bytes, mapped, not copied."""
+        if tensor.offset + num_bytes > len(self._map):
+            raise ModelLoadError(
+                f"{self.path} is cut short: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
+                f"the file has {len(self._map)}"
+            )
+        return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
+
+
+class _Cursor:
+    """A place in the file that moves on with everything read."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._at = 0
+
+    def read_all(self) -> tuple[Mapping[str, Any], Mapping[str, GGUFTensor]]:
+        if self._data[:4] != MAGIC:
+            raise ModelLoadError(f"{self._path} is no GGUF file: it begins with {self._data[:4]!r}")
+        self._at = 4
+        version = self._scalar("<I")
+        if version not in VERSIONS:
+            raise ModelLoadError(f"{self._path} has GGUF version {version}; supported: {VERSIONS}")
+        num_tensors, num_pairs = self._count(), self._count()
+        metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(num_pairs)}
+        table = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelLoadError(f"{self._path} has the alignment {alignment!r}")
+        base = -(-self._at // alignment) * alignment
+        return metadata, {
+            name: GGUFTensor(name, shape, kind, base + offset) for name, shape, kind, offset in table
+        }  # fmt: skip
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = self._string(), self._scalar("<I")
+        if num_dims > 8:
+            raise ModelLoadError(f"{self._path} is damaged: tensor {name!r} has {num_dims} dimensions")
+        shape = tuple(self._scalar("<Q") for _ in range(num_dims))
+        return name, shape[::-1], self._scalar("<I"), self._scalar("<Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(self._scalar("<I"), self._count())
+        if kind not in _SCALARS:
+            raise ModelLoadError(f"{self._path} is damaged: no value has type {kind}")
+        return self._scalar(_SCALARS[kind])
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind in _SCALARS:
+            item = np.dtype(_SCALARS[kind])
+            self._check(count * item.itemsize)
+            values = np.frombuffer(self._data, dtype=item, count=count, offset=self._at)
+            self._at += count * item.itemsize
+            return list(values.tolist())
+        return [self._value(kind) for _ in range(count)]
+
+    def _string(self) -> str:
+        length = self._count()
+        self._at += length
+        return self._data[self._at - length : self._at].decode("utf-8")
+
+    def _count(self) -> int:
+        """A number of things that follow; each takes at least a byte."""
+        count = int(self._scalar("<Q"))
+        self._check(count)
+        return count
+
+    def _scalar(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return value
+
+    def _check(self, num_bytes: int) -> None:
+        if self._at + num_bytes > len(self._data):
+            raise ModelLoadError(f"{self._path} is damaged or cut short at byte {self._at}")

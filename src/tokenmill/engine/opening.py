@@ -1,0 +1,110 @@
+"""From a model's name and a caller's options to everything an engine is made of. Shared by all entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from tokenmill.backends.loading import open_model
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
+from tokenmill.errors import ConfigError
+from tokenmill.text.model_text import ModelText, open_text
+from tokenmill.text.tokenizer import Tokenizer
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `LLM`, `AsyncLLM` and everything else that opens a model by its name. None means the default."""
+
+    tokenizer: Tokenizer | None
+    """Instead of the model's own."""
+    backend: str
+    """`auto`, `torch`, `llamacpp` or `fake`."""
+    dtype: str
+    device: str
+    deterministic: bool
+    """The same arithmetic for a token whatever else is in its batch."""
+    max_model_len: int | None
+    """Prompt and output of one request together."""
+    max_num_seqs: int | None
+    """Requests that run at the same time."""
+    max_num_batched_tokens: int | None
+    """Tokens in one step."""
+    prefill_chunk: int | None
+    """Prompt tokens one request gets in a step while others decode."""
+    kv_cache_tokens: int | None
+    """Size of the KV memory; the default takes a share of the memory that is free."""
+    config: EngineConfig | None
+    """Everything else about scheduling; the options above go before it."""
+
+
+CONFIG_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk")
+LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic")
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model ready for an engine."""
+
+    model: ModelHandle
+    text: ModelText
+    config: EngineConfig
+    limits: BackendLimits
+    is_ours: bool
+    """Was it opened here? Then it is closed with the engine."""
+
+    def close(self) -> None:
+        if self.is_ours:
+            self.model.close()
+
+
+def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedModel:
+    """Open the model, if only its name is given, and work out the rest. `ConfigError` names an unknown option."""
+    unknown = set(options) - set(EngineOptions.__annotations__)
+    if unknown:
+        known = ", ".join(sorted(EngineOptions.__annotations__))
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
+    config = _config(options)
+    load_options = _given(options, LOAD_OPTIONS)
+    if isinstance(model, str):
+        handle = open_model(model, **load_options)
+    elif load_options:
+        raise ConfigError(f"{', '.join(load_options)}: the model is loaded already")
+    else:
+        handle = model
+    try:
+        tokenizer = options.get("tokenizer")
+        text = open_text(handle) if tokenizer is None else ModelText(tokenizer)
+        limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
+    except BaseException:
+        if isinstance(model, str):
+            handle.close()
+        raise
+    return OpenedModel(handle, text, config, limits, is_ours=isinstance(model, str))
+
+
+def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None) -> BackendLimits:
+    """Memory for one engine core: what was asked for, or what its requests can fill, within the model's budget."""
+    if kv_cache_tokens is None:
+        kv_cache_tokens = _default_kv_tokens(model.info, config, model.kv_budget_bytes)
+    if kv_cache_tokens < 1:
+        raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
+    defaults = BackendLimits()
+    return replace(defaults, num_cells=kv_cache_tokens, max_seqs=max(defaults.max_seqs, 2 * config.max_num_seqs))
+
+
+def _default_kv_tokens(info: ModelInfo, config: EngineConfig, budget_bytes: int) -> int:
+    longest = min(info.max_context, config.max_model_len or info.max_context)
+    wanted = config.max_num_seqs * (longest + 1)
+    affordable = budget_bytes // max(1, info.kv_bytes_per_token)
+    return max(1, min(wanted, affordable))
+
+
+def _config(options: EngineOptions) -> EngineConfig:
+    base = options.get("config") or EngineConfig()
+    return replace(base, **_given(options, CONFIG_OPTIONS))
+
+
+def _given(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: options[name] for name in names if options.get(name) is not None}

@@ -1,0 +1,96 @@
+"""`ModelText`: everything about a model that is text: its tokenizer, its chat template, how it likes to be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenmill.backends.gguf_file import GGUFFile
+from tokenmill.core import ModelHandle
+from tokenmill.errors import InvalidRequest, ModelLoadError
+from tokenmill.params import SamplingParams
+from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from tokenmill.text.gguf import chat_variables, gguf_tokenizer
+from tokenmill.text.hf import HuggingFaceTokenizer, read_json
+from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
+
+SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})
+"""What a generation_config may say about sampling, under the names of `SamplingParams`."""
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A model's text side. Safe to share between threads."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    """None: the model is not made for chat."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the model's authors recommend."""
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """The model's own sampling parameters, with changes."""
+        return SamplingParams(**{**self.defaults, **changes})
+
+    def chat_template(self) -> ChatTemplate:
+        """The template, or `InvalidRequest` for a model that has none."""
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use generate, or give a chat_template")
+        return self.template
+
+
+def open_text(model: ModelHandle) -> ModelText:
+    """The text side of a loaded model."""
+    path = model.path
+    if path is None:
+        tokenizer = ByteTokenizer(model.info.vocab_size)
+        return ModelText(tokenizer, ChatTemplate(PLAIN_TEMPLATE, tokenizer))
+    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+
+
+def _from_directory(folder: Path) -> ModelText:
+    tokenizer = HuggingFaceTokenizer.from_directory(folder)
+    config = read_json(folder / "tokenizer_config.json")
+    variables = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    source = _template_source(folder, config)
+    template = None if source is None else ChatTemplate(source, tokenizer, variables)
+    return ModelText(tokenizer, template, sampling_defaults(read_json(folder / "generation_config.json")))
+
+
+def _from_gguf(path: Path) -> ModelText:
+    file = GGUFFile(path)
+    tokenizer = gguf_tokenizer(file)
+    source = file.get("tokenizer.chat_template")
+    template = None if source is None else ChatTemplate(source, tokenizer, chat_variables(file))
+    return ModelText(tokenizer, template)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters in a generation_config.json; what is no valid value there is an error."""
+    found = {name: generation_config[name] for name in SAMPLING_FIELDS if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from None
+    return found
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own, else in tokenizer_config.json: one template, or several of which `default` is meant."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _content(token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""

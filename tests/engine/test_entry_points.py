@@ -1,0 +1,257 @@
+"""What users touch: models by name, options, chat, defaults, seeds, and everything that is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tokenmill
+from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
+from tokenmill.config import EngineConfig
+from tokenmill.engine.inputs import Intake
+from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, ModelNotFound, TokenmillError
+from tokenmill.progress import ProgressLine
+from tokenmill.text.model_text import ModelText, sampling_defaults
+from tokenmill.text.tokenizer import ByteTokenizer
+
+SHORT = SamplingParams(max_tokens=4, temperature=0)
+
+
+@pytest.mark.req("R28")
+def test_a_model_by_its_name() -> None:
+    with LLM("fake", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_tokens=512) as llm:
+        assert llm.engine.max_model_len == 128
+        assert llm.engine.config.max_num_seqs == 4
+        assert llm.engine.kv.num_cells == 512
+        (out,) = llm.generate("hello", SHORT)
+        assert out.prompt == "hello"
+        assert out.prompt_token_ids == list(b"hello")
+        assert out.usage.completion_tokens == len(out.outputs[0].token_ids) == 4
+        engine = llm.engine
+        engine.add_sequence([1, 2, 3], max_new_tokens=8, eos_token_id=2)
+        assert len(engine.run_until_complete()) == 1
+
+
+def test_an_open_model_is_shared_and_left_open() -> None:
+    model = open_model("fake")
+    with LLM(model) as one, LLM(model) as two:
+        assert one.generate("x", SHORT)[0].outputs[0].text == two.generate("x", SHORT)[0].outputs[0].text
+    with pytest.raises(ConfigError, match="dtype: the model is loaded already"):
+        LLM(model, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "saying"),
+    [
+        ({"backend": "tpu"}, "backend 'tpu' is not known"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens must be at least 1"),
+        ({"colour": "red"}, "unknown option colour; known: "),
+        ({"max_model_len": 10_000}, "max_model_len 10000 > 4096"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], saying: str) -> None:
+    with pytest.raises(ConfigError, match=saying):
+        LLM("fake", **options)
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ModelNotFound, match="no model 'nowhere'"):
+        LLM("nowhere")
+
+
+def test_kv_memory_follows_from_what_requests_can_fill_and_from_the_budget() -> None:
+    model = open_model("fake")
+
+    def cells(**options: Any) -> int:
+        return open_for_engine(model, EngineOptions(**options)).limits.num_cells
+
+    assert cells(max_num_seqs=2, max_model_len=100) == 202
+    assert cells(kv_cache_tokens=77) == 77
+    assert cells(config=EngineConfig(max_num_seqs=2048)) <= model.kv_budget_bytes // model.info.kv_bytes_per_token
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_one_conversation_or_several() -> None:
+    with LLM("fake") as llm:
+        one = llm.chat(HI, SHORT)
+        assert bytes(one[0].prompt_token_ids) == b"user: hi\nassistant: "
+        assert one[0].outputs[0].text == llm.generate("user: hi\nassistant: ", SHORT)[0].outputs[0].text
+        two = llm.chat([HI, [*HI, {"role": "assistant", "content": "ho"}, *HI]], SHORT)
+        assert two[0].outputs[0].text == one[0].outputs[0].text
+        assert bytes(two[1].prompt_token_ids) == b"user: hi\nassistant: ho\nuser: hi\nassistant: "
+        parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+        assert llm.chat(parts, SHORT)[0].prompt_token_ids == one[0].prompt_token_ids
+        own = llm.chat(
+            HI, SHORT, chat_template="{{ messages[0].content }}{{ tail }}", chat_template_kwargs={"tail": "!"}
+        )
+        assert bytes(own[0].prompt_token_ids) == b"hi!"
+
+
+def test_chat_online() -> None:
+    async def scene() -> str:
+        async with AsyncLLM("fake") as llm:
+            async for output in llm.chat(HI, SHORT):
+                last = output
+            return last.outputs[0].text
+
+    with LLM("fake") as llm:
+        assert asyncio.run(scene()) == llm.chat(HI, SHORT)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hi", [[]], [{"content": "hi"}], [{"role": "user"}], [{"role": "user", "content": 7}], ["hi"]]
+)
+def test_messages_that_are_none(messages: Any) -> None:
+    with LLM("fake") as llm, pytest.raises(InvalidRequest, match="message"):
+        llm.chat(messages, SHORT)
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with LLM("fake", tokenizer=ByteTokenizer()) as llm, pytest.raises(InvalidRequest, match="no chat template"):
+        llm.chat(HI)
+
+
+# -- prompts, parameters, seeds ---------------------------------------------------------------------------------------
+
+
+def test_every_form_of_a_prompt() -> None:
+    with LLM("fake") as llm:
+        forms = ["hi", [104, 105], {"prompt": "hi"}, {"prompt_token_ids": [104, 105]}]
+        outs = llm.generate(forms, SamplingParams(temperature=0, max_tokens=4))
+        assert len({tuple(out.outputs[0].token_ids) for out in outs}) == 1
+        assert len(llm.generate({"prompt": "hi"}, SHORT)) == 1
+        with pytest.raises(InvalidRequest, match="'prompt' and 'prompt_token_ids'"):
+            llm.generate([{"text": "hi"}], SHORT)
+
+
+@pytest.mark.req("G20")
+def test_a_program_gives_the_same_texts_each_time_and_its_prompts_differ() -> None:
+    def program(seed: int | None = 0) -> list[list[int]]:
+        with LLM("fake", seed=seed) as llm:
+            return [out.outputs[0].token_ids for out in llm.generate(["same"] * 3, SamplingParams(max_tokens=12))]
+
+    first = program()
+    assert first == program()
+    assert len({tuple(tokens) for tokens in first}) == 3
+    assert program(None) != program(None)
+
+
+def test_the_models_own_sampling_parameters_are_used_where_none_are_given() -> None:
+    defaults = sampling_defaults({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "eos_token_id": 2})
+    assert defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert sampling_defaults({"do_sample": False}) == {"temperature": 0.0}
+    assert sampling_defaults({}) == {}
+    with pytest.raises(ModelLoadError, match="generation_config"):
+        sampling_defaults({"temperature": -1})
+    text = ModelText(ByteTokenizer(256), defaults=defaults)
+    intake = Intake("x", text, open_model("fake").info, 100, seed=0)
+    assert intake.generation("hi").choices[0].request.draw.params == SamplingParams(**defaults)
+    assert intake.generation("hi", SHORT).choices[0].request.draw.params == SHORT
+    with LLM("fake") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+BAD: dict[str, Callable[[], tuple[Any, SamplingParams]]] = {
+    "empty prompt": lambda: ("", SHORT),
+    "empty ids": lambda: ([], SHORT),
+    "id out of range": lambda: ([256], SHORT),
+    "negative id": lambda: ([-1], SHORT),
+    "id that is no number": lambda: (["a"], SHORT),
+    "prompt longer than the context": lambda: ("x" * 5000, SHORT),
+    "lone surrogate": lambda: ("\ud800", SHORT),
+    "max_tokens < 1": lambda: ("x", SamplingParams(max_tokens=0)),
+    "temperature < 0": lambda: ("x", SamplingParams(temperature=-1)),
+    "temperature NaN": lambda: ("x", SamplingParams(temperature=float("nan"))),
+    "top_p 0": lambda: ("x", SamplingParams(top_p=0)),
+    "top_p 2": lambda: ("x", SamplingParams(top_p=2)),
+    "stop of a wrong type": lambda: ("x", SamplingParams(stop=[1])),  # type: ignore[arg-type]
+    "10,000 stop strings": lambda: ("x", SamplingParams(stop=("s",) * 10_000)),
+    "n too large": lambda: ("x", SamplingParams(n=1000)),
+    "logprobs over the limit": lambda: ("x", SamplingParams(logprobs=1000)),
+    "params of a wrong type": lambda: ("x", {"temperature": 1}),  # type: ignore[dict-item,return-value]
+}
+
+
+def with_a_fine_one(prompt: Any, params: SamplingParams) -> tuple[list[Any], list[SamplingParams]]:
+    return ["fine", prompt], [SHORT, params]
+
+
+@pytest.mark.req("R49")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_runs(case: str) -> None:
+    with LLM("fake") as llm:
+        with pytest.raises(InvalidRequest) as found:
+            llm.generate(*with_a_fine_one(*BAD[case]()))
+        assert len(str(found.value)) > 10
+        assert llm.engine.scheduler.tick == 0
+        assert not llm.engine.has_work
+
+    async def online() -> None:
+        async with AsyncLLM("fake") as remote:
+            with pytest.raises(InvalidRequest):
+                await anext(remote.generate(*BAD[case]()))
+
+    asyncio.run(online())
+
+
+@pytest.mark.req("R49")
+def test_after_close() -> None:
+    llm = LLM("fake")
+    llm.close()
+    for call in (llm.generate, llm.embed, lambda prompt: next(llm.stream(prompt))):
+        with pytest.raises(EngineDead, match="was closed"):
+            call("hi")
+
+    async def online() -> None:
+        remote = AsyncLLM("fake")
+        await remote.close()
+        with pytest.raises(EngineDead, match="was closed"):
+            await anext(remote.generate("hi"))
+        with pytest.raises(EngineDead, match="was closed"):
+            await remote.embed("hi")
+
+    asyncio.run(online())
+
+
+def test_every_public_name_is_there() -> None:
+    for name in tokenmill.__all__:
+        assert getattr(tokenmill, name) is not None
+    assert issubclass(ModelNotFound, TokenmillError)
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_silent_for_short_work_and_where_nobody_looks() -> None:
+    now, terminal = [0.0], io.StringIO()
+    with ProgressLine("working", 10, show=True, stream=terminal, clock=lambda: now[0]) as line:
+        line.update(1)
+        assert terminal.getvalue() == ""
+        now[0] = 2.0
+        line.update(5, lambda seconds: f"after {seconds:.0f} s")
+        line.update(6)
+    assert terminal.getvalue() == "\r\x1b[Kworking |############            | 5/10 after 2 s\r\x1b[K"
+    piped = io.StringIO()
+    with ProgressLine("working", 10, stream=piped, clock=lambda: now[0]) as line:
+        now[0] = 9.0
+        line.update(5)
+    assert piped.getvalue() == ""
+
+
+def test_a_long_batch_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.progress.FIRST_AFTER_S", 0.0)
+    with LLM("fake") as llm:
+        llm.generate(["a", "b"], SHORT, use_tqdm=True)
+        assert "generating |" in capsys.readouterr().err
+        llm.generate(["a", "b"], SHORT, use_tqdm=False)
+        assert capsys.readouterr().err == ""
