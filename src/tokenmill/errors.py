@@ -15,6 +15,7 @@
         │   ├── Unsupported     a rule of this backend's `Capabilities`
         │   └── BackendClosed   the backend was closed
         ├── OutOfKV             not enough free cells; memory is as it was
+        ├── StaleKV             the weights were replaced, and memory holds KV of the old ones
         ├── ForwardFailed       the forward pass failed; `fatal` says whether the backend is lost
         └── IntegrityError      the bookkeeping contradicts itself: a bug in tokenmill
 
@@ -90,6 +91,10 @@ class OutOfKV(BackendError):
 
     def __reduce__(self) -> tuple[type[OutOfKV], tuple[int, int]]:
         return type(self), (self.needed, self.free)
+
+
+class StaleKV(BackendError):
+    """The weights were replaced: KV memory holds what the old ones computed and must be emptied first."""
 
 
 class ForwardFailed(BackendError):

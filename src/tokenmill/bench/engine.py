@@ -56,9 +56,9 @@ class TimedModel(FakeBackend):
         super().__init__(config)
         self.model_s = 0.0
 
-    def _run_segment(self, *args: Any) -> None:
+    def _run(self, *args: Any) -> None:
         begin = time.thread_time()
-        super()._run_segment(*args)
+        super()._run(*args)
         self.model_s += time.thread_time() - begin
 
 

@@ -160,6 +160,8 @@ class BackendLimits:
     max_seqs: int = 256
     ubatch_size: int = 2048
     """Tokens computed at once inside one forward; the result does not depend on it."""
+    num_threads: int | None = None
+    """Processor threads one forward may use; None leaves it to the backend."""
 
 
 class ModelHandle(Protocol):

@@ -10,35 +10,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.core.backend import (
-    Backend,
     BackendLimits,
     DecodeOutput,
     FloatArray,
-    Forward,
     Mask,
     ModelInfo,
     Sampled,
     SampleRows,
-    Sampling,
-    check_rows,
     greedy,
 )
 from tokenmill.core.batch import Batch, IntArray, Output
 from tokenmill.core.faults import Fault, FaultKind, FaultPlan
 from tokenmill.core.kv import Capabilities, LayerKV
 from tokenmill.core.paged import PagedKV
-from tokenmill.core.steps import Step, StepQueue, again
-from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation, OutOfKV
+from tokenmill.core.paged_backend import PagedBackend, PagedStep
+from tokenmill.core.segments import Segment
+from tokenmill.errors import ForwardFailed, InvalidOperation, OutOfKV
 
 HashArray = NDArray[np.uint64]
-
-NEVER_SAMPLED = -1
+Struck = Mapping[FaultKind, tuple[Fault, NDArray[np.bool_]]]
+"""What strikes a step, and which of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -73,131 +69,69 @@ class FakeConfig:
         )
 
 
-class FakeForward(Step):
-    """A submitted step. The work is done at launch; `late` is what its collect will find."""
+class FakeForward(PagedStep):
+    """A submitted step. The work is done at launch; `faults` is what strikes it, some of it only when collected."""
 
-    def __init__(self, owner: FakeBackend, number: int, output: DecodeOutput, late: Mapping[FaultKind, Fault]) -> None:
-        super().__init__(number)
-        self.owner = owner
-        self.output = output
-        self.late = late
-        self.sampled_rows: list[IntArray] = []
-
-    @property
-    def output_ids(self) -> IntArray:
-        return self.output.output_ids
+    def __init__(self, owner: FakeBackend, batch: Batch, number: int, struck: Struck) -> None:
+        super().__init__(owner, batch, number)
+        self.struck = struck
+        config = owner.config
+        self.logits: FloatArray = np.zeros((len(self.output_ids), config.vocab_size), dtype=np.float32)
+        self.hidden: FloatArray = np.zeros((len(self.hidden_ids), config.hidden_size), dtype=np.float32)
 
 
-@dataclass(frozen=True)
-class FakeSampling:
-    forward: FakeForward
-    sampled: Sampled
-
-
-class FakeBackend(Backend):
+class FakeBackend(PagedBackend[FakeForward]):
     """See the module's docstring. One thread owns it, as any backend."""
 
     def __init__(self, config: FakeConfig = FakeConfig()) -> None:
         self.config = config
         self.faults = FaultPlan()
         self._storage = FakeStorage(config.num_cells // config.block_size, config.block_size)
-        self._kv = PagedKV(config.num_cells, config.max_context, config.block_size, config.capabilities, self._storage)
-        self._steps: StepQueue[FakeForward] = StepQueue(config.depth)
-        self._last_sampled: IntArray = np.full(config.max_seqs, NEVER_SAMPLED, dtype=np.int32)
-        self._latest: FakeForward | None = None
-        self._lost: ForwardFailed | None = None
-        self._closed = False
+        kv = PagedKV(config.num_cells, config.max_context, config.block_size, config.capabilities, self._storage)
+        super().__init__(kv, config.vocab_size)
+        self._last_sampled: IntArray = np.zeros(config.max_seqs, dtype=np.int32)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.config.capabilities
+    def _begin(self, batch: Batch, number: int) -> FakeForward:
+        struck = self.faults.strike(self._tokens(batch), batch)
+        if FaultKind.OUT_OF_KV in struck:
+            raise OutOfKV(len(batch), 0)
+        return FakeForward(self, batch, number, struck)
 
-    @property
-    def kv(self) -> PagedKV:
-        return self._kv
+    def _launched(self, step: FakeForward) -> None:
+        if FaultKind.FATAL in step.struck:
+            raise ForwardFailed("the fake backend was told to fail for good", fatal=True)
+        if FaultKind.FAIL in step.struck:
+            raise ForwardFailed("the fake backend was told to fail")
+        if FaultKind.NAN in step.struck:
+            _, matched = step.struck[FaultKind.NAN]
+            step.logits[matched[step.output_ids]] = np.nan
+            step.hidden[matched[step.hidden_ids]] = np.nan
 
-    # -- launches -----------------------------------------------------------------------------------------------------
-
-    def forward(self, batch: Batch) -> FakeForward:
-        self._check_usable()
-        self._steps.check_room()
-        token = self._resolve_tokens(batch)
-        self._kv.update()
-        plan = self._kv.prepare(batch)
-        faults = self.faults.strike(token, batch)
-        if FaultKind.OUT_OF_KV in faults:
-            raise OutOfKV(plan.num_blocks * self._kv.block_size, 0)
-        output = self._empty_output(batch)
-        try:
-            for demand in plan.demands:
-                slots = self._kv.apply(demand)
-                self._run_segment(batch, token, demand.segment.tokens, demand.segment.token_lead, slots, output)
-            self._raise_planned_failure(faults)
-        except BaseException:
-            self._kv.rollback()
-            raise
-        self._kv.commit()
-        if FaultKind.NAN in faults:
-            matched = faults[FaultKind.NAN][1]
-            output.logits[matched[output.output_ids]] = np.nan
-            output.hidden[matched[output.hidden_ids]] = np.nan
-        step = FakeForward(self, plan.step, output, {kind: fault for kind, (fault, _) in faults.items()})
-        self._steps.submit(step)
-        self._latest = step
-        return step
-
-    def sample(self, forward: Forward, rows: SampleRows, mask: Mask | None = None) -> FakeSampling:
-        self._check_usable()
-        step = self._own(forward)
-        if step is not self._latest or step.collected:
-            raise InvalidOperation("a step is sampled before it is collected and before the next forward, not after")
-        step.raise_failure()
-        check_rows(rows, len(step.output_ids), self.config.max_seqs, self.config.vocab_size, mask)
-        sampler = rows.sampler or greedy
-        sampled = sampler(step.output.logits[rows.logits_row], mask)
+    def _sample(self, step: FakeForward, rows: SampleRows, mask: Mask | None) -> Sampled:
+        sampled = (rows.sampler or greedy)(step.logits[rows.logits_row], mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
         self._last_sampled[rows.table_row] = np.maximum(sampled.ids, 0)
-        step.sampled_rows.append(rows.table_row)
-        return FakeSampling(step, sampled)
-
-    # -- the wait -----------------------------------------------------------------------------------------------------
-
-    @overload
-    def collect(self, handle: Forward) -> DecodeOutput: ...
-    @overload
-    def collect(self, handle: Sampling) -> Sampled: ...
-    def collect(self, handle: Forward | Sampling) -> DecodeOutput | Sampled:
-        self._check_open()
-        step = self._own(handle.forward if isinstance(handle, FakeSampling) else handle)
-        self._steps.check_turn(step)
-        if not step.collected:
-            self._wait(step)
-        return handle.sampled if isinstance(handle, FakeSampling) else step.output
+        return sampled
 
     def _wait(self, step: FakeForward) -> None:
-        if FaultKind.STALL in step.late:
-            step.late[FaultKind.STALL].stalled.set()
-            step.late[FaultKind.STALL].release.wait()
-        fatal = FaultKind.LATE_FATAL in step.late
-        if not fatal and FaultKind.LATE_FAIL not in step.late:
-            self._steps.settle(step)
-            return
-        failure = ForwardFailed("the fake backend was told to fail at collect", fatal=fatal)
-        self._lost = failure if fatal else self._lost
-        for failed in self._steps.fail(failure):
-            for rows in failed.sampled_rows:
-                self._last_sampled[rows] = NEVER_SAMPLED
-        self._kv.forget(step.number)
-        raise failure
+        if FaultKind.STALL in step.struck:
+            fault, _ = step.struck[FaultKind.STALL]
+            fault.stalled.set()
+            fault.release.wait()
+        if FaultKind.LATE_FATAL in step.struck or FaultKind.LATE_FAIL in step.struck:
+            fatal = FaultKind.LATE_FATAL in step.struck
+            raise ForwardFailed("the fake backend was told to fail at collect", fatal=fatal)
 
-    def close(self) -> None:
-        self._closed = True
+    def _output(self, step: FakeForward) -> DecodeOutput:
+        return DecodeOutput(step.logits, step.output_ids, step.hidden, step.hidden_ids)
+
+    def _on_host(self, sampled: Sampled) -> Sampled:
+        return sampled
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
-    def _run_segment(
-        self, batch: Batch, token: IntArray, tokens: slice, lead: IntArray, slots: IntArray, output: DecodeOutput
-    ) -> None:
+    def _run(self, step: FakeForward, batch: Batch, segment: Segment, slots: IntArray) -> None:
+        token, tokens = self._tokens(batch), segment.tokens
         for begin in range(tokens.start, tokens.stop, self.config.ubatch_size):
             ubatch = slice(begin, min(begin + self.config.ubatch_size, tokens.stop))
             inside = slice(ubatch.start - tokens.start, ubatch.stop - tokens.start)
@@ -205,11 +139,11 @@ class FakeBackend(Backend):
             wanted = np.flatnonzero(batch.output[ubatch])
             if len(wanted) == 0:
                 continue
-            context = self._hash_visible(lead[inside][wanted], batch.pos[ubatch][wanted])
+            context = self._hash_visible(segment.token_lead[inside][wanted], batch.pos[ubatch][wanted])
             index = wanted + begin
             for kind, ids, rows in (
-                (Output.LOGITS, output.output_ids, output.logits),
-                (Output.HIDDEN, output.hidden_ids, output.hidden),
+                (Output.LOGITS, step.output_ids, step.logits),
+                (Output.HIDDEN, step.hidden_ids, step.hidden),
             ):
                 flagged = (batch.output[index] & np.uint8(kind)) != 0
                 rows[np.searchsorted(ids, index[flagged])] = spread(context[flagged], rows.shape[1], salt=int(kind))
@@ -225,50 +159,14 @@ class FakeBackend(Backend):
             total += mix(np.add.reduceat(values, run_starts) + np.uint64(layer))
         return total
 
-    def _empty_output(self, batch: Batch) -> DecodeOutput:
-        output_ids, hidden_ids = batch.rows(Output.LOGITS), batch.rows(Output.HIDDEN)
-        return DecodeOutput(
-            logits=np.zeros((len(output_ids), self.config.vocab_size), dtype=np.float32),
-            output_ids=output_ids,
-            hidden=np.zeros((len(hidden_ids), self.config.hidden_size), dtype=np.float32),
-            hidden_ids=hidden_ids,
-        )
-
-    # -- checks -------------------------------------------------------------------------------------------------------
-
-    def _resolve_tokens(self, batch: Batch) -> IntArray:
-        if batch.token.max() >= self.config.vocab_size:
-            raise InvalidBatch(f"token {batch.token.max()} is outside the vocabulary of {self.config.vocab_size}")
+    def _tokens(self, batch: Batch) -> IntArray:
+        """The batch's tokens, those from the token table filled in."""
         pending = batch.token < 0
         if not pending.any():
             return batch.token
-        rows = -1 - batch.token[pending]
-        if rows.max() >= self.config.max_seqs or (self._last_sampled[rows] == NEVER_SAMPLED).any():
-            raise InvalidBatch("a token names a row in which nothing was sampled")
         token = batch.token.copy()
-        token[pending] = self._last_sampled[rows]
+        token[pending] = self._last_sampled[-1 - batch.token[pending]]
         return token
-
-    def _raise_planned_failure(self, faults: Mapping[FaultKind, object]) -> None:
-        if FaultKind.FATAL in faults:
-            self._lost = ForwardFailed("the fake backend was told to fail for good", fatal=True)
-            raise self._lost
-        if FaultKind.FAIL in faults:
-            raise ForwardFailed("the fake backend was told to fail")
-
-    def _own(self, forward: Forward | Sampling) -> FakeForward:
-        if not isinstance(forward, FakeForward) or forward.owner is not self:
-            raise InvalidOperation(f"{type(forward).__name__} is no handle of this backend")
-        return forward
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._lost is not None:
-            raise again(self._lost)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BackendClosed("the backend was closed")
 
 
 class FakeStorage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import read_json
 from tokenmill.text.tokenizer import to_utf8
 
 
@@ -78,14 +78,3 @@ def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:
     content = token.get("content") if isinstance(token, dict) else token
     named = tokenizer.token_to_id(content) if isinstance(content, str) else None
     return found | ({named} if named is not None else set())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is no JSON: {error}") from None
-    return content if isinstance(content, dict) else {}

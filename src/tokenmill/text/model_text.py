@@ -10,10 +10,11 @@ from typing import Any
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.core import ModelHandle
 from tokenmill.errors import InvalidRequest, ModelLoadError
+from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
 from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.gguf import chat_variables, gguf_tokenizer
-from tokenmill.text.hf import HuggingFaceTokenizer, read_json
+from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})

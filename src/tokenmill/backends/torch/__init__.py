@@ -1,0 +1,1 @@
+"""The torch backend: Hugging Face directories and GGUF files on CPU and CUDA."""

@@ -1,0 +1,175 @@
+"""Attention over paged KV in plain torch: many sequences of different lengths, no loop over sequences.
+
+The tokens of a step fall into groups of runs: all runs of one token (they decode) are one group, longer runs of about
+the same length are another. A group's blocks are gathered side by side, padded to the longest, and one kernel does it.
+What each token may see is worked out once a step; a layer only gathers and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.core import IntArray
+from tokenmill.core.tables import BlockTables
+
+
+class Attention(Protocol):
+    """What a step's attention does in one layer; made anew for each step."""
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """[tokens, heads, dim] to the same shape: what each token reads of the cells it sees."""
+        ...
+
+
+class AttentionMaker(Protocol):
+    """Makes the attention of a step, once its slots are known."""
+
+    def __call__(self, kv: TorchKV, tables: BlockTables, lead: IntArray, pos: IntArray) -> Attention: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of tokens that are computed together. C runs of at most Q tokens, over at most L cells each."""
+
+    query: Tensor
+    """[C, Q]: the tokens of each run, padded with its first one."""
+    token: Tensor
+    """The tokens once each, in the order of `place`."""
+    place: Tensor
+    """Where in [C * Q] each of them is computed."""
+    blocks: Tensor
+    """[C * blocks]: the blocks of each run's sequence."""
+    masks: dict[int | None, Tensor]
+    """Window -> what is added to the scores, [C, Q, L]."""
+    is_causal: bool
+    """A single run over exactly its own cells: the kernel's own mask will do where there is no window."""
+
+
+class GatherAttention:
+    """The attention of one step; see the module's docstring."""
+
+    def __init__(
+        self, kv: TorchKV, tables: BlockTables, lead: IntArray, pos: IntArray, windows: Sequence[int | None]
+    ) -> None:
+        self._kv = kv
+        self._windows = windows
+        device = kv.keys[0].device
+        self._groups = [
+            _group(runs, tables, pos, set(windows), device) for runs in _groups_of_runs(_runs(lead, pos), len(lead))
+        ]
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for group in self._groups:
+            keys, values = self._gather(self._kv.keys[layer], group), self._gather(self._kv.values[layer], group)
+            found = _attend(q[group.query], keys, values, group, self._windows[layer])
+            out[group.token] = found.flatten(0, 1)[group.place]
+        return out
+
+    def _gather(self, cells: Tensor, group: Group) -> Tensor:
+        """[C, L, heads, dim]: the cells of a group's runs."""
+        blocks = cells.view(-1, self._kv.block_size, *cells.shape[1:]).index_select(0, group.blocks)
+        return blocks.view(len(group.query), -1, *cells.shape[1:])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, window: int | None) -> Tensor:
+    """[C, Q, heads, dim]. The heads that share a KV head are more queries to it, so nothing is repeated."""
+    num_runs, num_queries, num_heads, dim = q.shape
+    num_kv = keys.shape[2]
+    shared = num_heads // num_kv
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if num_runs == 1:
+        # KV heads as batch, the heads that share them as heads: views all through.
+        folded = q.view(num_queries, num_kv, shared, dim).permute(1, 2, 0, 3)
+        one, other = (kv[0][:, None].expand(-1, shared, -1, -1) for kv in (keys, values))
+        if group.is_causal and window is None:
+            out = F.scaled_dot_product_attention(
+                folded, one[:, :, :num_queries], other[:, :, :num_queries], is_causal=True
+            )
+        else:
+            out = F.scaled_dot_product_attention(folded, one, other, attn_mask=group.masks[window])
+        return out.permute(2, 0, 1, 3).reshape(1, num_queries, num_heads, dim)
+    folded = q.view(num_runs, num_queries, num_kv, shared, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    mask = group.masks[window][:, None, :, None].expand(-1, -1, -1, shared, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return out.view(num_runs, num_kv, num_queries, shared, dim).permute(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+# -- once a step ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of consecutive tokens of one sequence each, as arrays."""
+
+    seq: IntArray
+    tokens: NDArray[np.int64]
+    """All tokens of the step, run after run."""
+    begin: NDArray[np.int64]
+    """Where in `tokens` each run begins."""
+    count: NDArray[np.int64]
+
+    def take(self, chosen: NDArray[np.intp]) -> Runs:
+        return Runs(self.seq[chosen], self.tokens, self.begin[chosen], self.count[chosen])
+
+
+def _runs(lead: IntArray, pos: IntArray) -> Runs:
+    """The tokens of each sequence, wherever they stand in the batch, in order of position."""
+    tokens = np.lexsort((pos, lead))
+    seq, begin, count = np.unique(lead[tokens], return_index=True, return_counts=True)
+    return Runs(seq, tokens, begin, count)
+
+
+def _groups_of_runs(runs: Runs, num_tokens: int) -> list[Runs]:
+    """Runs of one token together; longer ones with those at most twice as long."""
+    if num_tokens == len(runs.seq):
+        return [runs]
+    size = np.ceil(np.log2(runs.count)).astype(np.int64)
+    return [runs.take(np.flatnonzero(size == kind)) for kind in np.unique(size)]
+
+
+def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | None], device: torch.device) -> Group:
+    most = int(runs.count.max())
+    offset = np.arange(most)
+    is_real = offset < runs.count[:, None]
+    query = runs.tokens[runs.begin[:, None] + np.where(is_real, offset, 0)]
+    query_pos = pos[query]
+    end = query_pos.max(axis=1) + 1
+    num_blocks = int((-(-(end - tables.base[runs.seq]) // tables.block_size)).max())
+    blocks = tables.table[runs.seq, :num_blocks]
+    is_causal = len(runs.seq) == 1 and most == end[0] and tables.base[runs.seq[0]] == 0
+    masks = {
+        window: torch.from_numpy(_mask(tables, runs.seq, query_pos, num_blocks, window)).to(device)
+        for window in windows
+        if not (is_causal and window is None)
+    }
+    real = is_real.ravel()
+    return Group(
+        query=torch.from_numpy(query).to(device),
+        token=torch.from_numpy(query.ravel()[real]).to(device),
+        place=torch.from_numpy(np.flatnonzero(real)).to(device),
+        blocks=torch.from_numpy(blocks.ravel().astype(np.int64)).to(device),
+        masks=masks,
+        is_causal=is_causal,
+    )
+
+
+def _mask(
+    tables: BlockTables, seq: IntArray, query_pos: IntArray, num_blocks: int, window: int | None
+) -> NDArray[np.float32]:
+    """[C, Q, L]: 0 where a token sees a cell, -inf where it does not."""
+    cell_pos = tables.base[seq][:, None] + np.arange(num_blocks * tables.block_size)
+    is_held = cell_pos >= tables.start[seq][:, None]
+    sees = is_held[:, None, :] & (cell_pos[:, None, :] <= query_pos[:, :, None])
+    if window is not None:
+        sees &= cell_pos[:, None, :] > query_pos[:, :, None] - window
+    return np.where(sees, np.float32(0), np.float32(-np.inf))

@@ -1,0 +1,205 @@
+"""`TorchBackend`: the contract on torch tensors, CPU or CUDA. The rules are `PagedBackend`'s; this is the computing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokenmill.backends.torch.attention import AttentionMaker, GatherAttention
+from tokenmill.backends.torch.decoder import Decoder
+from tokenmill.backends.torch.gate import WeightsGate
+from tokenmill.backends.torch.invariant import ROWS, TiledAttention
+from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.core import BAD_ROW, Batch, Capabilities, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
+from tokenmill.core.backend import SampleRows, unpack_mask
+from tokenmill.core.paged_backend import PagedBackend, PagedStep
+from tokenmill.core.segments import Segment
+from tokenmill.errors import ForwardFailed
+
+
+class TorchStep(PagedStep):
+    """A submitted step. On CUDA its results may not be there yet."""
+
+    def __init__(self, owner: TorchBackend, batch: Batch, number: int) -> None:
+        super().__init__(owner, batch, number)
+        self.logits_parts: list[Tensor] = []
+        self.hidden_parts: list[Tensor] = []
+
+
+@dataclass(frozen=True)
+class Ubatch:
+    """Tokens that are computed together: part of a segment."""
+
+    tokens: slice
+    """Of the batch."""
+    inside: slice
+    """Of the segment."""
+
+
+class TorchBackend(PagedBackend[TorchStep]):
+    """One KV memory over shared weights."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        storage: TorchKV,
+        gate: WeightsGate,
+        *,
+        ubatch_size: int,
+        num_threads: int | None = None,
+    ) -> None:
+        super().__init__(kv, decoder.config.vocab_size)
+        self._decoder = decoder
+        self._storage = storage
+        self._gate = gate
+        self._version = gate.version
+        """Of the weights under which all KV in this memory was computed."""
+        self._device = decoder.weights.embed.device
+        self._num_threads = num_threads
+        self._deterministic = kv.capabilities.deterministic
+        self._ubatch_size = ROWS if self._deterministic else ubatch_size
+        make = TiledAttention if self._deterministic else GatherAttention
+        self._attention: AttentionMaker = partial(make, windows=decoder.config.windows)
+        self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int64, device=self._device)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._kv.capabilities
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> TorchStep:
+        if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)  # a setting of the thread that owns this backend
+        with self._gate.computing():
+            self._version = self._gate.check(self._version, is_empty=not self._kv.tables.num_blocks.any())
+            return super().forward(batch)
+
+    def _begin(self, batch: Batch, number: int) -> TorchStep:
+        return TorchStep(self, batch, number)
+
+    def _run(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray) -> None:
+        try:
+            for ubatch in self._ubatches(segment.tokens):
+                hidden = self._hidden(batch, segment, slots, ubatch)
+                self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
+        except (RuntimeError, MemoryError) as error:
+            # After a failed kernel a CUDA context is lost; running out of memory leaves it as it was.
+            fatal = self._device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError)
+            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=fatal) from error
+
+    def _launched(self, step: TorchStep) -> None:
+        """Everything is on the device's stream."""
+
+    def _ubatches(self, tokens: slice) -> Iterator[Ubatch]:
+        for begin in range(tokens.start, tokens.stop, self._ubatch_size):
+            end = min(begin + self._ubatch_size, tokens.stop)
+            yield Ubatch(slice(begin, end), slice(begin - tokens.start, end - tokens.start))
+
+    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
+        token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
+        lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
+        count = len(token)
+        if self._deterministic:
+            # The tile is filled up with its last token, computed and stored once more where it is.
+            token, pos, lead, slot = (np.pad(one, (0, ROWS - count), mode="edge") for one in (token, pos, lead, slot))
+        attention = self._attention(self._storage, self._kv.tables, lead, pos)
+        hidden = self._decoder.hidden(
+            self._tokens(token), self._to_device(pos), self._to_device(slot), self._storage, attention
+        )
+        return hidden[:count]
+
+    def _keep_outputs(self, step: TorchStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
+        """Logits and hidden rows of the tokens that ask for them; the others are not even normed."""
+        wanted = np.flatnonzero(output)
+        if not len(wanted):
+            return
+        flags = output[wanted]
+        rows = hidden if len(wanted) == len(hidden) else hidden[self._to_device(wanted)]
+        normed = self._decoder.normed(rows)
+        for flag, parts in ((Output.LOGITS, step.logits_parts), (Output.HIDDEN, step.hidden_parts)):
+            chosen = np.flatnonzero(flags & np.uint8(flag))
+            if not len(chosen):
+                continue
+            part = normed if len(chosen) == len(wanted) else normed[self._to_device(chosen)]
+            parts.append(self._logits(part) if flag is Output.LOGITS else part.float())
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        if not self._deterministic:
+            return self._decoder.logits(normed)
+        tile = normed.new_zeros(ROWS, normed.shape[1])
+        tile[: len(normed)] = normed
+        return self._decoder.logits(tile)[: len(normed)]
+
+    # -- sampling and waiting -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
+        logits = self._all_logits(step)
+        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
+            logits = logits[self._to_device(rows.logits_row)]
+        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
+        # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
+        self._last_sampled[self._to_device(rows.table_row)] = sampled.ids.clamp(min=0).to(torch.int64)
+        return sampled
+
+    def _wait(self, step: TorchStep) -> None:  # noqa: ARG002
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.current_stream(self._device).synchronize()
+            except RuntimeError as error:
+                raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
+
+    def _output(self, step: TorchStep) -> DecodeOutput:
+        hidden = _joined(step.hidden_parts, self._decoder.config.hidden_size)
+        return DecodeOutput(
+            self._all_logits(step).cpu().numpy(), step.output_ids, hidden.cpu().numpy(), step.hidden_ids
+        )
+
+    def _on_host(self, sampled: Sampled) -> Sampled:
+        extras = {name: value.cpu().numpy() for name, value in sampled.extras.items()}
+        return Sampled(sampled.ids.cpu().numpy().astype(np.int32), extras)
+
+    def _free(self) -> None:
+        self._storage.keys.clear()
+        self._storage.values.clear()
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _all_logits(self, step: TorchStep) -> Tensor:
+        if len(step.logits_parts) != 1:
+            step.logits_parts = [_joined(step.logits_parts, self._vocab_size)]
+        return step.logits_parts[0]
+
+    def _tokens(self, token: IntArray) -> Tensor:
+        """The tokens on the device, those named by a row of the token table looked up there."""
+        tokens = self._to_device(token)
+        if (token < 0).any():
+            return torch.where(tokens < 0, self._last_sampled[(-1 - tokens).clamp(min=0)], tokens)
+        return tokens
+
+    def _to_device(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+
+
+def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
+    """The largest logit of each row, `BAD_ROW` where that is no number."""
+    if mask is not None:
+        allowed = torch.from_numpy(unpack_mask(mask, logits.shape[1])).to(logits.device)
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    best, ids = logits.max(dim=-1)
+    return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))
+
+
+def _joined(parts: list[Tensor], width: int) -> Tensor:
+    if not parts:
+        return torch.zeros(0, width)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,76 @@
+"""`TorchKV`: keys and values of every layer as tensors over slots. The bookkeeping is `PagedKV`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill.backends.torch.rope import rotate, rotations
+from tokenmill.core import IntArray, LayerKV
+from tokenmill.errors import InvalidOperation
+
+
+class TorchKV:
+    """A `KVStorage`. Keys are stored rotated to their positions."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerKV],
+        num_blocks: int,
+        block_size: int,
+        inv_freq: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        # Zeros, since what lies outside a sequence is multiplied by a weight of zero, and must be a number for that.
+        slots = num_blocks * block_size
+        self.keys = [torch.zeros(slots, one.num_heads, one.key_dim, dtype=dtype, device=device) for one in layers]
+        self.values = [torch.zeros(slots, one.num_heads, one.value_dim, dtype=dtype, device=device) for one in layers]
+        self._inv_freq = inv_freq
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+    def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put the keys and values of new tokens into their slots. What is no number would spread to neighbours."""
+        self.keys[layer][slots] = torch.nan_to_num(keys, 0.0, 0.0, 0.0)
+        self.values[layer][slots] = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+
+    def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
+        source, target = self._index(src), self._index(dst)
+        for tensor in (*self.keys, *self.values):
+            blocks = tensor.view(-1, self.block_size, *tensor.shape[1:])
+            blocks[target] = blocks[source]
+
+    def shift(self, slots: IntArray, delta: int) -> None:
+        """Turn keys on by `delta` positions: rotations add up."""
+        index = self._index(slots)
+        by = torch.full((1,), delta, device=self._device)
+        cos, sin = rotations(by, self._inv_freq, 1.0)
+        for keys in self.keys:
+            keys[index] = rotate(keys[index], cos, sin)
+
+    def read(self, slots: IntArray) -> bytes:
+        index = self._index(slots)
+        parts = [tensor[index].cpu().contiguous() for tensor in (*self.keys, *self.values)]
+        return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def write(self, slots: IntArray, data: memoryview) -> None:
+        tensors = (*self.keys, *self.values)
+        sizes = [len(slots) * tensor[0].numel() * tensor.element_size() for tensor in tensors]
+        if len(data) != sum(sizes):
+            raise InvalidOperation(f"{len(data)} bytes for {len(slots)} cells of {sum(sizes) // len(slots)} bytes")
+        index, at = self._index(slots), 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            raw = torch.from_numpy(np.frombuffer(data[at : at + size], dtype=np.uint8).copy())
+            tensor[index] = raw.view(tensor.dtype).view(len(slots), *tensor.shape[1:]).to(self._device)
+            at += size
+
+    def _index(self, numbers: IntArray) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)

@@ -1,0 +1,89 @@
+"""`TorchModel`: a loaded model, its weights once for any number of backends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill.backends.torch.backend import TorchBackend
+from tokenmill.backends.torch.decoder import Decoder
+from tokenmill.backends.torch.families.names import in_file
+from tokenmill.backends.torch.gate import WeightsGate
+from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
+from tokenmill.errors import InvalidOperation
+
+KV_SHARE = 0.25
+"""Of the memory that is free, how much KV may take by default."""
+
+
+class TorchModel:
+    """A `ModelHandle`. `names` are what the model's files call its tensors."""
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        names: Mapping[str, str],
+        path: Path | None = None,
+        *,
+        deterministic: bool = False,
+        block_size: int = 16,
+        depth: int | None = None,
+    ) -> None:
+        self.path = path
+        self.decoder = decoder
+        config, embed = decoder.config, decoder.weights.embed
+        self._device, self._dtype = embed.device, embed.dtype
+        self.info = ModelInfo(
+            name, config.vocab_size, config.hidden_size, config.max_context, config.layer_kv(embed.element_size())
+        )
+        self._own_names = {in_file(own, names): own for own in decoder.weights.views}
+        self._gate = WeightsGate()
+        self._deterministic = deterministic
+        self._block_size = block_size
+        # Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor.
+        self._depth = (1 if self._device.type == "cuda" else 0) if depth is None else depth
+
+    @property
+    def weights_version(self) -> int:
+        return self._gate.version
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(KV_SHARE * torch.cuda.mem_get_info(self._device)[0])
+        return int(KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+    def new_backend(self, limits: BackendLimits) -> TorchBackend:
+        num_blocks = max(1, -(-limits.num_cells // self._block_size))
+        storage = TorchKV(
+            self.info.layers, num_blocks, self._block_size, self.decoder.inv_freq, self._dtype, self._device
+        )
+        capabilities = Capabilities(
+            state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
+        )
+        kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        return TorchBackend(
+            self.decoder, kv, storage, self._gate, ubatch_size=limits.ubatch_size, num_threads=limits.num_threads
+        )
+
+    def replace_weight(self, name: str, value: Any) -> None:
+        """New values for one tensor, under its name in the model's files. Waits for running steps.
+
+        All KV of the old weights is invalid from then on: engines drop it and replay their requests.
+        """
+        own = self._own_names.get(name)
+        if own is None:
+            raise InvalidOperation(f"the model has no tensor {name!r}")
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        with self._gate.replacing(), torch.inference_mode():
+            self.decoder.weights.replace(own, tensor)
+
+    def close(self) -> None:
+        """Weights go when the last one who uses them does."""

@@ -1,0 +1,146 @@
+"""The weights of a decoder: allocated once, filled from a file, shared by every engine core.
+
+Queries, keys and values are one matrix, and so are gate and up; each tensor that a file knows by a name of its own is a
+view into them, which is how it is loaded and replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.families.names import Shape, in_file, shapes
+from tokenmill.backends.torch.matmul import Linear
+from tokenmill.errors import InvalidOperation, ModelLoadError
+
+
+class TensorSource(Protocol):
+    """A checkpoint: tensors by the names it gives them."""
+
+    @property
+    def where(self) -> str:
+        """What an error calls it."""
+        ...
+
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def load(self, name: str) -> Tensor:
+        """A tensor's values, on the host."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderWeights:
+    """All tensors of a decoder, uninitialised until they are loaded."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.views: dict[str, Tensor] = {}
+        """The decoder's name of a tensor -> where its values are."""
+        self._dtype, self._device = dtype, device
+        hidden = config.hidden_size
+        self.embed = self._new("embed", (config.vocab_size, hidden))
+        self.layers = [self._layer(i) for i in range(config.num_layers)]
+        self.norm = self._new("norm", (hidden,))
+        self.head = Linear(self.embed if config.tied else self._new("head", (config.vocab_size, hidden)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(view.numel() * view.element_size() for view in self.views.values())
+
+    def load(self, source: TensorSource, names: Mapping[str, str], report: Callable[[int, int], None]) -> None:
+        """Fill everything from a checkpoint; `ModelLoadError` names what is missing, unexpected or misshapen.
+
+        `report` is told how many tensors are done, and of how many.
+        """
+        wanted = {in_file(own, names): own for own in shapes(self.config)}
+        check_shapes(source, wanted, shapes(self.config), names)
+        for done, (name, own) in enumerate(wanted.items()):
+            self.views[own].copy_(source.load(name))
+            report(done + 1, len(wanted))
+
+    def replace(self, own: str, value: Tensor) -> None:
+        """New values for one tensor, in place."""
+        view = self.views[own]
+        if value.shape != view.shape:
+            raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(view.shape)}")
+        if not value.is_floating_point() or not bool(value.isfinite().all()):
+            raise InvalidOperation("the new tensor has values that are no finite numbers")
+        view.copy_(value)
+
+    def _layer(self, i: int) -> LayerWeights:
+        config = self.config
+        hidden, query, kv, inner = config.hidden_size, config.query_size, config.kv_size, config.intermediate_size
+        head = (config.head_dim,)
+        return LayerWeights(
+            attn_norm=self._new(f"attn_norm.{i}", (hidden,)),
+            qkv=self._merged({f"q{{}}.{i}": query, f"k{{}}.{i}": kv, f"v{{}}.{i}": kv}, hidden, config.qkv_bias),
+            q_norm=self._new(f"q_norm.{i}", head) if config.qk_norm else None,
+            k_norm=self._new(f"k_norm.{i}", head) if config.qk_norm else None,
+            o=self._merged({f"o{{}}.{i}": hidden}, query, config.output_bias),
+            mlp_norm=self._new(f"mlp_norm.{i}", (hidden,)),
+            gate_up=self._merged({f"gate{{}}.{i}": inner, f"up{{}}.{i}": inner}, hidden, config.mlp_bias),
+            down=self._merged({f"down{{}}.{i}": hidden}, inner, config.mlp_bias),
+        )
+
+    def _new(self, own: str, shape: Shape) -> Tensor:
+        self.views[own] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return self.views[own]
+
+    def _merged(self, parts: Mapping[str, int], width: int, has_bias: bool) -> Linear:
+        """One matrix for several tensors, each a view of some of its rows."""
+        height = sum(parts.values())
+        weight = torch.empty((height, width), dtype=self._dtype, device=self._device)
+        bias = torch.empty(height, dtype=self._dtype, device=self._device) if has_bias else None
+        at = 0
+        for name, rows in parts.items():
+            self.views[name.format("")] = weight[at : at + rows]
+            if bias is not None:
+                self.views[name.format("_bias")] = bias[at : at + rows]
+            at += rows
+        return Linear(weight, bias)
+
+
+def check_shapes(
+    source: TensorSource, wanted: Mapping[str, str], expected: Mapping[str, Shape], names: Mapping[str, str]
+) -> None:
+    """Compare a checkpoint's tensors with those of the decoder."""
+    there = source.shapes()
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        raise ModelLoadError(f"{source.where}: {_some(missing)} missing")
+    head = names["head"]  # a tied one may be there, too
+    unexpected = [name for name in there if name not in wanted and name != head and not name.endswith(IGNORED)]
+    if unexpected:
+        raise ModelLoadError(f"{source.where}: {_some(unexpected)} not expected")
+    for name, own in wanted.items():
+        if there[name] != expected[own]:
+            raise ModelLoadError(f"{source.where}: {name} has shape {there[name]}, not {expected[own]}")
+
+
+IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Tensors that follow from the configuration, or that it was made from."""
+
+
+def _some(names: list[str]) -> str:
+    few = ", ".join(sorted(names)[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{few}{more} {'is' if len(names) == 1 else 'are'}"
