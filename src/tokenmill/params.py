@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_SEED = (1 << 63) - 1
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_BIAS = 1e6
 
 
 class Pooling(Enum):
@@ -77,15 +80,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_numbers(self)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _token_ids(name, value))
+        for name in ("stop_token_ids", "banned_token_ids"):
+            object.__setattr__(self, name, token_ids(name, getattr(self, name) or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
             raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
-        for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or not math.isfinite(bias):
-                raise InvalidRequest(f"logit_bias maps token ids to finite numbers, not {token!r} to {bias!r}")
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` if a token that is named here is none of the model's."""
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias"):
+            most = max(getattr(self, name) or (0,))
+            if most >= vocab_size:
+                raise InvalidRequest(f"{name}: token {most} is outside the vocabulary of {vocab_size}")
 
     @property
     def is_greedy(self) -> bool:
@@ -150,11 +158,14 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) for string in strings):
         raise InvalidRequest(f"stop must be a string or a list of strings, not {type(stop).__name__}")
     if len(strings) > MAX_STOP_STRINGS:
@@ -162,10 +173,35 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     for string in strings:
         if not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
             raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, not {len(string)}")
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            raise InvalidRequest(f"the stop string {string!r} is no valid Unicode")
     return tuple(strings)
 
 
-def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise InvalidRequest(f"{name} must be a list of token ids")
-    return tuple(ids)
+def token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    """Token ids as plain whole numbers, from any sequence of such; `InvalidRequest` for anything else."""
+    try:
+        numbers = tuple(operator.index(i) for i in ids)
+        is_plain = not isinstance(ids, (str, bytes)) and not any(isinstance(i, bool) for i in ids)
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
+        raise InvalidRequest(f"{name} must be a list of token ids, not {ids!r:.60}")
+    for number in numbers:
+        if not 0 <= number <= MAX_TOKEN_ID:
+            raise InvalidRequest(f"{name}: a token id must not be negative or over {MAX_TOKEN_ID}, but one is {number}")
+    return numbers
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    """Token id -> finite number; as JSON has it, ids may be strings of digits."""
+    if bias is None:
+        return {}
+    if not isinstance(bias, dict):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not be {type(bias).__name__}")
+    names = [int(name) if isinstance(name, str) and name.isdecimal() else name for name in bias]
+    ids = token_ids("logit_bias", names)
+    for token, value in zip(ids, bias.values(), strict=True):
+        if not _is_number(value) or abs(value) > MAX_BIAS:
+            raise InvalidRequest(f"logit_bias of token {token} must be a number up to {MAX_BIAS:g}, not {value!r}")
+    return dict(zip(ids, map(float, bias.values()), strict=True))

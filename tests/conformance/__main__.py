@@ -7,9 +7,10 @@ import sys
 import traceback
 from functools import partial
 
+from tests.conformance.all_subjects import SUBJECTS
 from tests.conformance.checks import CHECKS
 from tests.conformance.random_driver import drive
-from tests.conformance.subjects import SUBJECTS, Subject
+from tests.conformance.subjects import Subject
 
 
 def run(subject: Subject, num_seeds: int) -> int:

@@ -1,4 +1,4 @@
-"""The backends that take the conformance suite. A backend joins with one line in `SUBJECTS`.
+"""`Subject`: a backend that takes the conformance suite. `all_subjects.py` lists them.
 
 A subject says how to make a backend of given limits and what logits it owes a token, from what that token can see.
 """
@@ -71,6 +71,4 @@ def peek_into_fake(backend: FakeBackend, seq: int) -> Cells:
     return list(zip(storage.token[slots].tolist(), pos[slots].tolist(), strict=True))
 
 
-SUBJECTS = [
-    Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, peek=peek_into_fake, can_fail=True),
-]
+FAKE = Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, peek=peek_into_fake, can_fail=True)

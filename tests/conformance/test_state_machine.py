@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.conformance import operations
 from tests.conformance.machine import Machine
-from tests.conformance.subjects import SUBJECTS
+from tests.conformance.subjects import FAKE
+from tests.conformance.torch_subject import TORCH, TORCH_DETERMINISTIC
 
 
 class HypothesisChooser:
@@ -30,7 +31,7 @@ class KVStateMachine(RuleBasedStateMachine):
     """One rule an operation; `Machine` compares after each of them."""
 
     depth = 0
-    subject = SUBJECTS[0]
+    subject = FAKE
 
     @initialize(data=st.data())
     def make(self, data: st.DataObject) -> None:
@@ -85,6 +86,18 @@ class KVStateMachineAtDepth1(KVStateMachine):
     depth = 1
 
 
+class TorchStateMachine(KVStateMachine):
+    subject = TORCH
+
+
+class TorchStateMachineAtDepth1(KVStateMachine):
+    subject, depth = TORCH, 1
+
+
+class DeterministicStateMachine(KVStateMachine):
+    subject = TORCH_DETERMINISTIC
+
+
 SETTINGS = settings(
     max_examples=60,
     stateful_step_count=30,
@@ -94,11 +107,18 @@ SETTINGS = settings(
 )
 
 
-def _test_case(machine: type[RuleBasedStateMachine]) -> Any:
+FEWER = settings(SETTINGS, max_examples=25)
+"""For backends that compute."""
+
+
+def _test_case(machine: type[RuleBasedStateMachine], size: settings = SETTINGS) -> Any:
     case = machine.TestCase
-    case.settings = SETTINGS
+    case.settings = size
     return pytest.mark.req("R22", "R23", "R24", "R25", "R26", "R46", "R47")(case)
 
 
 TestDepth0 = _test_case(KVStateMachine)
 TestDepth1 = _test_case(KVStateMachineAtDepth1)
+TestTorchDepth0 = _test_case(TorchStateMachine, FEWER)
+TestTorchDepth1 = _test_case(TorchStateMachineAtDepth1, FEWER)
+TestDeterministic = _test_case(DeterministicStateMachine, FEWER)

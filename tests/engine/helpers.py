@@ -17,11 +17,17 @@ from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.outputs import FinishReason, GeneratedToken
 
 VOCAB = 64
+MakeBackend = Callable[[FakeConfig], Any]
 LIMITS = {"max_new_tokens", "min_new_tokens", "stop_ids", "max_context", "max_tokens_per_step", "timeout_s"}
 
 
 def make_engine(
-    *, depth: int = 0, fake: dict[str, Any] | None = None, clock: Callable[[], float] | None = None, **config: Any
+    *,
+    depth: int = 0,
+    fake: dict[str, Any] | None = None,
+    clock: Callable[[], float] | None = None,
+    backend: MakeBackend = FakeBackend,
+    **config: Any,
 ) -> EngineCore:
     fake_config = FakeConfig(
         **{"vocab_size": VOCAB, "max_context": 256, "num_cells": 512, "block_size": 4, "max_seqs": 16, "depth": depth}
@@ -29,7 +35,7 @@ def make_engine(
     )
     settings = EngineConfig(**{"max_num_seqs": 8} | config)
     more = {} if clock is None else {"clock": clock}
-    return EngineCore(FakeBackend(fake_config), FakeModel(fake_config).info, settings, **more)
+    return EngineCore(backend(fake_config), FakeModel(fake_config).info, settings, **more)
 
 
 def request(name: str, prompt: Sequence[int], **options: Any) -> Request:
@@ -39,10 +45,9 @@ def request(name: str, prompt: Sequence[int], **options: Any) -> Request:
     return Request(name, prompt, Limits(**limits), Hints(**options))
 
 
-def backend_of(engine: EngineCore) -> FakeBackend:
-    backend = engine._executor.backend
-    assert isinstance(backend, FakeBackend)
-    return backend
+def backend_of(engine: EngineCore) -> Any:
+    """Its backend, which takes faults."""
+    return engine._executor.backend
 
 
 class Transcript:
@@ -75,11 +80,17 @@ def run(engine: EngineCore, transcript: Transcript | None = None, max_ticks: int
 
 @cache
 def alone(
-    prompt: tuple[int, ...], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), min_new_tokens: int = 0
+    prompt: tuple[int, ...],
+    max_new_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    min_new_tokens: int = 0,
+    make_backend: MakeBackend = FakeBackend,
+    max_context: int = 4096,
 ) -> list[int]:
     """The ids a request gets on a fresh backend with nobody else: token by token, no engine involved."""
     tokens = list(prompt)
-    with FakeBackend(FakeConfig(vocab_size=VOCAB, max_context=4096, num_cells=4096, max_seqs=1)) as backend:
+    config = FakeConfig(vocab_size=VOCAB, max_context=max_context, num_cells=max_context, max_seqs=1)
+    with make_backend(config) as backend:
         batch = BatchBuilder().add_run(tokens, 0, 0)
         while True:
             token = int(backend.decode(batch.build()).logits[0].argmax())

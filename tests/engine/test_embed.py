@@ -140,6 +140,13 @@ def test_from_text_to_vectors() -> None:
     assert asyncio.run(online()) == outs[0].outputs.embedding
 
 
+def test_a_text_as_long_as_the_context() -> None:
+    with LLM("fake", max_model_len=64) as llm:
+        assert len(llm.embed([[1] * 64])) == 1
+        with pytest.raises(InvalidRequest, match="no room for them"):
+            llm.embed([[1] * 65])
+
+
 def test_a_failure_is_told() -> None:
     with LLM("fake", config=None) as llm:
         backend_of(llm.engine).faults.add(Fault(FaultKind.NAN))

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tokenmill
@@ -51,6 +52,7 @@ def test_an_open_model_is_shared_and_left_open() -> None:
         ({"backend": "tpu"}, "backend 'tpu' is not known"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens must be at least 1"),
+        ({"dtype": "float16"}, "the fake model has no backend, dtype or device"),
         ({"colour": "red"}, "unknown option colour; known: "),
         ({"max_model_len": 10_000}, "max_model_len 10000 > 4096"),
     ],
@@ -134,6 +136,92 @@ def test_every_form_of_a_prompt() -> None:
             llm.generate([{"text": "hi"}], SHORT)
 
 
+def test_numbers_of_other_kinds_and_none_as_default() -> None:
+    with LLM("fake") as llm:
+        wanted = llm.generate([[1, 2]], SHORT)[0].outputs[0].token_ids
+        forms: list[Any] = [
+            [np.int64(1), np.int32(2)],
+            np.array([1, 2]),
+            (1, 2),
+            {"prompt_token_ids": np.array([1, 2])},
+        ]
+        assert all(out.outputs[0].token_ids == wanted for out in llm.generate(forms, SHORT))
+        assert llm.generate(np.array([1, 2]), SHORT)[0].outputs[0].token_ids == wanted
+        assert len(llm.generate((f"prompt {i}" for i in range(3)), SHORT)) == 3
+    none: Any = None
+    params = SamplingParams(stop=none, stop_token_ids=none, banned_token_ids=none, logit_bias=none)
+    assert params == SamplingParams()
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # type: ignore[dict-item]
+
+
+# -- calls that meet --------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_leaves_room_for_other_calls() -> None:
+    with LLM("fake") as llm:
+        wanted = llm.generate("x", SHORT)[0].outputs[0].text
+        long = SamplingParams(temperature=0, max_tokens=9)
+        texts = [llm.generate("x", SHORT)[0].outputs[0].text for _ in llm.stream("a", long)]
+        assert texts == [wanted] * len(texts)
+        assert len(texts) > 1
+        stream = llm.stream("a", SHORT)
+        next(stream)
+        llm.embed("x")
+        stream.close()  # type: ignore[attr-defined]
+        assert not llm.engine.has_work
+
+
+def test_a_batch_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("fake") as llm:
+        steps = iter(range(100))
+        step = llm.engine.step
+
+        def interrupted() -> Any:
+            if next(steps) == 2:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b", "c"], SamplingParams(max_tokens=50))
+        assert not llm.engine.has_work
+        assert llm._client._sinks == {}
+        llm.engine.check_integrity()
+
+
+def test_sequences_of_the_engines_own_and_requests_side_by_side() -> None:
+    with LLM("fake") as llm:
+        llm.engine.add_sequence([1, 2, 3], max_new_tokens=8)
+        assert llm.generate("x", SHORT)[0].finished
+        assert len(llm.engine.run_until_complete()[0]) == 8
+
+
+def test_a_callers_name_can_be_used_twice_and_again() -> None:
+    async def scene() -> None:
+        async with AsyncLLM("fake") as llm:
+            long = SamplingParams(max_tokens=3000, ignore_eos=True)
+            one, two = llm.generate("x", long, "same"), llm.generate("y", long, "same")
+            first, second = await anext(one), await anext(two)
+            assert (first.request_id, second.request_id) == ("same", "same")
+            assert first.error is None
+            assert second.error is None
+            for stream in (one, two):
+                await stream.aclose()  # type: ignore[attr-defined]
+            async for output in llm.generate("z", SHORT, "same"):
+                last = output
+            assert last.outputs[0].finish_reason == "length"
+            while (await asyncio.to_thread(llm._client.stats))[0].num_running:  # type: ignore[union-attr]
+                pass
+
+    asyncio.run(scene())
+
+
+def test_usage_grows_with_the_stream() -> None:
+    with LLM("fake") as llm:
+        counts = [out.usage.completion_tokens for out in llm.stream("a", SHORT)]
+        assert counts == [1, 2, 3, 4]
+
+
 @pytest.mark.req("G20")
 def test_a_program_gives_the_same_texts_each_time_and_its_prompts_differ() -> None:
     def program(seed: int | None = 0) -> list[list[int]]:
@@ -178,6 +266,17 @@ BAD: dict[str, Callable[[], tuple[Any, SamplingParams]]] = {
     "10,000 stop strings": lambda: ("x", SamplingParams(stop=("s",) * 10_000)),
     "n too large": lambda: ("x", SamplingParams(n=1000)),
     "logprobs over the limit": lambda: ("x", SamplingParams(logprobs=1000)),
+    "nested ids": lambda: ([[1, 2], [3, 4]], SHORT),
+    "ids that are no whole numbers": lambda: ([1.5, 2.0], SHORT),
+    "ids that are texts": lambda: ({"prompt_token_ids": ["5"]}, SHORT),
+    "ids that are true or false": lambda: ([True, False], SHORT),
+    "no prompt": lambda: (None, SHORT),
+    "allowed token outside the vocabulary": lambda: ("x", SamplingParams(allowed_token_ids=(1, 100_000))),
+    "banned token outside the vocabulary": lambda: ("x", SamplingParams(banned_token_ids=(256,))),
+    "bias outside the vocabulary": lambda: ("x", SamplingParams(logit_bias={999: 1.0})),
+    "negative bias id": lambda: ("x", SamplingParams(logit_bias={-1: 1.0})),
+    "stop token outside the vocabulary": lambda: ("x", SamplingParams(stop_token_ids=(300,), min_tokens=1)),
+    "stop string that is no Unicode": lambda: ("x", SamplingParams(stop=("\ud800",))),
     "params of a wrong type": lambda: ("x", {"temperature": 1}),  # type: ignore[dict-item,return-value]
 }
 

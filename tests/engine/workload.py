@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.conformance.operations import Chooser, one_in
-from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, backend_of, make_engine, request
-from tokenmill.core import Fault, FaultKind
+from tests.engine.helpers import VOCAB, MakeBackend, Transcript, alone, assert_clean, backend_of, make_engine, request
+from tokenmill.core import FakeBackend, Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.plan import StepPlan
@@ -127,9 +127,9 @@ class Watched:
         return plan
 
 
-def play(load: Workload) -> Transcript:
+def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
     """Run a workload and check that nobody noticed anybody else."""
-    engine = make_engine(depth=load.depth, fake=load.fake, **load.engine)
+    engine = make_engine(depth=load.depth, fake=load.fake, backend=backend, **load.engine)
     watched = Watched(engine)
     if load.fault is not None:
         backend_of(engine).faults.add(load.fault)
@@ -154,7 +154,12 @@ def play(load: Workload) -> Transcript:
         raise AssertionError(f"requests starve: {engine.scheduler.requests}")
     for name, new in prompts.items():
         expected = alone(
-            new["prompt"], new["max_new_tokens"], frozenset(new.get("stop_ids", ())), new.get("min_new_tokens", 0)
+            new["prompt"],
+            new["max_new_tokens"],
+            frozenset(new.get("stop_ids", ())),
+            new.get("min_new_tokens", 0),
+            backend,
+            load.fake["max_context"],
         )
         got = transcript.tokens[name]
         if name in cancelled:

@@ -38,15 +38,11 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file. Close it when the tensors have been taken out."""
+    """A GGUF file, mapped. It is unmapped when neither this nor an array of its bytes is in use any more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 24:
-                raise ModelLoadError(f"{path} has {size} bytes: no GGUF file")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map = _mapped(path)
         try:
             self.metadata, self.tensors = _Cursor(self._map, path).read_all()
         except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
@@ -64,6 +60,17 @@ class GGUFFile:
                 f"the file has {len(self._map)}"
             )
         return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise ModelLoadError(f"{path} has {size} bytes: no GGUF file")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelLoadError(f"{path} can't be read: {error.strerror or error}") from None
 
 
 class _Cursor:

@@ -6,7 +6,7 @@ An opener looks at the name and either gives a handle or None, so a new kind of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from tokenmill.core.backend import ModelHandle
@@ -66,16 +66,42 @@ def open_model(model: str, **options: Any) -> ModelHandle:
         handle = opener(model, load_options)
         if handle is not None:
             return handle
-    raise ModelNotFound(f"no model {model!r}; known kinds: {', '.join(sorted(_openers))}")
+    raise ModelNotFound(
+        f"no model {model!r}: it is no directory, no .gguf file and no name of a model (names: {', '.join(_names())})"
+    )
+
+
+def _names() -> list[str]:
+    from tokenmill.backends.library import ALIASES
+
+    return [*sorted(ALIASES), "fake"]
 
 
 def _open_fake(model: str, options: LoadOptions) -> ModelHandle | None:
     if model != "fake":
         return None
+    asked = LoadOptions(extra=options.extra, deterministic=options.deterministic)
+    if options != asked and options != replace(asked, backend="fake"):
+        raise ConfigError("the fake model has no backend, dtype or device to choose")
     try:
         return FakeModel(FakeConfig(**options.extra))
     except TypeError as error:
         raise ConfigError(f"fake model: {error}") from None
 
 
+def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
+    """A Hugging Face directory or a GGUF file, here or in the library of downloaded models."""
+    from tokenmill.backends.library import find_model
+
+    path = find_model(model)
+    if path is None:
+        return None
+    if options.backend not in ("auto", "torch"):
+        raise ConfigError(f"backend {options.backend!r} can't open {model}; use torch")
+    from tokenmill.backends.torch.opening import open_path  # torch takes seconds to import
+
+    return open_path(path, options)
+
+
+register_opener("path", _open_path)
 register_opener("fake", _open_fake)

@@ -101,7 +101,8 @@ class Backend(Protocol):
     def forward(self, batch: Batch) -> Forward:
         """Launch one pass over the batch, all or nothing.
 
-        Raises `InvalidBatch`, `OutOfKV` or `ForwardFailed` with KV memory exactly as it was.
+        Raises `InvalidBatch`, `OutOfKV` or `ForwardFailed` with KV memory exactly as it was; `StaleKV` if the weights
+        were replaced since memory was filled, until it is empty.
         """
         ...
 
@@ -187,6 +188,13 @@ class ModelHandle(Protocol):
 
     def new_backend(self, limits: BackendLimits) -> Backend:
         """A backend with KV memory of its own, over the shared weights."""
+        ...
+
+    def replace_weight(self, name: str, value: Any) -> None:
+        """New values for one tensor. Waits for running steps; KV of the old weights is invalid from then on.
+
+        `InvalidOperation` if there is no such tensor, or if the value does not fit; nothing has changed then.
+        """
         ...
 
     def close(self) -> None: ...

@@ -30,6 +30,7 @@ from tokenmill.core.kv import Capabilities, LayerKV
 from tokenmill.core.paged import PagedKV
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
 from tokenmill.core.segments import Segment
+from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ForwardFailed, InvalidOperation, OutOfKV
 
 HashArray = NDArray[np.uint64]
@@ -83,12 +84,12 @@ class FakeForward(PagedStep):
 class FakeBackend(PagedBackend[FakeForward]):
     """See the module's docstring. One thread owns it, as any backend."""
 
-    def __init__(self, config: FakeConfig = FakeConfig()) -> None:
+    def __init__(self, config: FakeConfig = FakeConfig(), gate: WeightsGate | None = None) -> None:
         self.config = config
         self.faults = FaultPlan()
         self._storage = FakeStorage(config.num_cells // config.block_size, config.block_size)
         kv = PagedKV(config.num_cells, config.max_context, config.block_size, config.capabilities, self._storage)
-        super().__init__(kv, config.vocab_size)
+        super().__init__(kv, config.vocab_size, gate or WeightsGate())
         self._last_sampled: IntArray = np.zeros(config.max_seqs, dtype=np.int32)
 
     def _begin(self, batch: Batch, number: int) -> FakeForward:
@@ -135,7 +136,7 @@ class FakeBackend(PagedBackend[FakeForward]):
         for begin in range(tokens.start, tokens.stop, self.config.ubatch_size):
             ubatch = slice(begin, min(begin + self.config.ubatch_size, tokens.stop))
             inside = slice(ubatch.start - tokens.start, ubatch.stop - tokens.start)
-            self._storage.store(slots[inside], token[ubatch], batch.pos[ubatch])
+            self._storage.store(slots[inside], token[ubatch], batch.pos[ubatch], self._version)
             wanted = np.flatnonzero(batch.output[ubatch])
             if len(wanted) == 0:
                 continue
@@ -150,7 +151,7 @@ class FakeBackend(PagedBackend[FakeForward]):
 
     def _hash_visible(self, lead: IntArray, pos: IntArray) -> HashArray:
         """One hash per token over all cells it sees, layer by layer."""
-        total = np.zeros(len(pos), dtype=np.uint64)
+        total = np.full(len(pos), self._version, dtype=np.uint64)
         first = self._kv.tables.start[lead]
         for layer, window in enumerate(self.config.windows):
             low = first if window is None else np.maximum(first, pos - window + 1)
@@ -176,19 +177,21 @@ class FakeStorage:
         self._block_size = block_size
         self.token: IntArray = np.zeros(num_blocks * block_size, dtype=np.int32)
         self.pos: IntArray = np.zeros(num_blocks * block_size, dtype=np.int32)
+        self.version: IntArray = np.zeros(num_blocks * block_size, dtype=np.int32)
         self.value: HashArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
 
-    def store(self, slots: IntArray, token: IntArray, pos: IntArray) -> None:
-        self.token[slots], self.pos[slots] = token, pos
-        self.value[slots] = hash_cell(token, pos)
+    def store(self, slots: IntArray, token: IntArray, pos: IntArray, version: int) -> None:
+        """Put tokens into cells; what they are worth depends on the version of the weights."""
+        self.token[slots], self.pos[slots], self.version[slots] = token, pos, version
+        self.value[slots] = hash_cell(token, pos) + np.uint64(version)
 
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
-        for array in (self.token, self.pos, self.value):
+        for array in (self.token, self.pos, self.version, self.value):
             blocks = array.reshape(-1, self._block_size)
             blocks[dst] = blocks[src]
 
     def shift(self, slots: IntArray, delta: int) -> None:
-        self.store(slots, self.token[slots], self.pos[slots] + delta)
+        self.store(slots, self.token[slots], self.pos[slots] + delta, int(self.version[slots[0]]))
 
     def read(self, slots: IntArray) -> bytes:
         return np.stack([self.token[slots], self.pos[slots]]).astype("<i4").tobytes()
@@ -197,16 +200,27 @@ class FakeStorage:
         if len(data) != len(slots) * 8:
             raise InvalidOperation(f"{len(data)} bytes for {len(slots)} cells of 8 bytes")
         token, pos = np.frombuffer(data, dtype="<i4").reshape(2, len(slots)).astype(np.int32)
-        self.store(slots, token, pos)
+        self.store(slots, token, pos, 0)
 
 
 class FakeModel:
-    """The fake backend's `ModelHandle`: what all its engine cores share is its configuration."""
+    """The fake backend's `ModelHandle`: what all its engine cores share is its configuration and one weight."""
 
     def __init__(self, config: FakeConfig = FakeConfig()) -> None:
         self.config = config
         self.path: Path | None = None
-        self.weights_version = 0
+        self._gate = WeightsGate()
+
+    @property
+    def weights_version(self) -> int:
+        return self._gate.version
+
+    def replace_weight(self, name: str, value: object) -> None:  # noqa: ARG002 (its version is its value)
+        """Its only weight is called "salt"; after each replacement all logits are others."""
+        if name != "salt":
+            raise InvalidOperation(f"the model has no tensor {name!r}")
+        with self._gate.replacing():
+            pass
 
     @property
     def info(self) -> ModelInfo:
@@ -219,7 +233,8 @@ class FakeModel:
 
     def new_backend(self, limits: BackendLimits) -> FakeBackend:
         return FakeBackend(
-            replace(self.config, num_cells=limits.num_cells, max_seqs=limits.max_seqs, ubatch_size=limits.ubatch_size)
+            replace(self.config, num_cells=limits.num_cells, max_seqs=limits.max_seqs, ubatch_size=limits.ubatch_size),
+            self._gate,
         )
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from tokenmill.core.kv import Capabilities
 from tokenmill.core.paged import PagedKV
 from tokenmill.core.segments import Segment
 from tokenmill.core.steps import Step, StepQueue, again
+from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation
 
 
@@ -58,8 +59,11 @@ class PagedSampling(Generic[S]):
 class PagedBackend(Backend, Generic[S]):
     """A backend whose memory is a `PagedKV`. One thread owns it, as any backend."""
 
-    def __init__(self, kv: PagedKV, vocab_size: int) -> None:
+    def __init__(self, kv: PagedKV, vocab_size: int, gate: WeightsGate) -> None:
         self._kv = kv
+        self._gate = gate
+        self._version = gate.version
+        """Of the weights under which all KV in this memory was computed."""
         self._vocab_size = vocab_size
         self._steps: StepQueue[S] = StepQueue(kv.capabilities.depth)
         self._has_sampled: NDArray[np.bool_] = np.zeros(kv.capabilities.max_seqs, dtype=bool)
@@ -115,6 +119,12 @@ class PagedBackend(Backend, Generic[S]):
         self._check_usable()
         self._steps.check_room()
         self._check_tokens(batch)
+        with self._gate.computing():
+            self._version = self._gate.check(self._version, is_empty=not self._kv.tables.num_blocks.any())
+            return self._submit(batch)
+
+    def _submit(self, batch: Batch) -> S:
+        """Run a batch whose tokens are fine, all or nothing."""
         self._kv.update()
         plan = self._kv.prepare(batch)
         step = self._begin(batch, plan.step)

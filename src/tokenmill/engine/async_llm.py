@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -97,10 +98,9 @@ class AsyncLLM:
                     self._take(generation, index, generated)
                 yield generation.output
         finally:
-            if not self._closed:
-                for choice in generation.choices:
-                    if choice.output.finish_reason is None:
-                        self._client.cancel(choice.request.request_id)
+            for choice in generation.choices:
+                if choice.output.finish_reason is None:
+                    self._cancel(choice.request.request_id)
 
     def chat(
         self,
@@ -126,7 +126,7 @@ class AsyncLLM:
         try:
             ((_, end),) = await mailbox.take()
         except asyncio.CancelledError:
-            self._client.cancel(request.request_id)
+            self._cancel(request.request_id)
             raise
         return embedding_output(request, end, normalize=normalize)
 
@@ -137,7 +137,12 @@ class AsyncLLM:
     def _take(self, generation: Generation, index: int, generated: GeneratedToken) -> None:
         delta = generation.take(index, generated)
         if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            self._client.finish(generated.request_id, delta.keep_tokens)
+            with suppress(EngineDead):  # it is closing: the request has ended or is about to
+                self._client.finish(generated.request_id, delta.keep_tokens)
+
+    def _cancel(self, request_id: str) -> None:
+        with suppress(EngineDead):
+            self._client.cancel(request_id)
 
     async def close(self) -> None:
         """Stop the engine; generations that were not done end with `shutdown`."""

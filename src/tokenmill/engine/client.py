@@ -11,6 +11,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.pool import EnginePool, Sink
 from tokenmill.engine.request import Request
 from tokenmill.engine.stats import CoreStats
+from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken
 
 
@@ -71,8 +72,11 @@ class InlineClient:
 
     def _dispatch(self, outputs: list[GeneratedToken]) -> None:
         for output in outputs:
-            sink = self._sinks.pop(output.request_id) if output.is_finished else self._sinks[output.request_id]
-            sink(output)
+            sink = self._sinks.get(output.request_id)
+            if output.is_finished:
+                self._sinks.pop(output.request_id, None)
+            if sink is not None:  # `LLM.engine` may have sequences of its own
+                sink(output)
 
 
 class ThreadClient:
@@ -80,7 +84,8 @@ class ThreadClient:
 
     def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, *, num_cores: int = 1) -> None:
         self.pool = EnginePool(model, config, limits, num_cores=num_cores)
-        self._core_of: dict[str, int] = {}
+        self._core_of: dict[str, tuple[int, Request]] = {}
+        """Where each request runs. Any thread; an entry is taken out by the request that it is for."""
 
     @property
     def max_model_len(self) -> int:
@@ -89,22 +94,29 @@ class ThreadClient:
     def submit(self, request: Request, sink: Sink) -> None:
         def hear(output: GeneratedToken) -> None:
             if output.is_finished:
-                self._core_of.pop(output.request_id, None)
+                self._forget(request)
             sink(output)
 
-        self._core_of[request.request_id] = self.pool.submit(request, hear)
+        if request.request_id in self._core_of:
+            raise InvalidRequest(f"request {request.request_id} is running already")
+        self._core_of[request.request_id] = (self.pool.submit(request, hear), request)
         if request.is_finished:  # before we knew where
-            self._core_of.pop(request.request_id, None)
+            self._forget(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        core = self._core_of.get(request_id)
-        if core is not None:
-            self.pool.cancel(core, request_id, reason)
+        where = self._core_of.get(request_id)
+        if where is not None:
+            self.pool.cancel(where[0], request_id, reason)
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        core = self._core_of.get(request_id)
-        if core is not None:
-            self.pool.finish(core, request_id, keep_tokens)
+        where = self._core_of.get(request_id)
+        if where is not None:
+            self.pool.finish(where[0], request_id, keep_tokens)
+
+    def _forget(self, request: Request) -> None:
+        where = self._core_of.get(request.request_id)
+        if where is not None and where[1] is request:
+            del self._core_of[request.request_id]
 
     def stats(self) -> list[CoreStats | None]:
         return self.pool.stats()

@@ -32,6 +32,7 @@ from tokenmill.errors import (
     IntegrityError,
     InvalidRequest,
     RequestFailed,
+    StaleKV,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason, GeneratedToken
 
@@ -186,7 +187,10 @@ class EngineCore:
             self.scheduler.undo(plan)
             while self._in_flight and self._collect():
                 pass
-            self._isolation.suspect(plan, self.scheduler.rows)
+            if isinstance(error, StaleKV):
+                self.scheduler.drop_kv()
+            else:
+                self._isolation.suspect(plan, self.scheduler.rows)
             return False
         now = self.events.clock()
         self._in_flight.append(InFlight(step, now, now - began))
@@ -243,6 +247,9 @@ class EngineCore:
         except BackendError as error:
             _raise_if_fatal(error)
             self.scheduler.resync()
+            if isinstance(error, StaleKV):
+                self.scheduler.drop_kv()
+                return
             failed = f"{type(error).__name__}: {error}"
             self.scheduler.finish(suspect.request, FinishReason.ERROR, error=failed)
             self._isolation.note_failure(error)

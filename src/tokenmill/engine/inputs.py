@@ -23,7 +23,7 @@ from tokenmill.outputs import (
     RequestOutput,
     Usage,
 )
-from tokenmill.params import Pooling, SamplingParams
+from tokenmill.params import Pooling, SamplingParams, token_ids
 from tokenmill.text.chat import ChatTemplate, Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
@@ -52,17 +52,21 @@ class Generation:
         params: SamplingParams,
         tokenizer: Tokenizer,
         *,
+        engine_id: str,
+        vocab_size: int,
         max_model_len: int,
         seed: int,
         hints: Hints,
     ) -> None:
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        # A tokenizer may know ends that the model has no logit for.
+        ends = () if params.ignore_eos else (i for i in tokenizer.eos_ids if i < vocab_size)
+        stop_ids = frozenset((*params.stop_token_ids, *ends))
         limits = Limits(
             max_new_tokens=params.max_tokens or max_model_len, min_new_tokens=params.min_tokens, stop_ids=stop_ids
         )
         self.choices = [
             Choice(
-                Request(f"{request_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
+                Request(f"{engine_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
                 OutputStream(tokenizer, params, stop_ids),
                 CompletionOutput(i, logprobs=None if params.logprobs is None else []),
             )
@@ -89,6 +93,11 @@ class Generation:
                 output.logprobs.append(delta.logprobs)
         if delta.finish_reason is not None:
             self._end(choice, delta)
+        self.output.usage = Usage(
+            prompt_tokens=len(self.output.prompt_token_ids),
+            completion_tokens=self.num_generated,
+            cached_tokens=self.choices[0].request.num_cached,
+        )
         return delta
 
     def _end(self, choice: Choice, delta: TextDelta) -> None:
@@ -104,11 +113,6 @@ class Generation:
         if choice.request.draw.params.prompt_logprobs is not None and choice is self.choices[0]:
             self.output.prompt_logprobs = [None, *choice.request.prompt_logprobs]
         self.output.finished = all(one.output.finish_reason is not None for one in self.choices)
-        self.output.usage = Usage(
-            prompt_tokens=len(self.output.prompt_token_ids),
-            completion_tokens=self.num_generated,
-            cached_tokens=self.choices[0].request.num_cached,
-        )
 
 
 class Intake:
@@ -134,12 +138,16 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         text, ids = self._prompt(prompt)
+        # The engine's name for it is its own, so that a caller's can be used again, or twice at a time.
+        name = self._name()
         generation = Generation(
-            request_id or self._name(),
+            request_id or name,
             text,
             ids,
             params,
             self.text.tokenizer,
+            engine_id=name if request_id is None else f"{request_id}~{name}",
+            vocab_size=self._model.vocab_size,
             max_model_len=self._max_model_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             hints=hints,
@@ -169,7 +177,7 @@ class Intake:
         if isinstance(prompt, Mapping):
             return self._prompt(_from_mapping(prompt))
         text = prompt if isinstance(prompt, str) else None
-        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(token_ids("prompt", prompt))
         if not ids:
             raise InvalidRequest("the prompt is empty")
         return text, ids
@@ -203,7 +211,7 @@ def embedding_output(request: Request, end: GeneratedToken, *, normalize: bool) 
 def _from_mapping(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if ids is not None:
-        return list(ids)
+        return token_ids("prompt_token_ids", ids)
     if not isinstance(text, str):
         raise InvalidRequest("a prompt is a text, a list of token ids, or has one of 'prompt' and 'prompt_token_ids'")
     return text

@@ -13,7 +13,8 @@ from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output, pair_params
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import EngineDead
+from tokenmill.engine.request import Request
+from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
 from tokenmill.progress import ProgressLine
@@ -24,7 +25,7 @@ UNLIMITED = 1 << 62
 
 
 class LLM:
-    """A model, and prompts to texts. One call at a time; calls from other threads wait their turn.
+    """A model, and prompts to texts. Calls from several threads take turns; a stream lets others in between steps.
 
     `model` is an alias, a Hugging Face directory, a .gguf file, "fake", or a model that is open already. The options
     are those of `EngineOptions`. Requests without a seed get one that follows from `seed`, so that a program gives the
@@ -94,18 +95,18 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One prompt; the output so far after every step that added to it. Leaving the loop cancels the request."""
+        generation = self._intake.generation(prompt, sampling_params)
         with self._lock:
             self._check_open()
-            generation = self._intake.generation(prompt, sampling_params)
             self._submit(generation)
-            try:
-                while not generation.output.finished:
+        try:
+            while not generation.output.finished:
+                with self._lock:
                     self._client.run(partial(_has_grown, generation, generation.num_generated))
-                    yield generation.output
-            finally:
-                for choice in generation.choices:
-                    self._client.cancel(choice.request.request_id)
-                self._client.run(lambda: generation.output.finished)
+                yield generation.output
+        finally:
+            with self._lock:
+                self._cancel([choice.request for choice in generation.choices])
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str | Pooling = "last", normalize: bool = True
@@ -115,29 +116,50 @@ class LLM:
             self._check_open()
             requests = [self._intake.embedding(prompt, pooling) for prompt in _as_list(prompts)]
             ends: dict[str, GeneratedToken] = {}
-            for request in requests:
-                self._client.submit(request, lambda end: ends.update({end.request_id: end}))
-            self._client.run(lambda: len(ends) == len(requests))
+            try:
+                for request in requests:
+                    self._client.submit(request, lambda end: ends.update({end.request_id: end}))
+                self._client.run(lambda: len(ends) == len(requests))
+            finally:
+                self._cancel(requests)
             return [embedding_output(one, ends[one.request_id], normalize=normalize) for one in requests]
 
     def close(self) -> None:
         """Free the engine, and the model if it was opened here."""
-        self._closed = True
-        self._client.close()
-        self._opened.close()
+        with self._lock:
+            self._closed = True
+            self._client.close()
+            self._opened.close()
 
     def _run(self, generations: list[Generation], show_progress: bool | None) -> list[RequestOutput]:
-        for generation in generations:
-            self._submit(generation)
-        with ProgressLine("generating", len(generations), show=show_progress) as progress:
+        left = iter(generations)
+        first = next(left, None)
+        num_done = 0
+        try:
+            for generation in generations:
+                self._submit(generation)
+            with ProgressLine("generating", len(generations), show=show_progress) as progress:
 
-            def is_done() -> bool:
-                done = sum(generation.output.finished for generation in generations)
-                progress.update(done, partial(_rate, generations))
-                return done == len(generations)
+                def is_done() -> bool:
+                    # The first one that is not done is looked at, not all of them in every step.
+                    nonlocal first, num_done
+                    while first is not None and first.output.finished:
+                        first, num_done = next(left, None), num_done + 1
+                    progress.update(num_done, partial(_rate, generations))
+                    return first is None
 
-            self._client.run(is_done)
+                self._client.run(is_done)
+        finally:
+            self._cancel([choice.request for one in generations for choice in one.choices])
         return [generation.output for generation in generations]
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        """End what has not ended: the caller has left early, by an exception or by leaving a loop."""
+        unfinished = [request for request in requests if not request.is_finished]
+        for request in unfinished:
+            self._client.cancel(request.request_id)
+        if unfinished and not self._closed:
+            self._client.run(lambda: False)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -169,6 +191,11 @@ def _rate(generations: list[Generation], elapsed_s: float) -> str:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """A single prompt of any kind is a list of one."""
-    if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(item, int) for item in prompts)):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    return list(prompts)
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise InvalidRequest(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}") from None
+    is_one = bool(items) and not any(isinstance(item, (str, Mapping)) or hasattr(item, "__len__") for item in items)
+    return [items] if is_one else items

@@ -8,11 +8,13 @@ their terminal events, and the thread builds a new core on the same model.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
@@ -232,6 +234,9 @@ class EnginePool:
         max_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if num_cores > 1 and limits.num_threads is None:  # they share the processors
+            limits = replace(limits, num_threads=max(1, (os.cpu_count() or 1) // num_cores))
+
         def make_core(events: EventBus) -> EngineCore:
             return EngineCore(model.new_backend(limits), model.info, config, clock, events)
 

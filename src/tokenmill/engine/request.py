@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokenmill.core import IntArray, ModelInfo
-from tokenmill.core.backend import FloatArray
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import InvalidRequest
@@ -145,7 +145,7 @@ class Request:
         """Of the second prompt token on, if they were asked for."""
         self.pooling = pooling
         """Set: the request is for its prompt's embedding, and no token is drawn."""
-        self.pooled: FloatArray | None = None
+        self.pooled: NDArray[np.float64] | None = None
         """Sum of the hidden states so far, of `num_pooled` tokens."""
         self.num_pooled = 0
         self.embedding: list[float] = []
@@ -183,7 +183,9 @@ class Request:
         return self.finish_reason is not None
 
     def max_tokens(self, max_model_len: int) -> int:
-        """The length its log can reach."""
+        """The length its log can reach. Of an embedding it is never reached: no token is drawn."""
+        if self.pooling is not None:
+            return self.num_prompt + 1
         quota = min(max_model_len, self.limits.max_context or max_model_len)
         return min(quota, self.num_prompt + self.limits.max_new_tokens)
 
@@ -203,13 +205,16 @@ class Request:
 def check_request(request: Request, model: ModelInfo, max_model_len: int) -> None:
     """Raise `InvalidRequest` unless the prompt is the model's and leaves room for a token. Safe on any thread."""
     longest = min(max_model_len, request.limits.max_context or max_model_len)
-    if request.num_prompt >= longest:
+    room = 0 if request.pooling is not None else 1
+    if request.num_prompt + room > longest:
+        for_what = "a new one" if room else "them"
         raise InvalidRequest(
-            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for a new one"
+            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for {for_what}"
         )
     prompt = request.token_array()
     if prompt.max() >= model.vocab_size:
         raise InvalidRequest(f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}")
+    request.draw.params.check_vocabulary(model.vocab_size)
 
 
 def _checked_array(request_id: str, tokens: list[int]) -> IntArray:
@@ -218,6 +223,8 @@ def _checked_array(request_id: str, tokens: list[int]) -> IntArray:
         array = np.array(tokens, dtype=np.int32)
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidRequest(f"request {request_id}: the prompt must be token ids: {error}") from None
+    if array.ndim != 1:
+        raise InvalidRequest(f"request {request_id}: the prompt must be one list of token ids, not a list of lists")
     if array.min() < 0:
         raise InvalidRequest(f"request {request_id}: token ids must not be negative, but one is {array.min()}")
     return array

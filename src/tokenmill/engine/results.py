@@ -129,11 +129,11 @@ class Results:
             if request.pooling is Pooling.MEAN:
                 rows = rows[request.num_pooled - pool.position :]  # some are known from before it was preempted
             if len(rows):
-                total = rows.sum(axis=0)
+                total = rows.sum(axis=0, dtype=np.float64)
                 request.pooled = total if request.pooled is None else request.pooled + total
                 request.num_pooled += len(rows)
             if end == request.num_prompt and request.pooled is not None:
-                self._end_embedding(request, request.pooled / np.float32(request.num_pooled))
+                self._end_embedding(request, (request.pooled / request.num_pooled).astype(np.float32))
 
     def _end_embedding(self, request: Request, embedding: FloatArray) -> None:
         request.pooled = None

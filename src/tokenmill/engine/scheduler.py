@@ -379,6 +379,12 @@ class Scheduler:
         """The step could not be submitted: its tokens are to be computed again."""
         self.rows.undo(plan)
 
+    def drop_kv(self) -> None:
+        """All KV is worthless: the weights were replaced. Running requests start anew from their logs."""
+        for request in self.rows.running():
+            self._preempt(request)
+        self.kv.evict_all()
+
     def resync(self) -> None:
         """Steps in flight were lost: what has been computed is what KV memory holds, and no token is pending."""
         for request in self.rows.running():

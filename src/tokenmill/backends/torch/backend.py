@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from tokenmill.backends.torch.attention import AttentionMaker, GatherAttention
 from tokenmill.backends.torch.decoder import Decoder
-from tokenmill.backends.torch.gate import WeightsGate
 from tokenmill.backends.torch.invariant import ROWS, TiledAttention
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.core import BAD_ROW, Batch, Capabilities, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
+from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
 from tokenmill.core.backend import SampleRows, unpack_mask
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
 from tokenmill.core.segments import Segment
+from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ForwardFailed
 
 
@@ -55,12 +56,9 @@ class TorchBackend(PagedBackend[TorchStep]):
         ubatch_size: int,
         num_threads: int | None = None,
     ) -> None:
-        super().__init__(kv, decoder.config.vocab_size)
+        super().__init__(kv, decoder.config.vocab_size, gate)
         self._decoder = decoder
         self._storage = storage
-        self._gate = gate
-        self._version = gate.version
-        """Of the weights under which all KV in this memory was computed."""
         self._device = decoder.weights.embed.device
         self._num_threads = num_threads
         self._deterministic = kv.capabilities.deterministic
@@ -69,19 +67,13 @@ class TorchBackend(PagedBackend[TorchStep]):
         self._attention: AttentionMaker = partial(make, windows=decoder.config.windows)
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int64, device=self._device)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._kv.capabilities
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> TorchStep:
         if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)  # a setting of the thread that owns this backend
-        with self._gate.computing():
-            self._version = self._gate.check(self._version, is_empty=not self._kv.tables.num_blocks.any())
-            return super().forward(batch)
+        return super().forward(batch)
 
     def _begin(self, batch: Batch, number: int) -> TorchStep:
         return TorchStep(self, batch, number)
@@ -148,8 +140,12 @@ class TorchBackend(PagedBackend[TorchStep]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[self._to_device(rows.table_row)] = sampled.ids.clamp(min=0).to(torch.int64)
+        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(min=0)
         return sampled
+
+    def _ids(self, ids: Any) -> Tensor:
+        """Ids on the device, from a sampler that worked there or on the host."""
+        return torch.as_tensor(ids, dtype=torch.int64, device=self._device)
 
     def _wait(self, step: TorchStep) -> None:  # noqa: ARG002
         if self._device.type == "cuda":
@@ -165,8 +161,8 @@ class TorchBackend(PagedBackend[TorchStep]):
         )
 
     def _on_host(self, sampled: Sampled) -> Sampled:
-        extras = {name: value.cpu().numpy() for name, value in sampled.extras.items()}
-        return Sampled(sampled.ids.cpu().numpy().astype(np.int32), extras)
+        extras = {name: _to_host(value) for name, value in sampled.extras.items()}
+        return Sampled(_to_host(sampled.ids).astype(np.int32), extras)
 
     def _free(self) -> None:
         self._storage.keys.clear()
@@ -197,6 +193,10 @@ def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
         logits = logits.masked_fill(~allowed, -torch.inf)
     best, ids = logits.max(dim=-1)
     return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))
+
+
+def _to_host(value: Any) -> NDArray[Any]:
+    return value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
 
 
 def _joined(parts: list[Tensor], width: int) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from tokenmill.backends.torch.backend import TorchBackend
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
-from tokenmill.backends.torch.gate import WeightsGate
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
+from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import InvalidOperation
 
 KV_SHARE = 0.25

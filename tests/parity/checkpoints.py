@@ -1,0 +1,83 @@
+"""Small random checkpoints of every family and variant, made with transformers, saved as their authors would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WIDE = 0.4
+"""Standard deviation of the weights: large, so that the likeliest token is so by a margin."""
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, no sharing of KV heads": ("Llama", {"num_key_value_heads": 6}),
+    "llama, one KV head": ("Llama", {"num_key_value_heads": 1}),
+    "llama, other base": ("Llama", rope("default", rope_theta=500_000.0)),
+    "llama, linear rope": ("Llama", rope("linear", factor=4.0)),
+    "llama, llama3 rope": ("Llama", LLAMA3),
+    "llama, yarn rope": ("Llama", YARN),
+    "llama, yarn with mscale": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+                                             mscale_all_dim=1.0, beta_fast=16, beta_slow=2)),
+    "llama, heads of their own size": ("Llama", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied, yarn": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, **YARN}),
+}  # fmt: skip
+
+
+@cache
+def reference(variant: str) -> Any:
+    """A transformers model with random weights, the same each time."""
+    family, changes = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, WIDE, generator=torch.Generator().manual_seed(len(name) * 7919 + parameter.numel()))
+            if "norm" in name:
+                parameter.mul_(0.5).add_(1.0)
+    return model.float().eval()
+
+
+def save(variant: str, folder: Path, shard_size: str = "5GB") -> Path:
+    """The variant as a directory with safetensors files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reference(variant).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def logits_of(variant: str, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab]: what transformers gives."""
+    with torch.no_grad():
+        return reference(variant)(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
