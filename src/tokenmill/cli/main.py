@@ -33,3 +33,11 @@ def bench_engine(context: typer.Context) -> None:
     from tokenmill.bench.engine import main
 
     raise typer.Exit(main(context.args))
+
+
+@bench.command("agreement", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_agreement(context: typer.Context) -> None:
+    """How far a model's numbers depend on how they are computed, and its perplexity on a text."""
+    from tokenmill.bench.agreement import main
+
+    raise typer.Exit(main(context.args))

@@ -42,13 +42,18 @@ class Mailroom:
                 os.write(self._wake_write, b"!")
 
     def receive(self, timeout_ms: int) -> Iterator[bytes]:
-        """Send what was posted, and give what has come, waiting for either."""
+        """Send what was posted, and give what has come, waiting for either.
+
+        What is posted while messages are handled leaves before the next one is given: a reader that can't keep up
+        must still be able to say "stop".
+        """
         awake = dict(self._poller.poll(timeout_ms))
         if self._wake_read in awake:
             os.read(self._wake_read, 4096)
         self.flush()
         while self._socket.poll(0, zmq.POLLIN):
             yield self._socket.recv()
+            self.flush()
 
     def flush(self) -> None:
         """Send what can be sent: nothing can while the other side is not there."""

@@ -3,12 +3,19 @@
 They talk over a private unix socket. Neither outlives the other: the child ends when its standard input, a pipe from
 the parent, is closed by whatever ends the parent; the parent tells every waiting caller when the child is gone. The
 engine process is a disposable cache: all it knows can be computed again from token ids.
+
+A mistake costs its own request only. What can't be sent is refused on the caller's thread; a message that fails in the
+child ends the request it is about; a sink that raises loses the request it listens to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,15 +30,19 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelInfo
 from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.core import check_cancel
 from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.pool import Sink
 from tokenmill.engine.request import Request, check_request
-from tokenmill.errors import EngineDead, ModelNotFound, TokenmillError
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 250
 """How often each side looks whether the other one is there."""
 CLOSE_S = 5.0
+STATS_S = 10.0
 
 
 class ProcessClient:
@@ -44,19 +55,21 @@ class ProcessClient:
         config: EngineConfig = EngineConfig(),
         limits: BackendLimits = BackendLimits(),
     ) -> None:
+        start = wire.pack(wire.Start(model, dict(options or {}), config, limits), wrong=ConfigError)
         self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # for this user's eyes only
         address = f"ipc://{self._folder / 'engine'}"
         self._mail = Mailroom(address, bind=True)
         self._lock = threading.Lock()
         self._requests: dict[str, tuple[Request, Sink]] = {}
-        self._questions: dict[int, Future[Any]] = {}
+        self._questions: dict[int, Future[list[Any]]] = {}
+        self._numbers = itertools.count()
         self._gone: EngineDead | None = None
         self._ready: Future[wire.Ready] = Future()
         command = [sys.executable, "-m", "tokenmill.engine.process", address]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._thread = threading.Thread(target=self._serve, name="tokenmill-process-client", daemon=True)
         self._thread.start()
-        self._mail.post(wire.encode(wire.Start(model, dict(options or {}), config, limits)))
+        self._mail.post(start)
         try:
             ready = self._ready.result()
         except BaseException:
@@ -70,21 +83,27 @@ class ProcessClient:
 
     def submit(self, request: Request, sink: Sink) -> None:
         check_request(request, self._info, self.max_model_len)
+        message = wire.pack(wire.Submit.of(request))
         with self._lock:
             if self._gone is not None:
                 raise self._gone
             if request.request_id in self._requests:
-                taken = f"request {request.request_id} is running already"
-                sink(GeneratedToken(request.request_id, None, FinishReason.ERROR, taken))
-                return
+                raise InvalidRequest(f"request {request.request_id} is running already")
             self._requests[request.request_id] = (request, sink)
-            self._mail.post(wire.encode(wire.Submit.of(request)))
+            self._mail.post(message)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        self._mail.post(wire.encode(wire.Cancel(request_id, reason)))
+        check_cancel(reason)
+        self._post_about(wire.Cancel(request_id, reason))
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        self._mail.post(wire.encode(wire.Finish(request_id, keep_tokens)))
+        self._post_about(wire.Finish(request_id, keep_tokens))
+
+    def _post_about(self, message: wire.Cancel | wire.Finish) -> None:
+        """Post it if its request is running; else there is nothing to end."""
+        with self._lock:
+            if message.request_id in self._requests:
+                self._mail.post(wire.pack(message))
 
     def stats(self) -> list[Any]:
         """The cores' statistics, as dictionaries."""
@@ -92,12 +111,14 @@ class ProcessClient:
         with self._lock:
             if self._gone is not None:
                 raise self._gone
-            number = len(self._questions)
-            while number in self._questions:
-                number += 1
+            number = next(self._numbers)
             self._questions[number] = answer
             self._mail.post(wire.encode(wire.AskStats(number)))
-        return answer.result(timeout=10)
+        try:
+            return answer.result(timeout=STATS_S)
+        finally:
+            with self._lock:
+                self._questions.pop(number, None)
 
     def close(self) -> None:
         """Stop the engine process; requests that were not done end with `shutdown`."""
@@ -113,15 +134,18 @@ class ProcessClient:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Carry messages until the child is gone, then tell whoever is left."""
-        while self.process.poll() is None:
-            self._read(HEARTBEAT_MS)
-        self._read(0)
-        self._end_all()
-        self._mail.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Carry messages until the child is gone. Whatever ends this, it leaves no child and nobody waiting."""
+        try:
+            while self.process.poll() is None:
+                self._read(HEARTBEAT_MS)
+            self._read(0)
+        except Exception:
+            log.exception("the mail of engine process %d failed; the process is ended", self.process.pid)
+        finally:
+            self._reap()
+            self._end_all()
+            self._mail.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, timeout_ms: int) -> None:
         for message in self._mail.receive(timeout_ms):
@@ -129,40 +153,82 @@ class ProcessClient:
 
     def _take(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.Token):
-            token = message.token
-            with self._lock:
-                found = self._requests.get(token.request_id)
-                if found is not None and token.is_finished:
-                    del self._requests[token.request_id]
-            if found is not None:
-                found[0].num_cached = message.num_cached
-                found[0].prompt_logprobs = message.prompt_logprobs
-                found[0].embedding = message.embedding
-                found[1](token)
+            self._hear(message)
         elif isinstance(message, wire.Stats):
-            self._questions.pop(message.number).set_result(message.stats)
+            self._answer(message)
         elif isinstance(message, wire.Ready):
             self._ready.set_result(message)
         else:
-            self._ready.set_exception(ModelNotFound(message.reason))
+            self._ready.set_exception(message.error())
+
+    def _hear(self, message: wire.Token) -> None:
+        """Hand a token to its sink."""
+        token = message.token
+        with self._lock:
+            found = self._requests.get(token.request_id)
+            if found is not None and token.is_finished:
+                del self._requests[token.request_id]
+        if found is None:
+            return
+        request, sink = found
+        request.num_cached = message.num_cached
+        request.prompt_logprobs = message.prompt_logprobs
+        request.embedding = message.embedding
+        if not _tell(sink, token) and not token.is_finished:
+            with self._lock:  # nobody listens any more, but the name is taken until the request has ended
+                self._requests[token.request_id] = (request, _ignore)
+            self.cancel(token.request_id)
+
+    def _answer(self, message: wire.Stats) -> None:
+        with self._lock:
+            question = self._questions.pop(message.number, None)
+        if question is None:  # whoever asked has left
+            return
+        if message.error is None:
+            question.set_result(message.stats)
+        else:
+            question.set_exception(EngineDead(message.error))
+
+    def _reap(self) -> None:
+        """The child is gone after this; it is killed only if it is not gone already."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
     def _end_all(self) -> None:
         code = self.process.returncode
         with self._lock:
             closed = self._gone is not None
-            self._gone = self._gone or EngineDead(f"the engine process ended with exit code {code}")
+            gone = self._gone = self._gone or EngineDead(f"the engine process ended with exit code {code}")
             left, self._requests = self._requests, {}
+            questions, self._questions = self._questions, {}
         reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
         for request_id, (_, sink) in left.items():
-            sink(GeneratedToken(request_id, None, reason, str(self._gone)))
-        for question in self._questions.values():
-            question.set_exception(self._gone)
+            _tell(sink, GeneratedToken(request_id, None, reason, str(gone)))
+        for question in questions.values():
+            question.set_exception(gone)
         if not self._ready.done():
-            self._ready.set_exception(self._gone)
+            self._ready.set_exception(gone)
+
+
+def _tell(sink: Sink, token: GeneratedToken) -> bool:
+    """False if the sink raised: then its request has lost its listener, and nobody else is hurt."""
+    try:
+        sink(token)
+    except Exception:
+        log.exception("the sink of request %s failed; the request is cancelled", token.request_id)
+        return False
+    return True
+
+
+def _ignore(token: GeneratedToken) -> None:
+    """The sink of a request that nobody listens to."""
 
 
 class EngineProcess:
-    """The child's side: a `ThreadClient` behind a mailroom."""
+    """The child's side: a `ThreadClient` behind a mailroom. `run` is for the thread that made it."""
 
     def __init__(self, address: str) -> None:
         self._mail = Mailroom(address, bind=False)
@@ -172,8 +238,18 @@ class EngineProcess:
     def run(self) -> None:
         while self._going:
             for message in self._mail.receive(HEARTBEAT_MS):
-                self._take(wire.decode_for_engine(message))
+                self._obey(message)
         self._mail.close()
+
+    def _obey(self, message: bytes) -> None:
+        """Do what a message says. If that fails it costs at most the message's own request, never the process."""
+        try:
+            self._take(wire.decode_for_engine(message))
+        except TokenmillError as error:
+            self._fail(wire.read_envelope(message), error)
+        except Exception as error:  # a bug; but others have requests here
+            log.exception("the engine process could not do what a message says")
+            self._fail(wire.read_envelope(message), error)
 
     def _take(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Start):
@@ -181,39 +257,49 @@ class EngineProcess:
         elif self._client is None or isinstance(message, wire.Close):
             self._stop()
         elif isinstance(message, wire.Submit):
-            self._submit(self._client, message)
+            request = message.request()
+            self._client.submit(request, lambda token: self._tell(request, token))
         elif isinstance(message, wire.Cancel):
             self._client.cancel(message.request_id, message.reason)
         elif isinstance(message, wire.Finish):
             self._client.finish(message.request_id, message.keep_tokens)
         else:
-            stats = [None if one is None else asdict(one) for one in self._client.stats()]
-            self._mail.post(wire.encode(wire.Stats(message.number, stats)))
+            # A core answers between two steps, and a step may hang; the mail must not.
+            args = (self._client, message.number)
+            threading.Thread(target=self._tell_stats, args=args, name="tokenmill-stats", daemon=True).start()
+
+    def _fail(self, envelope: wire.Envelope, error: Exception) -> None:
+        """Let the parent hear of a message that failed."""
+        if envelope.type == wire.Start.__name__:
+            self._mail.post(wire.encode(wire.Failed.of(error)))  # and wait for the parent to close
+        elif envelope.request_id is not None and envelope.type == wire.Submit.__name__:
+            self._mail.post(wire.failed(envelope.request_id, str(error)))
+        elif envelope.request_id is not None and self._client is not None:
+            log.warning("request %s is ended: %s", envelope.request_id, error)
+            with contextlib.suppress(EngineDead):  # then it has had its ending
+                self._client.cancel(envelope.request_id, FinishReason.ERROR)
 
     def _start(self, start: wire.Start) -> None:
         from tokenmill import open_model
 
-        try:
-            model = open_model(start.model, **start.options)
-            self._client = ThreadClient(model, start.config, start.limits)
-        except TokenmillError as error:
-            self._mail.post(wire.encode(wire.Failed(str(error))))
-            self._going = False
-            return
+        model = open_model(start.model, **start.options)
+        self._client = ThreadClient(model, start.config, start.limits)
         self._mail.post(wire.encode(wire.Ready(self._client.max_model_len, model.info.vocab_size)))
 
-    def _submit(self, client: ThreadClient, message: wire.Submit) -> None:
-        try:
-            request = message.request()
-            client.submit(request, lambda token: self._tell(request, token))
-        except TokenmillError as error:
-            failed = GeneratedToken(message.request_id, None, FinishReason.ERROR, str(error))
-            self._mail.post(wire.encode(wire.Token(failed)))
-
     def _tell(self, request: Request, token: GeneratedToken) -> None:
+        """On a core's thread."""
         scores = request.prompt_logprobs if token.is_finished else []
         embedding = request.embedding if token.is_finished else []
         self._mail.post(wire.encode(wire.Token(token, request.num_cached, scores, embedding)))
+
+    def _tell_stats(self, client: ThreadClient, number: int) -> None:
+        """On a thread of its own, for one answer."""
+        try:
+            stats = [None if one is None else asdict(one) for one in client.stats()]
+        except (TokenmillError, TimeoutError) as error:
+            self._mail.post(wire.encode(wire.Stats(number, None, f"no statistics: {type(error).__name__} {error}")))
+        else:
+            self._mail.post(wire.encode(wire.Stats(number, stats)))
 
     def _stop(self) -> None:
         if self._client is not None:
@@ -225,14 +311,28 @@ def end_with_parent() -> None:
     """End this process when the parent's end of standard input is closed, whatever closed it."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not through `sys.stdin`: its lock, held by a thread that waits for ever, makes the interpreter abort.
+        while os.read(0, 4096):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, name="tokenmill-parent-watch", daemon=True).start()
 
 
+def main(address: str) -> None:
+    """Be the engine process. Leaves by `os._exit` however it ends: no thread of an engine can hold it up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
+    code = 1
+    try:
+        end_with_parent()
+        EngineProcess(address).run()
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        log.exception("the engine process failed")
+    finally:
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    end_with_parent()
-    EngineProcess(sys.argv[1]).run()
-    sys.stdout.flush()
-    os._exit(0)
+    main(sys.argv[1])

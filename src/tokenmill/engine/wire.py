@@ -1,14 +1,22 @@
-"""What goes between a process and its engine process: msgpack through msgspec, never pickle. Imported where used."""
+"""What goes between a process and its engine process: msgpack through msgspec, never pickle. Imported where used.
+
+The functions here keep no state and are safe on any thread. What is for the engine process goes through `pack`, so that
+a value that can't be carried is its caller's mistake, told on the caller's thread.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from tokenmill import errors
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
 from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.errors import InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
 from tokenmill.params import Pooling
 
@@ -23,19 +31,31 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct, tag=True):
+    """A request. Its namespace travels beside its hints: msgpack has no tuples, and a list is not hashable."""
+
     request_id: str
     prompt: list[int]
     limits: Limits
     hints: Hints
+    namespace: Any
     draw: Draw
     pooling: Pooling | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
-        return cls(request.request_id, request.tokens, request.limits, request.hints, request.draw, request.pooling)
+        """`InvalidRequest` if the namespace would arrive as something else."""
+        namespace = request.hints.namespace
+        if not _is_plain(namespace):
+            raise InvalidRequest(
+                f"request {request.request_id}: a namespace for an engine process is made of strings, bytes, numbers, "
+                f"None and tuples of them, not {namespace!r}"
+            )
+        hints = replace(request.hints, namespace=None)
+        return cls(request.request_id, request.tokens, request.limits, hints, namespace, request.draw, request.pooling)
 
     def request(self) -> Request:
-        return Request(self.request_id, self.prompt, self.limits, self.hints, self.draw, self.pooling)
+        hints = replace(self.hints, namespace=_with_tuples(self.namespace))
+        return Request(self.request_id, self.prompt, self.limits, hints, self.draw, self.pooling)
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -64,9 +84,27 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The model could not be loaded."""
+    """The model could not be loaded: the class of the error and its text."""
 
+    kind: str
     reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """An error that is none of tokenmill's own keeps its name in its text."""
+        if isinstance(error, TokenmillError):
+            return cls(type(error).__name__, _printable(str(error)))
+        return cls(ModelLoadError.__name__, _printable(f"{type(error).__name__}: {error}"))
+
+    def error(self) -> TokenmillError:
+        """The error again; a `ModelLoadError` if its class is not to be had."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, TokenmillError):
+            try:
+                return kind(self.reason)
+            except TypeError:  # it is made of more than a text
+                pass
+        return ModelLoadError(self.reason)
 
 
 class Token(msgspec.Struct, tag=True):
@@ -81,6 +119,15 @@ class Token(msgspec.Struct, tag=True):
 class Stats(msgspec.Struct, tag=True):
     number: int
     stats: Any
+    error: str | None = None
+    """Why there are none."""
+
+
+class Envelope(msgspec.Struct):
+    """What can be read of a message whose contents can't: its kind, and whose request it is about."""
+
+    type: str = ""
+    request_id: str | None = None
 
 
 ToEngine = Start | Submit | Cancel | Finish | AskStats | Close
@@ -89,3 +136,45 @@ FromEngine = Ready | Failed | Token | Stats
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+_decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
+
+_CAN_NOT_BE_CARRIED = (msgspec.MsgspecError, OverflowError, RecursionError, TypeError, ValueError)
+
+
+def pack(message: ToEngine, wrong: type[TokenmillError] = InvalidRequest) -> bytes:
+    """Encode a message that the engine process is sure to be able to read; if there is none, `wrong` is raised."""
+    try:
+        packed = encode(message)
+        decode_for_engine(packed)  # what encodes may still be of a wrong type, which only the reader looks at
+    except _CAN_NOT_BE_CARRIED as error:
+        raise wrong(f"{type(message).__name__} can't be sent to the engine process: {error}") from None
+    return packed
+
+
+def read_envelope(message: bytes) -> Envelope:
+    """As much as can be read; nothing of a message that is none."""
+    try:
+        return _decode_envelope(message)
+    except msgspec.MsgspecError:
+        return Envelope()
+
+
+def failed(request_id: str, reason: str) -> bytes:
+    """The message that ends a request which never reached the engine."""
+    return encode(Token(GeneratedToken(request_id, None, FinishReason.ERROR, _printable(reason))))
+
+
+def _is_plain(value: Hashable) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, str | bytes | int | float)
+
+
+def _with_tuples(value: Any) -> Any:
+    """What was a tuple before it was sent is one again."""
+    return tuple(_with_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+def _printable(text: str) -> str:
+    """File names and the texts of errors may hold lone surrogates, which no message can carry."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,409 @@
+"""The engine process and its mistakes: each costs the request it is about, never the process, never a neighbour."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.engine.test_clients import CONFIG, LIMITS, OPTIONS, make, request, results, wait
+from tests.engine.test_pool import WAIT_S, Listener, backend
+from tokenmill import errors
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.engine import wire
+from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.mailroom import Mailroom
+from tokenmill.engine.process import EngineProcess, ProcessClient
+from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
+from tokenmill.outputs import FinishReason, GeneratedToken
+
+WAIT_MS = WAIT_S * 1000
+LONG = 3900
+"""Tokens of a request that is still running when a test has done what it wants to it."""
+
+
+@pytest.fixture
+def client() -> Iterator[ProcessClient]:
+    client = make("process")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def running(client: ProcessClient, name: str) -> Listener:
+    """A request that has had its first token."""
+    listener = Listener()
+    client.submit(request(name, LONG), listener)
+    assert listener.heard.wait(WAIT_S)
+    return listener
+
+
+def goes_on(client: ProcessClient, name: str, listener: Listener) -> bool:
+    """Does a running request still get tokens, and hear it when it is cancelled?"""
+    so_far = len(listener.outputs)
+    wait(client, lambda: len(listener.outputs) > so_far)
+    client.cancel(name)
+    return listener.result()[1] is FinishReason.CANCELLED
+
+
+def is_serving(client: ProcessClient) -> bool:
+    return results(client, [request("probe", 3)])["probe"][1] is FinishReason.LENGTH
+
+
+# -- the parent: what is wrong is told on the caller's thread ---------------------------------------------------------
+
+
+@pytest.mark.req("R32")
+def test_a_wrong_verb_costs_at_most_its_own_request(client: ProcessClient) -> None:
+    with pytest.raises(InvalidRequest, match="cancelled with stop"):
+        client.cancel("nobody", FinishReason.STOP)
+    neighbour, wrong = running(client, "neighbour"), running(client, "wrong")
+    with pytest.raises(InvalidRequest, match="cancelled with stop"):
+        client.cancel("neighbour", FinishReason.STOP)
+    with pytest.raises(InvalidRequest, match="can't be sent"):
+        client.finish("neighbour", np.int64(1))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="running already"):
+        client.submit(request("neighbour"), Listener())
+    client.finish("wrong", keep_tokens=1_000_000)
+    assert wrong.result()[1] is FinishReason.ERROR
+    assert "can't be kept" in (wrong.outputs[-1].error or "")
+    assert goes_on(client, "neighbour", neighbour)
+    assert is_serving(client)
+
+
+NOT_CARRIED: dict[str, Callable[[], Request]] = {
+    "a lone surrogate in its name": lambda: request("\ud800"),
+    "a lone surrogate in a stop string": lambda: request("r", stop=("\ud800",)),
+    "a lone surrogate in its key": lambda: Request("r", [1], Limits(), Hints(key="\ud800")),
+    "a number of more than 64 bits": lambda: Request("r", [1], Limits(), draw=Draw(seed=1 << 70)),
+    "a number of numpy's": lambda: Request("r", [1], Limits(), draw=Draw(choice=np.int64(1))),  # type: ignore[arg-type]
+    "a number that is none": lambda: Request("r", [1], Limits(), draw=Draw(seed=0.5)),  # type: ignore[arg-type]
+    "a namespace that is no plain value": lambda: Request("r", [1], Limits(), Hints(namespace=frozenset("ab"))),
+    "a namespace with one inside": lambda: Request("r", [1], Limits(), Hints(namespace=("a", (1, len)))),
+    "a namespace of more than 64 bits": lambda: Request("r", [1], Limits(), Hints(namespace=("a", 1 << 70))),
+}
+
+
+@pytest.mark.req("R32")
+def test_a_request_that_can_not_be_carried_is_refused_and_forgotten(client: ProcessClient) -> None:
+    for what, make_request in NOT_CARRIED.items():
+        with pytest.raises(InvalidRequest):  # not all of them can be made
+            client.submit(make_request(), Listener())
+        assert not client._requests, what
+    assert is_serving(client)
+
+
+def test_options_that_can_not_be_carried_start_nothing() -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="can't be sent"):
+        ProcessClient("fake", {"tokenizer": object()})
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("namespace", [None, "a", 7, b"salt", 0.5, True, (), ("a", 1), ("a", (1, (None, "b")), ())])
+def test_a_namespace_arrives_as_it_was(namespace: Hashable) -> None:
+    hints = Hints(namespace=namespace, key="k", priority=3)
+    message = wire.decode_for_engine(wire.pack(wire.Submit.of(Request("r", [1], Limits(), hints))))
+    assert isinstance(message, wire.Submit)
+    arrived = message.request().hints
+    assert arrived == hints
+    assert hash(arrived.namespace) == hash(namespace)
+
+
+@pytest.mark.req("R32")
+def test_kv_is_shared_inside_a_namespace_of_tuples_only(client: ProcessClient) -> None:
+    def num_cached(name: str, namespace: Hashable) -> int:
+        one = Request(name, list(range(1, 49)), Limits(max_new_tokens=2), Hints(namespace=namespace))
+        assert results(client, [one])[name][1] is FinishReason.LENGTH
+        return one.num_cached
+
+    assert num_cached("first", ("a", (1, None))) == 0
+    assert num_cached("same", ("a", (1, None))) > 0
+    assert num_cached("other", ("a", (2, None))) == 0
+
+
+# -- the parent's thread ----------------------------------------------------------------------------------------------
+
+
+class Raising(Listener):
+    """A sink that raises at each token."""
+
+    def __call__(self, output: GeneratedToken) -> None:
+        super().__call__(output)
+        raise RuntimeError("a bug in a sink")
+
+
+@pytest.mark.req("R32", "G18")
+def test_a_sink_that_raises_loses_its_own_request_only(client: ProcessClient, caplog: pytest.LogCaptureFixture) -> None:
+    neighbour, raising = running(client, "neighbour"), Raising()
+    client.submit(request("raising", LONG), raising)
+    wait(client, lambda: "raising" not in client._requests)
+    assert len(raising.outputs) == 1, "it was told more after it had failed"
+    assert "the sink of request raising failed" in caplog.text
+    assert goes_on(client, "neighbour", neighbour)
+    at_the_end = Raising()
+    client.submit(request("short", 1), at_the_end)
+    assert at_the_end.ended.wait(WAIT_S)
+    assert is_serving(client)
+
+
+def test_sinks_that_raise_at_the_end_keep_nobody_from_hearing_it() -> None:
+    client = make("process")
+    listener, raising = Listener(), Raising()
+    client._requests["raising"] = (request("raising"), raising)  # first in line, and its ending is the first it hears
+    client.submit(request("r", LONG), listener)
+    os.kill(client.process.pid, signal.SIGKILL)
+    assert listener.result()[1] is FinishReason.ERROR
+    assert raising.ended.is_set()
+    client.close()
+
+
+@pytest.mark.req("R32", "G18")
+def test_a_thread_that_fails_leaves_neither_a_child_nor_a_caller(
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(message: bytes) -> wire.FromEngine:
+        raise RuntimeError("a bug in the mail")
+
+    listener = running(client, "r")
+    monkeypatch.setattr(wire, "decode_from_engine", broken)
+    assert listener.result()[1] is FinishReason.ERROR
+    client._thread.join(WAIT_S)
+    assert client.process.returncode == -signal.SIGKILL
+    assert "a bug in the mail" in caplog.text
+    with pytest.raises(EngineDead):
+        client.submit(request("more"), Listener())
+
+
+# -- the mail ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path / 'mail'}"
+
+
+def test_what_is_posted_leaves_while_more_comes_in_than_is_handled(address: str) -> None:
+    sender, reader = Mailroom(address, bind=True), Mailroom(address, bind=False)
+    try:
+        for i in range(300):
+            sender.post(str(i).encode())
+        assert sender._socket.poll(WAIT_MS, zmq.POLLOUT), "the reader never came"
+        assert list(sender.receive(0)) == []
+        messages = reader.receive(WAIT_MS)
+        assert next(messages) == b"0"
+        reader.post(b"stop")
+        assert reader._socket.poll(WAIT_MS)
+        assert next(messages) == b"1"
+        # The reader has 298 to go, and is not asked for any of them.
+        assert next(sender.receive(WAIT_MS), None) == b"stop"
+    finally:
+        reader.close()
+        sender.close()
+
+
+# -- the child --------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """An `EngineProcess` on a thread of this process, with a core that can be told to stall, and its parent's mail."""
+
+    def __init__(self, address: str) -> None:
+        self.mail = Mailroom(address, bind=True)
+        self.engine = EngineProcess(address)
+        model = FakeModel(FakeConfig(vocab_size=64, max_context=4000))
+        self.client = ThreadClient(model, CONFIG, LIMITS)
+        self.engine._client = self.client
+        self._thread = threading.Thread(target=self.engine.run, daemon=True)
+        self._thread.start()
+
+    def post(self, message: wire.ToEngine) -> None:
+        self.mail.post(wire.encode(message))
+
+    def until(self, is_it: Callable[[wire.FromEngine], bool]) -> wire.FromEngine:
+        """The next message of that kind."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            for message in self.mail.receive(10):
+                decoded = wire.decode_from_engine(message)
+                if is_it(decoded):
+                    return decoded
+        raise AssertionError("the child did not answer")
+
+    def ending(self, request_id: str) -> GeneratedToken:
+        def is_it(message: wire.FromEngine) -> bool:
+            return (
+                isinstance(message, wire.Token) and message.token.request_id == request_id and message.token.is_finished
+            )
+
+        message = self.until(is_it)
+        assert isinstance(message, wire.Token)
+        return message.token
+
+    def close(self) -> None:
+        self.post(wire.Close())
+        while self._thread.is_alive():
+            list(self.mail.receive(10))
+        self.mail.close()
+
+
+@pytest.fixture
+def child(address: str) -> Iterator[Child]:
+    child = Child(address)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def undecodable(message: wire.ToEngine, **fields: Any) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode(message)), **fields})
+
+
+@pytest.mark.req("R32")
+def test_a_message_that_fails_in_the_child_ends_its_own_request_only(child: Child) -> None:
+    child.post(wire.Submit.of(request("neighbour", LONG)))
+    child.post(wire.Submit.of(request("cancelled", LONG)))
+    child.post(wire.Submit.of(request("finished", LONG)))
+    child.until(lambda message: isinstance(message, wire.Token) and message.token.request_id == "finished")
+    child.post(wire.Cancel("cancelled", FinishReason.STOP))
+    assert child.ending("cancelled").finish_reason is FinishReason.ERROR
+    child.post(wire.Finish("finished", 1_000_000))
+    assert "can't be kept" in (child.ending("finished").error or "")
+    child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
+    assert "outside the vocabulary" in (child.ending("bad").error or "")
+    child.mail.post(b"\xc1 not msgpack")
+    child.mail.post(msgspec.msgpack.encode({"type": "Nonsense"}))
+    submit = wire.Submit.of(request("damaged"))
+    child.mail.post(undecodable(submit, hints={"namespace": [1]}))
+    assert "hints" in (child.ending("damaged").error or "")
+    child.post(wire.Cancel("neighbour", FinishReason.TIMEOUT))
+    assert child.ending("neighbour").finish_reason is FinishReason.TIMEOUT
+
+
+def test_statistics_of_a_core_that_stalls_do_not_stop_the_mail(child: Child) -> None:
+    fault = Fault(FaultKind.STALL)
+    backend(child.client.pool).faults.add(fault)
+    child.post(wire.AskStats(0))
+    child.until(lambda message: isinstance(message, wire.Stats))
+    child.post(wire.Submit.of(request("stalled", 3)))
+    child.mail.flush()
+    try:
+        assert fault.stalled.wait(WAIT_S)
+        child.post(wire.AskStats(1))
+        child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
+        heard: list[wire.FromEngine] = []
+        child.until(lambda message: heard.append(message) is None and isinstance(message, wire.Token))
+        assert not any(isinstance(message, wire.Stats) for message in heard)
+    finally:
+        fault.release.set()
+    answer = child.until(lambda message: isinstance(message, wire.Stats))
+    assert isinstance(answer, wire.Stats)
+    assert answer.number == 1
+    assert answer.error is None
+
+
+def test_statistics_that_can_not_be_had_are_answered(
+    client: ProcessClient, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(timeout_s: float = 0) -> list[Any]:
+        raise TimeoutError
+
+    monkeypatch.setattr(child.client.pool, "stats", hang)
+    child.post(wire.AskStats(5))
+    answer = child.until(lambda message: isinstance(message, wire.Stats))
+    assert isinstance(answer, wire.Stats)
+    assert "TimeoutError" in (answer.error or "")
+    with ThreadPoolExecutor(4) as callers:  # of one that has some, everybody gets his own
+        assert all(len(stats) == 1 for stats in callers.map(lambda _: client.stats(), range(8)))
+    assert not client._questions
+    client._answer(wire.Stats(99, None))  # whoever asked this has left
+
+
+@pytest.mark.req("R32")
+def test_an_interrupt_from_the_terminal_is_the_parents_business(client: ProcessClient) -> None:
+    listener = running(client, "r")
+    for _ in range(3):
+        os.kill(client.process.pid, signal.SIGINT)
+    assert goes_on(client, "r", listener)
+    assert is_serving(client)
+    client.close()
+    assert client.process.returncode == 0
+
+
+def test_a_child_that_fails_ends_at_once_with_its_reason() -> None:
+    command = [sys.executable, "-m", "tokenmill.engine.process", "no address"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    assert child.stdin is not None
+    with child.stdin:  # open until the child is gone: its watch of us is still reading
+        assert os.strerror(errno.EINVAL) in child.stderr.read()
+        assert child.wait(WAIT_S) == 1
+    child.stderr.close()
+
+
+# -- a start that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R32")
+@pytest.mark.parametrize(
+    ("options", "config", "error", "match"),
+    [
+        ({"nonsense": 1}, CONFIG, ConfigError, "nonsense"),
+        (OPTIONS, EngineConfig(max_num_seqs=999), ConfigError, "999 > the backend's"),
+        ({"max_context": "long"}, CONFIG, ModelLoadError, "TypeError: .*'str'"),
+    ],
+)
+def test_a_start_that_fails_says_how(
+    options: dict[str, Any], config: EngineConfig, error: type[TokenmillError], match: str
+) -> None:
+    with pytest.raises(error, match=match) as caught:
+        ProcessClient("fake", options, config, BackendLimits(num_cells=512))
+    assert type(caught.value) is error
+
+
+KINDS_OF_ERROR = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, TokenmillError)]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ERROR)
+def test_errors_arrive_as_what_they_were(kind: type[TokenmillError]) -> None:
+    error = kind(3, 2) if kind is errors.OutOfKV else kind("a reason")
+    arrived = carried(error)
+    assert type(arrived) is (ModelLoadError if kind is errors.OutOfKV else kind)
+    assert str(arrived) == str(error)
+
+
+def test_errors_of_others_arrive_as_load_errors() -> None:
+    class Unknown(TokenmillError):
+        pass
+
+    for error, text in [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (Unknown("what"), "what"),
+        (OSError("caf\udce9"), "OSError: caf\\udce9"),
+    ]:
+        arrived = carried(error)
+        assert type(arrived) is ModelLoadError
+        assert str(arrived) == text
+
+
+def carried(error: Exception) -> TokenmillError:
+    message = wire.decode_from_engine(wire.encode(wire.Failed.of(error)))
+    assert isinstance(message, wire.Failed)
+    return message.error()
