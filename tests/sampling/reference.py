@@ -17,7 +17,7 @@ def softmax(logits: Row) -> Row:
 
 
 def edited(logits: Row, params: SamplingParams, log: list[int], num_prompt: int, stop_ids: frozenset[int]) -> Row:
-    """Bias, bans, allow-list, min_tokens, DRY, then penalties."""
+    """Bias, bans, allow-list, min_tokens, penalties, then DRY."""
     logits = logits.astype(np.float64).copy()
     if params.allowed_token_ids is not None:
         for token in range(len(logits)):
@@ -30,9 +30,6 @@ def edited(logits: Row, params: SamplingParams, log: list[int], num_prompt: int,
     if len(log) < num_prompt + params.min_tokens:
         for token in stop_ids:
             logits[token] = -np.inf
-    if params.dry_multiplier:
-        for token, tax in dry(log, params).items():
-            logits[token] -= tax
     output = log[num_prompt:]
     for token in range(len(logits)):
         if token in log:
@@ -40,6 +37,9 @@ def edited(logits: Row, params: SamplingParams, log: list[int], num_prompt: int,
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         count = output.count(token)
         logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+    if params.dry_multiplier:
+        for token, tax in dry(log, params).items():
+            logits[token] -= tax
     return logits
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.sampling import reference
 from tokenmill.core import BAD_ROW, Sampled, pack_mask
-from tokenmill.params import SamplingParams
+from tokenmill.params import MAX_BIAS, SamplingParams
 from tokenmill.sampling.sampler import StepSampler
 from tokenmill.sampling.state import SamplingState
 
@@ -153,6 +153,20 @@ def test_a_large_vocabulary_is_sorted_only_when_it_must_be() -> None:
     assert len(set(drawn.tolist())) > 1024
 
 
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [1000, 1500, 4999, 5000])
+def test_a_top_k_beyond_the_first_look_still_bounds_the_mass(top_k: int, top_p: float) -> None:
+    """The first look is at 1024 tokens: whose mass top-p is a part of must not depend on that."""
+    logits = np.random.default_rng(7).normal(0, 1, 5000).astype(np.float32)
+    params = SamplingParams(top_k=top_k, top_p=top_p)
+    wanted = reference.kept(logits.astype(np.float64), params)
+    drawn = draws(logits, params, 600)
+    assert set(drawn.tolist()) <= set(wanted)
+    least_likely_half = sorted(wanted, key=lambda token: logits[token])[: len(wanted) // 2]
+    assert np.isin(drawn, least_likely_half).any()
+
+
 @pytest.mark.req("G20")
 def test_choices_attempts_and_positions_differ() -> None:
     logits = np.zeros((1, 1000), dtype=np.float32)
@@ -219,3 +233,55 @@ def test_greedy_rows_cost_nothing_but_the_largest_logit(monkeypatch: pytest.Monk
         monkeypatch.setattr(StepSampler, name, never)
     logits = random_logits(8)
     assert (sample(logits, [SamplingParams(temperature=0)] * 8).ids == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.req("R29")
+def test_no_temperature_is_too_small_or_too_large() -> None:
+    logits = random_logits(1, seed=1)[0] * 50
+    for temperature in (5e-324, 1e-40, 9e-6):
+        for options in ({}, {"top_k": 5}, {"logprobs": 1}, {"logit_bias": {1: 0.0}}):
+            params = SamplingParams(temperature=temperature, **options)  # type: ignore[arg-type]
+            assert (draws(logits, params, 50) == logits.argmax()).all()
+    huge = logits * np.float32(1e36)
+    assert (draws(huge, SamplingParams(temperature=1e-4), 50) == huge.argmax()).all()
+    assert len(set(draws(logits, SamplingParams(temperature=100), 200).tolist())) > VOCAB / 2
+
+
+@pytest.mark.req("R29")
+def test_edits_out_of_range_stop_at_its_end() -> None:
+    """Only a request that bans every token leaves a row without a choice."""
+    logits = random_logits(1, seed=2)[0]
+    once = [1, 2, 3, 4, 5]
+    unlikely = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), -MAX_BIAS), repetition_penalty=10)
+    for params, allowed in [
+        (SamplingParams(logit_bias={7: MAX_BIAS}), {7}),
+        (SamplingParams(logit_bias={7: MAX_BIAS}, repetition_penalty=1e-40), set(once)),
+        (SamplingParams(logit_bias={7: MAX_BIAS}, banned_token_ids=(7,), allowed_token_ids=(7, 8)), {8}),
+        (SamplingParams(logit_bias=dict.fromkeys(once, MAX_BIAS), repetition_penalty=1e-300), set(once)),
+        (SamplingParams(repetition_penalty=1e-300, allowed_token_ids=(9, 10)), {9, 10}),
+        (SamplingParams(repetition_penalty=1e-30, temperature=0.01), set(once)),
+        (unlikely, set(range(VOCAB))),
+    ]:
+        count = 100
+        found = set(draws(logits, params, count, logs=[once] * count).tolist())
+        assert found <= allowed, params
+    dry = SamplingParams(dry_multiplier=100, dry_base=10, allowed_token_ids=(1,), dry_allowed_length=1)
+    assert sample(logits[None], [dry], logs=[[1] * 90]).ids.tolist() == [1]
+    all_banned = SamplingParams(logit_bias={7: MAX_BIAS}, banned_token_ids=tuple(range(VOCAB)), repetition_penalty=0.1)
+    assert sample(logits[None], [all_banned]).ids.tolist() == [BAD_ROW]
+
+
+@pytest.mark.req("R29")
+def test_dry_comes_after_the_other_penalties() -> None:
+    """8 / 2 - 3 = 1 lies over 0.9 and under 1.5; in the other order it would be (8 - 3) / 2 = 2.5."""
+    logits = np.full((1, VOCAB), -9.0, dtype=np.float32)
+    logits[0, 6], logits[0, 20] = 8.0, 0.9
+    log = [5, 6, 5]
+    params = SamplingParams(
+        temperature=0, repetition_penalty=2, dry_multiplier=3, dry_base=1, dry_allowed_length=1, max_tokens=9
+    )
+    assert reference.edited(logits[0], params, log, 2, STOPS)[6] == 1
+    assert sample(logits, [params], logs=[log]).ids.tolist() == [6]
+    lower = logits.copy()
+    lower[0, 20] = 1.5
+    assert sample(lower, [params], logs=[log]).ids.tolist() == [20]

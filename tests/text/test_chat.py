@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.chat import ChatTemplate, DeltaRenderer
+from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.hf import HuggingFaceTokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -137,7 +138,7 @@ def test_templates_are_sandboxed_and_their_errors_told() -> None:
     with pytest.raises(InvalidRequest, match="only user and assistant"):
         renderer("mistral")[0].encode([{"role": "system", "content": "x"}])
     with pytest.raises(InvalidRequest, match="no valid template"):
-        ChatTemplate("{% for %}", TOKENIZER)
+        ChatTemplate("{% for %}", TOKENIZER).encode([{"role": "user", "content": "x"}])
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(InvalidRequest, match="refuses"):
             ChatTemplate(escape, TOKENIZER).encode([{"role": "user", "content": "x"}])

@@ -30,7 +30,7 @@ def write(path: Path, metadata: dict[str, Any]) -> Path:
         elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
-            writer.add_uint32(key, value)
+            (writer.add_uint32 if value >= 0 else writer.add_int32)(key, value)
         else:
             writer.add_string(key, value)
     writer.write_header_to_file()
@@ -137,6 +137,13 @@ def test_what_is_not_known_is_an_error_not_a_guess(tmp_path: Path, byte_level: A
             gguf_tokenizer(GGUFFile(write(tmp_path / "x.gguf", {**metadata, **change})))
     with pytest.raises(ModelLoadError, match="has no tokenizer"):
         gguf_tokenizer(GGUFFile(write(tmp_path / "n.gguf", {"general.name": "x"})))
+
+
+def test_what_is_no_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="can't be read: Is a directory"):
+        GGUFFile(tmp_path)
+    with pytest.raises(ModelLoadError, match="can't be read: No such file"):
+        GGUFFile(tmp_path / "missing.gguf")
 
 
 def test_damaged_files_are_told(tmp_path: Path, byte_level: Any) -> None:

@@ -2,80 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.outputs import OutputStream, TextDelta
 from tokenmill.errors import TokenizeFailed
 from tokenmill.outputs import FinishReason, GeneratedToken
 from tokenmill.params import SamplingParams
-from tokenmill.text.detok import Detokenizer
 from tokenmill.text.stops import StopStrings
 from tokenmill.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer(260)
 PIECES = ["a", "b", "ab", " ", "é", "€", "😀", "\ufffd", "END", "EN"]
 
-token_lists = st.one_of(
-    st.lists(st.integers(0, 259), max_size=24),
-    st.lists(st.sampled_from(PIECES), max_size=12).map(lambda parts: TOKENIZER.encode("".join(parts))),
-)
-
-
-@pytest.mark.req("R31", "G10")
-@given(tokens=token_lists, skip_special=st.booleans())
-@settings(max_examples=500, deadline=None, derandomize=True)
-def test_the_pieces_join_to_the_whole_and_no_character_is_split(tokens: list[int], skip_special: bool) -> None:
-    detokenizer = Detokenizer(TOKENIZER, skip_special=skip_special)
-    pieces = [detokenizer.push(token) for token in tokens]
-    whole = TOKENIZER.decode(tokens, skip_special=skip_special)
-    assert "".join(pieces) + detokenizer.flush() == whole
-    shown = ""
-    for piece in pieces:
-        shown += piece
-        assert whole.startswith(shown), "what was shown had to be taken back"
-
-
-def test_a_character_is_shown_as_soon_as_it_is_complete() -> None:
-    detokenizer = Detokenizer(TOKENIZER)
-    assert [detokenizer.push(token) for token in "a€b".encode()] == ["a", "", "", "€", "b"]
-    assert [detokenizer.push(token) for token in [0xE2, 0x82]] == ["", ""]
-    assert detokenizer.is_holding
-    assert detokenizer.flush() == "\ufffd"
-
-
 stop_lists = st.lists(st.text("abE", min_size=1, max_size=4), max_size=3)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Look for the stop strings in the whole text; the first one, the longest of those that begin there."""
-    found = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
-    if not found:
-        return text, None
-    place, _, stop = min(found)
-    return text[: place + len(stop)] if include else text[:place], stop
+    """Character by character: the first stop string that is complete, the longest of those that end there."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[:end] if include else text[: end - len(stop)], stop
+    return text, None
 
 
 @pytest.mark.req("G14")
 @given(pieces=st.lists(st.text("abE ", max_size=3), max_size=12), stops=stop_lists, include=st.booleans())
 @settings(max_examples=500, deadline=None, derandomize=True)
-def test_a_stop_string_never_leaks_and_ends_the_text_at_its_first_place(
+def test_a_stop_string_never_leaks_and_ends_the_text_where_it_is_complete(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
     matcher = StopStrings(stops, include=include)
     shown = ""
-    seen = ""
     for piece in pieces:
-        seen += piece
         shown += matcher.push(piece)
-        if matcher.found is not None:
-            break
-        assert not any(stop in shown for stop in stops)
-    # What comes in one piece may hold a longer stop string that begins at the same place.
-    expected, stop = naive(seen, stops, include)
-    assert (shown if matcher.found else shown + matcher.flush()) == expected
-    assert matcher.found == stop
+        if not include:
+            assert not any(stop in shown for stop in stops)
+    shown += matcher.flush()
+    assert (shown, matcher.found) == naive("".join(pieces), stops, include)
+
+
+@pytest.mark.req("G14")
+@given(
+    text=st.text("abcX", max_size=7), stops=st.lists(st.text("abcX", min_size=1, max_size=4), min_size=1, max_size=3)
+)
+@example(text="abcX", stops=["abcX", "bc"])
+@example(text="abc", stops=["ab", "abc"])
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_how_the_text_is_cut_makes_no_difference(text: str, stops: list[str]) -> None:
+    """Every way to cut the text into pieces."""
+    for include in (False, True):
+        expected = naive(text, stops, include)
+        for cuts in itertools.product((False, True), repeat=max(0, len(text) - 1)):
+            matcher = StopStrings(stops, include=include)
+            places = [0, *(i + 1 for i, is_cut in enumerate(cuts) if is_cut), len(text)]
+            shown = "".join(matcher.push(text[begin:end]) for begin, end in itertools.pairwise(places))
+            assert (shown + matcher.flush(), matcher.found) == expected
 
 
 def play(tokens: list[int], params: SamplingParams, end: FinishReason) -> list[TextDelta]:
@@ -106,13 +93,10 @@ def test_the_stream_is_the_text(parts: list[str], stops: list[str]) -> None:
     joined = "".join(delta.text for delta in deltas)
     expected, stop = naive(text, stops, include=False)
     assert deltas[-1].finish_reason is (FinishReason.STOP if stop else FinishReason.LENGTH)
-    if stop is None or len(stops) < 2:
-        assert joined == expected
-        assert deltas[-1].stop_reason == stop
-    else:
-        assert text.startswith(joined)
-        assert not any(one in joined for one in stops)
+    assert joined == expected
+    assert deltas[-1].stop_reason == stop
     keep = deltas[-1].keep_tokens
+    assert (keep is not None) == (stop is not None)
     if keep is not None:
         assert joined.startswith(TOKENIZER.decode(tokens[:keep]))
         assert len(TOKENIZER.decode(tokens[: keep + 1])) > len(joined) or tokens[keep] >= 0x80
@@ -132,6 +116,30 @@ def test_an_end_without_a_token_brings_what_was_held() -> None:
     assert "".join(shown) == "so "
     assert stream.push(GeneratedToken("r", None, FinishReason.CANCELLED)).text == "EN"
     assert deltas
+
+
+@pytest.mark.req("R30", "G4")
+@pytest.mark.parametrize("end", list(FinishReason))
+def test_a_stop_string_that_only_the_end_completes_is_cut_off_too(end: FinishReason) -> None:
+    """A broken character is shown at the end; what stands behind the stop string that it completes goes."""
+    tokens = [*b"so E", 0xE2]
+    stream = OutputStream(TOKENIZER, SamplingParams(stop=("E\ufffd",)), TOKENIZER.eos_ids)
+    deltas = [stream.push(GeneratedToken("r", token)) for token in tokens]
+    assert not any(delta.finish_reason for delta in deltas)
+    last_token = ByteTokenizer.EOS if end is FinishReason.STOP else None
+    deltas.append(stream.push(GeneratedToken("r", last_token, end)))
+    assert "".join(delta.text for delta in deltas) == "so "
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].stop_reason == "E\ufffd"
+    assert deltas[-1].keep_tokens == len(b"so ")
+
+
+@pytest.mark.req("R30", "G4")
+def test_in_a_row_of_broken_bytes_the_tokens_before_the_stop_string_are_kept() -> None:
+    stream = OutputStream(TOKENIZER, SamplingParams(stop=("\ufffd\ufffda",)), TOKENIZER.eos_ids)
+    deltas = [stream.push(GeneratedToken("r", token)) for token in [*b"so ", *[0x80] * 20, *b"a"]]
+    assert "".join(delta.text for delta in deltas) == "so " + "\ufffd" * 18
+    assert 3 + 16 <= (deltas[-1].keep_tokens or 0) <= 3 + 18
 
 
 def test_bytes_and_bad_text() -> None:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import typer
 
 from tokenmill import __version__
+from tokenmill.cli.chat import chat
+from tokenmill.cli.generate import generate
+from tokenmill.cli.pull import pull
+from tokenmill.errors import EngineDead, ModelLoadError, RequestFailed, TokenmillError
 
 app = typer.Typer(name="tokenmill", help="A session-first LLM inference engine.", no_args_is_help=True)
+app.command()(generate)
+app.command()(chat)
+app.command()(pull)
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""The benchmark has its own parser, so that it runs without this command line, too."""
+"""The benchmarks have their own parsers, so that they run without this command line, too."""
+
+REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+
+def main() -> None:
+    """The command. What tokenmill raises on purpose is one line on standard error, never a traceback."""
+    try:
+        app()
+    except TokenmillError as error:
+        print(f"tokenmill: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(REQUEST_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def exit_code(error: TokenmillError) -> int:
+    if isinstance(error, (ModelLoadError, EngineDead)):
+        return START_FAILED
+    return REQUEST_FAILED if isinstance(error, RequestFailed) else USAGE
 
 
 def _version(show: bool) -> None:
@@ -30,14 +62,14 @@ def root(
 @bench.command("engine", context_settings=PASS_THROUGH, add_help_option=False)
 def bench_engine(context: typer.Context) -> None:
     """What a step costs the host, for 1 to 1,024 running requests, on the fake backend."""
-    from tokenmill.bench.engine import main
+    from tokenmill.bench.engine import main as run
 
-    raise typer.Exit(main(context.args))
+    raise typer.Exit(run(context.args))
 
 
 @bench.command("agreement", context_settings=PASS_THROUGH, add_help_option=False)
 def bench_agreement(context: typer.Context) -> None:
     """How far a model's numbers depend on how they are computed, and its perplexity on a text."""
-    from tokenmill.bench.agreement import main
+    from tokenmill.bench.agreement import main as run
 
-    raise typer.Exit(main(context.args))
+    raise typer.Exit(run(context.args))

@@ -20,7 +20,7 @@ from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
-from tokenmill.text.chat import Message
+from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 
 

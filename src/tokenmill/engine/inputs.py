@@ -24,7 +24,7 @@ from tokenmill.outputs import (
     Usage,
 )
 from tokenmill.params import Pooling, SamplingParams, token_ids
-from tokenmill.text.chat import ChatTemplate, Message
+from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -167,11 +167,9 @@ class Intake:
         check_request(request, self._model, self._max_model_len)
         return request
 
-    def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, **options: Any) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, /, **options: Any) -> list[int]:
         """The prompt of a conversation, as the model's template (or the caller's) writes it."""
-        if chat_template is None:
-            return self.text.chat_template().encode(messages, **options)
-        return ChatTemplate(chat_template, self.text.tokenizer).encode(messages, **options)
+        return self.text.template_of(chat_template).encode(messages, **options)
 
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -18,7 +18,8 @@ from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
 from tokenmill.progress import ProgressLine
-from tokenmill.text.chat import Message
+from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 
 UNLIMITED = 1 << 62
@@ -54,9 +55,22 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._opened.text.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend: used where a call gives no parameters."""
-        return self._opened.text.sampling_params()
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's authors recommend, with changes. Used where a call gives no parameters."""
+        return self._opened.text.sampling_params(**changes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._opened.text.template is not None
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own; `InvalidRequest` if it has none."""
+        return self._opened.text.chat_template()
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the model answers, as its own template writes it."""
+        return self._intake.chat_ids(messages)
 
     def generate(
         self,

@@ -27,7 +27,8 @@ class TextDelta:
     error: str | None = None
     logprobs: TokenLogprobs | None = None
     keep_tokens: int | None = None
-    """A stop string was found: the engine is to end the request and keep so many of its generated tokens."""
+    """A stop string was found: so many of the generated tokens are kept, and the engine is to end the request unless it
+    has ended already."""
 
 
 class OutputStream:
@@ -41,53 +42,34 @@ class OutputStream:
         """Characters given to the stop matcher so far."""
         self._num_shown = 0
         self._ends: list[int] = []
-        """For each token, the number of characters up to its end: which tokens lie inside the visible text?"""
-        self._num_open = 0
-        """Tokens at the end whose text is not complete."""
+        """For each token with complete text, the number of characters up to its end: which ones are visible?"""
+        self._num_tokens = 0
 
     def push(self, output: GeneratedToken) -> TextDelta:
         """The delta of a token or of the end. After a delta with a finish reason nothing more may come."""
-        if output.token_id is None:
-            return self._end(self._flush(), output)
-        if output.finish_reason is FinishReason.STOP and output.token_id in self._stop_ids:
-            return self._end(self._flush(), output)  # the stop token itself is not text
-        shown = self._show(self._detokenizer.push(output.token_id))
-        if self._stops.found is None and output.is_finished:
-            shown += self._flush()
-        if self._stops.found is not None:
-            return self._stopped(shown, output)
-        return (
-            self._end(shown, output)
-            if output.is_finished
-            else TextDelta(shown, output.token_id, logprobs=output.logprobs)
-        )
+        is_stop_token = output.finish_reason is FinishReason.STOP and output.token_id in self._stop_ids
+        shown = ""
+        if output.token_id is not None and not is_stop_token:  # the stop token itself is not text
+            self._num_tokens += 1
+            shown = self._show(self._detokenizer.push(output.token_id))
+        if output.is_finished and self._stops.found is None:
+            shown += self._show(self._detokenizer.flush())
+            shown += self._stops.flush()
+        return self._delta(shown, output)
 
     def _show(self, text: str) -> str:
+        """What may be seen of new text."""
         self._num_chars += len(text)
-        self._num_open += 1
-        if not self._detokenizer.is_holding:
-            self._ends += [self._num_chars] * self._num_open
-            self._num_open = 0
+        num_complete = self._num_tokens - self._detokenizer.num_open
+        self._ends += [self._num_chars] * (num_complete - len(self._ends))
         shown = self._stops.push(text)
         self._num_shown += len(shown)
         return shown
 
-    def _flush(self) -> str:
-        text = self._detokenizer.flush()
-        shown = self._stops.push(text)
-        if self._stops.found is None:
-            shown += self._stops.flush()
-        self._num_shown += len(shown)
-        return shown
-
-    def _stopped(self, shown: str, output: GeneratedToken) -> TextDelta:
-        keep = bisect.bisect_right(self._ends, self._num_shown)
-        return TextDelta(
-            shown, output.token_id, FinishReason.STOP, self._stops.found, logprobs=output.logprobs, keep_tokens=keep
-        )
-
-    def _end(self, shown: str, output: GeneratedToken) -> TextDelta:
-        reason = output.token_id if output.finish_reason is FinishReason.STOP else None
+    def _delta(self, shown: str, output: GeneratedToken) -> TextDelta:
         if self._stops.found is not None:
-            return TextDelta(shown, output.token_id, FinishReason.STOP, self._stops.found, logprobs=output.logprobs)
-        return TextDelta(shown, output.token_id, output.finish_reason, reason, output.error, output.logprobs)
+            keep = bisect.bisect_right(self._ends, self._num_shown)
+            reason = FinishReason.STOP
+            return TextDelta(shown, output.token_id, reason, self._stops.found, None, output.logprobs, keep)
+        stop_token = output.token_id if output.finish_reason is FinishReason.STOP else None
+        return TextDelta(shown, output.token_id, output.finish_reason, stop_token, output.error, output.logprobs)

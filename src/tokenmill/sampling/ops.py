@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 NEVER = float("-inf")
+LARGEST = torch.finfo(torch.float32).max
+
+
+def saturate(edited: Tensor, before: Tensor) -> Tensor:
+    """Logits that an edit has driven out of float32's range stop at its end; those that were banned stay so."""
+    return edited.clamp(-LARGEST, LARGEST).masked_fill(before == NEVER, NEVER)
 
 
 def penalize(
@@ -13,8 +19,18 @@ def penalize(
 ) -> Tensor:
     """Repetition over prompt and output (`seen`), presence and frequency over the output (`counts`)."""
     factor = torch.where(seen, repetition[:, None], torch.ones_like(logits))
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    repeated = saturate(torch.where(logits > 0, logits / factor, logits * factor), logits)
+    return saturate(repeated - frequency[:, None] * counts - presence[:, None] * (counts > 0), logits)
+
+
+def tax(logits: Tensor, taxes: Tensor) -> Tensor:
+    """Single logits less what the rules take off them; infinity bans."""
+    return saturate(logits - taxes, logits).masked_fill(taxes.isinf(), NEVER)
+
+
+def cool(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits divided by the temperature. The largest becomes 0, so that none can overflow upwards."""
+    return (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
 
 
 def keep_typical(logits: Tensor, mass: Tensor) -> Tensor:
@@ -29,16 +45,17 @@ def keep_typical(logits: Tensor, mass: Tensor) -> Tensor:
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), NEVER)
 
 
-def keep_likely(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def keep_likely(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab: int) -> Tensor:
     """Top-k, then top-p among what is left, then min-p, on logits in falling order.
 
-    `total` is the log-sum-exp of the whole row, of which `ordered` may be only the beginning.
+    `total` is the log-sum-exp of the whole row of `vocab` logits, of which `ordered` may be only the beginning; a top-k
+    has to end inside it.
     """
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     inside_k = rank < top_k[:, None]
     kept_k = ordered.masked_fill(~inside_k, NEVER)
     # With a top-k the mass is that of the k tokens, else that of the row.
-    whole = torch.where(top_k >= ordered.shape[-1], total, kept_k.logsumexp(dim=-1))
+    whole = torch.where(top_k >= vocab, total, kept_k.logsumexp(dim=-1))
     probs = (kept_k - whole[:, None]).exp()
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
     inside_p = (before < top_p[:, None]) | (rank == 0)

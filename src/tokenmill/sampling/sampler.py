@@ -52,10 +52,12 @@ class StepSampler:
     # -- before the draw ----------------------------------------------------------------------------------------------
 
     def _edited(self, raw: Tensor, mask: Any | None) -> Tensor:
-        """The logits with masks, bias, bans and penalties applied; `raw` stays as it is."""
+        """The logits with masks, bias, bans, penalties and rules applied, in this order; `raw` stays as it is."""
         state, rows = self.state, self.rows
-        penalized, edited = state.has_penalties[rows].nonzero()[0], state.has_edits[rows].nonzero()[0]
-        if mask is None and not len(penalized) and not len(edited):
+        edited, penalized, ruled = (
+            which[rows].nonzero()[0] for which in (state.has_edits, state.has_penalties, state.has_rules)
+        )
+        if mask is None and not len(edited) and not len(penalized) and not len(ruled):
             return raw.to(torch.float32)
         logits = raw.to(torch.float32, copy=True)
         if mask is not None:
@@ -72,6 +74,9 @@ class StepSampler:
             seen, counts = (torch.from_numpy(table).to(logits.device) for table in state.histories(rows[penalized]))
             values = (self._floats(name, penalized, logits) for name in _PENALTIES)
             logits[index] = ops.penalize(logits[index], seen, counts, *values)
+        if len(ruled):
+            places, tokens, taxes = (torch.from_numpy(part).to(logits.device) for part in state.taxes(rows, ruled))
+            logits[places, tokens] = ops.tax(logits[places, tokens], taxes)
         return logits
 
     # -- the draw -----------------------------------------------------------------------------------------------------
@@ -84,7 +89,7 @@ class StepSampler:
         for kind, place in ((self._draw_plain, drawn & ~filtered), (self._draw_filtered, drawn & filtered)):
             index = place.nonzero()[0]
             if len(index):
-                scaled = logits[index] / self._floats("temperature", index, logits)[:, None]
+                scaled = ops.cool(logits[index], self._floats("temperature", index, logits))
                 ids[torch.from_numpy(index).to(ids.device)] = kind(scaled, index)
         return ids
 
@@ -106,17 +111,19 @@ class StepSampler:
 
     def _draw_among(self, logits: Tensor, index: np.ndarray, few: int) -> tuple[Tensor, Tensor]:
         """Draw among the `few` likeliest tokens: (ids, were they enough to hold all that the filters keep?)."""
+        vocab = logits.shape[-1]
         values, order = logits.topk(few, dim=-1)
         by_id = order.argsort(dim=-1)  # equal logits in the order of their ids
         values, order = values.gather(-1, by_id), order.gather(-1, by_id)
         values, by_value = values.sort(dim=-1, descending=True, stable=True)
         order = order.gather(-1, by_value)
-        top_k = torch.from_numpy(self.state.top_k[self.rows[index]]).to(logits.device).clamp(max=logits.shape[-1])
+        top_k = torch.from_numpy(self.state.top_k[self.rows[index]]).to(logits.device).clamp(max=vocab)
         top_p, min_p = self._floats("top_p", index, logits), self._floats("min_p", index, logits)
         total = logits.logsumexp(dim=-1)
-        kept = ops.keep_likely(values, total, top_k, top_p, min_p)
+        kept = ops.keep_likely(values, total, top_k, top_p, min_p, vocab)
         mass = (values - total[:, None]).exp().sum(dim=-1, dtype=torch.float64)
-        enough = (top_k <= few) | ((mass > top_p) & (top_p < 1)) | (few == logits.shape[-1])
+        # Top-p is a part of the top-k tokens' mass, which is known if they are all here, or are all there are.
+        enough = (top_k <= few) | ((top_k == vocab) & (mass > top_p) & (top_p < 1))
         first, second = self._uniforms(index, logits)
         struck = second < self._floats("xtc_probability", index, logits)
         kept = ops.exclude_top_choices(kept, self._floats("xtc_threshold", index, logits), struck)

@@ -6,6 +6,7 @@ one numpy index per column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,9 @@ from tokenmill.sampling.rules import Dry, RowRule
 
 FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
           "xtc_probability", "xtc_threshold")  # fmt: skip
+COLDEST = 1e-5
+"""A temperature below this leaves nothing but the likeliest token: it is greedy."""
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class SamplingState:
@@ -34,7 +38,7 @@ class SamplingState:
         """The draw needs the tokens in order of likelihood."""
         self.has_penalties = np.zeros(max_rows, dtype=bool)
         self.has_edits = np.zeros(max_rows, dtype=bool)
-        """Bias, bans, rules: edits of single logits."""
+        """Bias, bans, allow-lists: edits of single logits before the penalties."""
         self.has_rules = np.zeros(max_rows, dtype=bool)
         self._edits: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_rows
         self._allowed: list[np.ndarray | None] = [None] * max_rows
@@ -58,6 +62,9 @@ class SamplingState:
         """A request takes the row. `log` is its live list of tokens."""
         for name in FLOATS:
             self.floats[name][row] = getattr(params, name)
+        is_greedy = params.temperature < COLDEST
+        if is_greedy:
+            self.floats["temperature"][row] = 0
         self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
         self.seed[row], self.choice[row], self.attempt[row] = seed, choice, params.attempt
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -71,15 +78,14 @@ class SamplingState:
         self.has_penalties[row] = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self.has_edits[row] = bool(
-            self._edits[row] is not None or self._allowed[row] is not None or self._early[row] or self._rules[row]
+        self.has_edits[row] = (
+            self._edits[row] is not None or self._allowed[row] is not None or self._early[row] is not None
         )
         self.is_filtered[row] = (
             params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
         )
-        self.is_plain_greedy[row] = (
-            params.is_greedy and params.logprobs is None and not self.has_penalties[row] and not self.has_edits[row]
-        )
+        is_edited = self.has_edits[row] or self.has_penalties[row] or self.has_rules[row]
+        self.is_plain_greedy[row] = is_greedy and params.logprobs is None and not is_edited
 
     def detach(self, row: int) -> None:
         self._logs[row], self._rules[row] = (), []
@@ -103,7 +109,7 @@ class SamplingState:
         return seen, counts
 
     def edit(self, logits: np.ndarray, rows: np.ndarray) -> None:
-        """Bias, allow-lists, bans and rules, in place."""
+        """Bias, allow-lists and bans, in place."""
         for i, row in enumerate(rows.tolist()):
             allowed = self._allowed[row]
             if allowed is not None:
@@ -112,16 +118,26 @@ class SamplingState:
                 logits[i, allowed] = kept
             edits = self._edits[row]
             if edits is not None:
-                logits[i, edits[0]] += edits[1]
+                logits[i, edits[0]] += edits[1]  # far from float32's end: params.MAX_BIAS
             early = self._early[row]
             if early is not None and len(self._logs[row]) < early[1]:
                 logits[i, early[0]] = -np.inf
-            for rule in self._rules[row]:
+
+    def taxes(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the rules take off: (place in `rows`, token, tax) of each logit, for the rows at `places`."""
+        found: list[tuple[int, int, float]] = []
+        for place in places.tolist():
+            taxed: dict[int, float] = {}
+            for rule in self._rules[rows[place]]:
                 for token, tax in rule.penalties().items():
-                    logits[i, token] -= tax
+                    taxed[token] = taxed.get(token, 0.0) + tax
+            found += [(place, token, tax if math.isinf(tax) else min(tax, LARGEST)) for token, tax in taxed.items()]
+        at, tokens, taxes = zip(*found, strict=True) if found else ((), (), ())
+        return np.array(at, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(taxes, dtype=np.float32)
 
 
 def _edits(params: SamplingParams, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """(tokens, what is added to their logits); minus infinity bans."""
     changes = dict(params.logit_bias) | dict.fromkeys(params.banned_token_ids, -np.inf)
     changes = {token: change for token, change in changes.items() if token < vocab_size}
     if not changes:

@@ -1,8 +1,18 @@
 """`Detokenizer`: tokens in, text out, never half a character.
 
 A token may hold part of a character, and what a token says may depend on those before it. So a short window of tokens
-is decoded twice, without and with the new ones; the difference is new text. Where it ends in U+FFFD the last bytes may
-still become a character, and are held back.
+is decoded, and what is new in its text is given out. Where the text ends in U+FFFD the last tokens may still become a
+character, and are held back: never more than three, since a character has at most four bytes.
+
+Two kinds of decoders are told apart by what they do, not by their names:
+
+- byte-level ones show what is no UTF-8 part by part: only the last U+FFFD of a text can still become a character;
+- byte-fallback ones (SentencePiece) judge a run of byte tokens as a whole: valid, or one U+FFFD for each byte. There
+  the next character, while it is incomplete, turns the text before it into U+FFFD for the moment.
+
+What has been given out stays. So where a run of byte tokens begins with whole characters and then breaks, those remain
+and each byte behind them is a U+FFFD, while `decode` shows all of the run as U+FFFD. And after `MOST_BROKEN` broken
+bytes the next ones of a run are judged anew. In all other cases the pieces join to what `decode` gives for all tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +21,9 @@ from tokenmill.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
 MOST_UNFINISHED = 3
-"""A character has at most four bytes, so at most three of them can be waiting for the rest."""
+"""Tokens that can be waiting for the rest of a character, which has at most four bytes."""
+MOST_BROKEN = 64
+"""Tokens in a row without a whole character that are remembered; what comes then is judged anew."""
 
 
 class Detokenizer:
@@ -22,38 +34,100 @@ class Detokenizer:
         self._skip_special = skip_special
         self._context: list[int] = []
         """Tokens whose text has been given out, as far as the next ones may depend on them."""
-        self._held: list[int] = []
+        self._before = ""
+        """The context's text."""
+        self._last: list[int] = []
+        """The tokens whose text was given out last."""
+        self._held: list[list[int]] = []
+        """Tokens at the end that may be unfinished, each with the silent ones (skipped, without text) after it."""
+        self._text = ""
+        """Text of the held tokens."""
         self._num_given = 0
-        """Characters of the held tokens' text that have been given out."""
+        """Characters of that text that have been given out."""
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while it is part of a character."""
-        self._held.append(token)
-        text = self._text()
-        if text.endswith(UNFINISHED):
-            given = max(self._num_given, len(text) - MOST_UNFINISHED)
-            new, self._num_given = text[self._num_given : given], given
-            return new
-        new = text[self._num_given :]
-        if new:
-            self._context, self._held, self._num_given = self._held, [], 0
-        return new
+        text = self._text_of([*self._held, [token]])
+        if text == self._text and self._is_silent(token):
+            if self._held:
+                self._held[-1].append(token)
+            return ""
+        self._held.append([token])
+        # A run of bytes that becomes valid has fewer characters than it had bytes: so it may end in a true U+FFFD.
+        is_whole = not text.endswith(UNFINISHED) or len(text) < len(self._text)
+        self._text = text
+        if is_whole:
+            return self._give_all()
+        new = self._give(self._num_certain())
+        return new + self._forget() if len(self._held) > MOST_BROKEN else new
 
     def flush(self) -> str:
         """What is still held, as the tokenizer shows it at the end of a text."""
-        new = self._text()[self._num_given :] if self._held else ""
-        self._context, self._held, self._num_given = self._held, [], 0
-        return new
+        return self._give_all()
 
     @property
-    def is_holding(self) -> bool:
-        """Are there tokens whose text is not complete?"""
-        return bool(self._held)
+    def num_open(self) -> int:
+        """How many of the last tokens have text that is not complete."""
+        return sum(map(len, self._held[-MOST_UNFINISHED:]))
 
-    def _text(self) -> str:
-        """The text of the held tokens, in the light of those before them."""
-        before = self._decode(self._context)
-        return self._decode([*self._context, *self._held])[len(before) :]
+    # -- giving out ---------------------------------------------------------------------------------------------------
+
+    def _give(self, count: int) -> str:
+        """The held text up to `count` characters, less what has been given out."""
+        new = self._text[self._num_given : count]
+        self._num_given = max(self._num_given, count)
+        return new
+
+    def _give_all(self) -> str:
+        """All of the held text; its tokens become the context."""
+        new = self._give(len(self._text))
+        if self._held:
+            last, self._last = self._last, _flat(self._held)
+            self._context, self._before = self._last, self._decode(self._last)
+            if not self._before:  # a space, which decoders strip from the beginning: it needs something in front
+                self._context = [*last, *self._last]
+                self._before = self._decode(self._context)
+        self._held, self._text, self._num_given = [], "", 0
+        return new
+
+    def _num_certain(self) -> int:
+        """Characters of the held text that no later token can change."""
+        certain = len(self._text.rstrip(UNFINISHED))
+        if len(self._held) <= MOST_UNFINISHED:
+            return certain
+        old = self._text_of(self._held[:-MOST_UNFINISHED])
+        return max(certain, min(len(old), len(self._text)))
+
+    def _forget(self) -> str:
+        """Shorten an endless row of broken tokens to the last ones; gives out what would not be the same without."""
+        rest = self._text[self._num_given :]
+        self._held = self._held[-MOST_UNFINISHED:]
+        self._context, self._before = [], ""
+        self._text = self._text_of(self._held)
+        if not self._text.endswith(rest):  # byte-fallback: these bytes would be valid without those before them
+            self._give_all()
+            return rest
+        self._num_given = len(self._text) - len(rest)
+        return ""
+
+    # -- the tokenizer ------------------------------------------------------------------------------------------------
+
+    def _text_of(self, held: list[list[int]]) -> str:
+        """The text of held tokens, in the light of those before them."""
+        tokens = _flat(held)
+        text = self._decode([*self._context, *tokens])
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        return self._decode(tokens)  # a broken run of bytes began in the context, whose text is out: the rest by itself
+
+    def _is_silent(self, token: int) -> bool:
+        """Has this token no text at all? Twice, since a first space may be stripped."""
+        return not self._decode([token, token])
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=self._skip_special) if ids else ""
+
+
+def _flat(held: list[list[int]]) -> list[int]:
+    """The tokens in one list. One silent token says as much as any number of them."""
+    return [token for tokens in held for token in tokens[:2]]

@@ -74,7 +74,7 @@ def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
     tokenizer.add_tokens(_added(tokens, types, USER_DEFINED))
     if tokenizer.get_vocab_size() != len(tokens):
         raise ModelLoadError(f"{file.path}: its tokenizer has {tokenizer.get_vocab_size()} tokens, not {len(tokens)}")
-    bos = file.get("tokenizer.ggml.bos_token_id")
+    bos = _token_id(file, "bos", tokens)
     if bos is not None and file.get("tokenizer.ggml.add_bos_token", _adds_bos(file)):
         content = tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -92,18 +92,36 @@ def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
 def chat_variables(file: GGUFFile) -> dict[str, Any]:
     """What a chat template may ask for by name."""
     tokens, _ = _tokens(file)
-    named = {name: file.get(f"tokenizer.ggml.{name}_id") for name in ("bos_token", "eos_token")}
-    return {name: tokens[number] if number is not None else "" for name, number in named.items()}
+    numbers = {name: _token_id(file, name, tokens) for name in ("bos", "eos")}
+    return {f"{name}_token": "" if number is None else tokens[number] for name, number in numbers.items()}
+
+
+def chat_source(file: GGUFFile) -> str | None:
+    """The chat template, if the file has one."""
+    source = file.get("tokenizer.chat_template")
+    if source is not None and not isinstance(source, str):
+        raise ModelLoadError(f"{file.path}: tokenizer.chat_template must be a text, not {source!r:.80}")
+    return source
 
 
 def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
     tokens = file.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ModelLoadError(f"{file.path} has no tokenizer")
     types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelLoadError(f"{file.path}: {len(tokens)} tokens, but {len(types)} token types")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        count = len(types) if isinstance(types, list) else "no list of"
+        raise ModelLoadError(f"{file.path}: {len(tokens)} tokens, but {count} token types")
     return tokens, types
+
+
+def _token_id(file: GGUFFile, name: str, tokens: Sequence[str]) -> int | None:
+    """The number of the token that the file names so."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    number = file.get(key)
+    if number is not None and not (type(number) is int and 0 <= number < len(tokens)):
+        raise ModelLoadError(f"{file.path}: {key} must be from 0 to {len(tokens) - 1}, not {number!r:.80}")
+    return number
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Any:
@@ -125,7 +143,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Any:
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Any:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = merges_by_score(vocabulary, file.get("tokenizer.ggml.scores", []))
-    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[_token_id(file, "unknown", tokens) or 0]
     tokenizer = RustTokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
@@ -157,6 +175,6 @@ def _adds_bos(file: GGUFFile) -> bool:
 
 def _end_ids(file: GGUFFile, tokens: list[str], types: list[int]) -> set[int]:
     """Every token that ends a generation: named by the file, or by its own name."""
-    named = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    named = {_token_id(file, name, tokens) for name in ("eos", "eot", "eom")}
     by_name = {i for i, token in enumerate(tokens) if types[i] == CONTROL and token in END_NAMES}
-    return {i for i in named if isinstance(i, int)} | by_name
+    return {i for i in named if i is not None} | by_name

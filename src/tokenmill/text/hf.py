@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import read_json
-from tokenmill.text.tokenizer import to_utf8
+from tokenmill.text.tokenizer import Places, to_utf8
 
 
 class HuggingFaceTokenizer:
@@ -24,6 +26,11 @@ class HuggingFaceTokenizer:
         added = self._for_templates.get_added_tokens_decoder()
         self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._eos_ids = eos_ids
+        self._stand_ins = _add_stand_ins(self._for_users, added)
+        """Text of each special token -> a text that is the same token to `_for_users`."""
+        self._meant = {
+            self._for_users.token_to_id(new): self._special_tokens[old] for old, new in self._stand_ins.items()
+        }
 
     @classmethod
     def from_directory(cls, folder: Path) -> HuggingFaceTokenizer:
@@ -31,7 +38,7 @@ class HuggingFaceTokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelLoadError(f"{folder} has no tokenizer.json")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         try:
             tokenizer = cls(text)
         except Exception as error:  # the package raises plain Exception
@@ -56,9 +63,16 @@ class HuggingFaceTokenizer:
         """A user's text: special tokens in it stay text; `add_special` puts BOS and the like around it."""
         return self._encode(self._for_users, text, add_special)
 
-    def encode_template(self, text: str) -> list[int]:
-        """What a chat template wrote: special tokens in it are meant, and nothing is added."""
-        return self._encode(self._for_templates, text, add_special=False)
+    def encode_template(self, text: str, special: Places | None = None) -> list[int]:
+        """What a chat template wrote: special tokens in it are meant (with `special`, only those at these places)."""
+        if special is None:
+            return self._encode(self._for_templates, text, add_special=False)
+        pieces, at = [], 0
+        for start, end in special:
+            pieces += [text[at:start], self._stand_ins[text[start:end]]]
+            at = end
+        ids = self._encode(self._for_users, "".join([*pieces, text[at:]]), add_special=False)
+        return [self._meant.get(number, number) for number in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self._for_templates.decode(list(ids), skip_special_tokens=skip_special))
@@ -73,8 +87,37 @@ def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         ids = read_json(folder / name).get("eos_token_id")
-        found.update([ids] if isinstance(ids, int) else ids or [])
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(number) is int and number >= 0 for number in listed):
+            raise ModelLoadError(
+                f"{folder / name}: eos_token_id must be a token's number or a list of them, not {ids!r}"
+            )
+        found.update(listed)
     token = read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     named = tokenizer.token_to_id(content) if isinstance(content, str) else None
     return found | ({named} if named is not None else set())
+
+
+def _add_stand_ins(tokenizer: Any, added: Mapping[int, AddedToken]) -> dict[str, str]:
+    """Give a tokenizer that takes special tokens as text another text for each, which it takes as a token.
+
+    These texts begin with eight random characters, so nobody can type them.
+    """
+    nonce = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(8))
+    special = [token for token in added.values() if token.special]
+    texts = {token.content: f"{nonce}{chr(0xF0000 + place)}" for place, token in enumerate(special)}
+    tokenizer.add_tokens([
+        AddedToken(texts[token.content], single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+                   normalized=False, special=False)
+        for token in special
+    ])  # fmt: skip
+    return texts
+
+
+def read_text(path: Path) -> str:
+    """A model's text file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path} can't be read: {error}") from None

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.core import ModelHandle
-from tokenmill.errors import InvalidRequest, ModelLoadError
+from tokenmill.errors import InvalidRequest
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
 from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
-from tokenmill.text.gguf import chat_variables, gguf_tokenizer
-from tokenmill.text.hf import HuggingFaceTokenizer
+from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
+from tokenmill.text.hf import HuggingFaceTokenizer, read_text
 from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})
 """What a generation_config may say about sampling, under the names of `SamplingParams`."""
+KEPT_TEMPLATES = 8
+"""Callers' own templates that stay compiled."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,15 @@ class ModelText:
     """None: the model is not made for chat."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the model's authors recommend."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What templates may ask for by name: bos_token and the like."""
+    _own_template: Callable[[str], ChatTemplate] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        def own_template(source: str) -> ChatTemplate:
+            return ChatTemplate(source, self.tokenizer, self.variables)
+
+        object.__setattr__(self, "_own_template", lru_cache(KEPT_TEMPLATES)(own_template))
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling parameters, with changes."""
@@ -40,6 +55,14 @@ class ModelText:
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use generate, or give a chat_template")
         return self.template
+
+    def template_of(self, source: str | None) -> ChatTemplate:
+        """A caller's own template, or without one the model's."""
+        if source is None:
+            return self.chat_template()
+        if not isinstance(source, str):
+            raise InvalidRequest(f"a chat template is a text, not {type(source).__name__}")
+        return self._own_template(source)
 
 
 def open_text(model: ModelHandle) -> ModelText:
@@ -57,34 +80,43 @@ def _from_directory(folder: Path) -> ModelText:
     variables = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     source = _template_source(folder, config)
     template = None if source is None else ChatTemplate(source, tokenizer, variables)
-    return ModelText(tokenizer, template, sampling_defaults(read_json(folder / "generation_config.json")))
+    defaults = sampling_defaults(read_json(folder / "generation_config.json"))
+    return ModelText(tokenizer, template, defaults, variables)
 
 
 def _from_gguf(path: Path) -> ModelText:
     file = GGUFFile(path)
     tokenizer = gguf_tokenizer(file)
-    source = file.get("tokenizer.chat_template")
-    template = None if source is None else ChatTemplate(source, tokenizer, chat_variables(file))
-    return ModelText(tokenizer, template)
+    source, variables = chat_source(file), chat_variables(file)
+    template = None if source is None else ChatTemplate(source, tokenizer, variables)
+    return ModelText(tokenizer, template, variables=variables)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters in a generation_config.json; what is no valid value there is an error."""
+    """The sampling parameters in a generation_config.json. Values that are not valid are left out, with a warning."""
     found = {name: generation_config[name] for name in SAMPLING_FIELDS if generation_config.get(name) is not None}
     if generation_config.get("do_sample") is False:
         found["temperature"] = 0.0
+    wrong = {name: error for name, value in found.items() if (error := _error_of(name, value))}
+    if wrong:
+        logger.warning("generation_config.json: left out, since %s", "; ".join(wrong.values()))
+    return {name: value for name, value in found.items() if name not in wrong}
+
+
+def _error_of(name: str, value: Any) -> str | None:
+    """What is wrong with a sampling parameter."""
     try:
-        SamplingParams(**found)
+        SamplingParams(**{name: value})
     except InvalidRequest as error:
-        raise ModelLoadError(f"generation_config.json: {error}") from None
-    return found
+        return str(error)
+    return None
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     """A file of its own, else in tokenizer_config.json: one template, or several of which `default` is meant."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}

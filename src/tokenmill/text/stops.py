@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Text in pieces; gives out what can't be the beginning of a stop string."""
+    """Text in pieces; gives out what can't be the beginning of a stop string.
+
+    The stop string that is complete first ends the text; of several that end at the same character, the longest. So how
+    the text is cut into pieces makes no difference.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -22,10 +26,10 @@ class StopStrings:
         if not self._stops:
             return text
         self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            place, self.found = min(places, key=lambda found: (found[0], -len(found[1])))
-            shown = self._held[: place + len(self.found)] if self._include else self._held[:place]
+        ends = [(begin + len(stop), stop) for stop in self._stops if (begin := self._held.find(stop)) >= 0]
+        if ends:
+            end, self.found = min(ends, key=lambda one: (one[0], -len(one[1])))
+            shown = self._held[: end if self._include else end - len(self.found)]
             self._held = ""
             return shown
         keep = self._longest_beginning()
@@ -36,10 +40,6 @@ class StopStrings:
         """The text is over: what was held is no stop string."""
         shown, self._held = self._held, ""
         return shown
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
 
     def _longest_beginning(self) -> int:
         """How many characters at the end could be the beginning of a stop string."""

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from tokenmill.errors import TokenizeFailed
 
+Places = list[tuple[int, int]]
+"""Parts of a text: where each begins and ends, in order."""
+
 
 class Tokenizer(Protocol):
     """Text to ids and back. Safe to use from several threads."""
@@ -26,6 +29,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of the text. Special tokens that a user has typed stay text; `add_special` adds BOS and the like."""
+        ...
+
+    def encode_template(self, text: str, special: Places | None = None) -> list[int]:
+        """Ids of what a chat template wrote: nothing is added, and special tokens in it are meant.
+
+        With `special`, only those at these places are, and all others stay text.
+        """
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -67,6 +77,9 @@ class ByteTokenizer:
         if outside is not None:
             raise TokenizeFailed(f"byte {outside} is outside this vocabulary of {self._vocab_size}")
         return ids
+
+    def encode_template(self, text: str, special: Places | None = None) -> list[int]:  # noqa: ARG002 (it has none)
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         pieces, run = [], bytearray()

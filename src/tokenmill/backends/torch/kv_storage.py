@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,10 +27,9 @@ class TorchKV:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        # Zeros, since what lies outside a sequence is multiplied by a weight of zero, and must be a number for that.
         slots = num_blocks * block_size
-        self.keys = [torch.zeros(slots, one.num_heads, one.key_dim, dtype=dtype, device=device) for one in layers]
-        self.values = [torch.zeros(slots, one.num_heads, one.value_dim, dtype=dtype, device=device) for one in layers]
+        self.keys = [zeros((slots, one.num_heads, one.key_dim), dtype, device) for one in layers]
+        self.values = [zeros((slots, one.num_heads, one.value_dim), dtype, device) for one in layers]
         self._inv_freq = inv_freq
         self._device = device
 
@@ -74,3 +74,15 @@ class TorchKV:
 
     def _index(self, numbers: IntArray) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since what lies outside a sequence is multiplied by a weight of zero, and must be a number for that.
+
+    On the host they come from the operating system page by page, when a page is first used: memory for a long context
+    costs nothing until it is there.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,139 @@
+"""`tokenmill chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tokenmill.cli import options as shared
+from tokenmill.cli.options import SamplingOptions, open_llm
+from tokenmill.cli.speed import Stopwatch
+from tokenmill.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from tokenmill.cli.conversation import Conversation
+
+HELP = """  /new     forget this conversation and begin another
+  /system  show the system prompt, or set it: /system You are a pirate.
+  /help    this list
+  /exit    leave (so does Ctrl-D)
+Enter sends; Alt-Enter begins a new line. Ctrl-C ends an answer and keeps the conversation."""
+
+Read = Callable[[], str]
+"""The next thing the user says; `EOFError` when there is nothing more, `KeyboardInterrupt` to be asked again."""
+
+
+def chat(
+    model: shared.Model = shared.DEFAULT,
+    system: shared.System = None,
+    max_tokens: shared.MaxTokens = 1024,
+    temperature: shared.Temperature = None,
+    top_p: shared.TopP = None,
+    top_k: shared.TopK = None,
+    min_p: shared.MinP = None,
+    seed: shared.Seed = None,
+    stop: shared.Stop = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    deterministic: shared.Deterministic = False,
+    context: shared.Context = None,
+) -> None:
+    """Talk to a model. Each turn computes only what is new: the conversation's KV is kept."""
+    from tokenmill.cli.conversation import Conversation
+
+    sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    with open_llm(model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context) as llm:
+        params = sampling.params(llm)
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if is_terminal:
+            print(f"{model}. /help for help.")
+        read = _terminal_reader() if is_terminal else _line_reader
+        talk(lambda prompt: Conversation(llm, params, prompt), system, read)
+
+
+def talk(begin: Callable[[str | None], Conversation], system: str | None, read: Read) -> None:
+    """Questions and answers until there is nothing more to read."""
+    conversation = begin(system)
+    while True:
+        try:
+            said = read().strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue
+        command, _, rest = said.partition(" ")
+        if command == "/exit":
+            return
+        if command == "/new":
+            conversation = begin(system)
+        elif command == "/system":
+            system, conversation = _system(system, rest, conversation, begin)
+        elif command.startswith("/"):
+            print(HELP)
+        elif said:
+            _answer(conversation, said)
+
+
+def _system(
+    system: str | None, new: str, conversation: Conversation, begin: Callable[[str | None], Conversation]
+) -> tuple[str | None, Conversation]:
+    """Show the system prompt, or begin anew with another."""
+    if not new:
+        print(system or "(the model's own)")
+        return system, conversation
+    return new, begin(new)
+
+
+def _answer(conversation: Conversation, question: str) -> None:
+    """Stream an answer. Ctrl-C ends it; what was said so far stays in the conversation."""
+    watch, shown, answer, output = Stopwatch(), 0, conversation.ask(question), None
+    try:
+        for output in answer:
+            watch.note_token()
+            text = output.outputs[0].text
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+        print()
+    except KeyboardInterrupt:
+        answer.close()  # type: ignore[attr-defined]
+        print(" ...", flush=True)
+    except InvalidRequest as error:  # the context is full, most likely
+        print(f"tokenmill: {error}; /new begins another conversation", file=sys.stderr)
+        return
+    if output is not None:
+        if output.error is not None and output.outputs[0].finish_reason != "cancelled":
+            print(f"tokenmill: {output.error}", file=sys.stderr)
+        print(watch.summary(output.usage.completion_tokens, output.usage.cached_tokens), file=sys.stderr)
+
+
+def _line_reader() -> str:
+    """Where nobody types: a line at a time."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _terminal_reader() -> Read:
+    """Editing, history over the arrow keys and Ctrl-R, several lines."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    from tokenmill.backends.library import cache_folder
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: object) -> None:
+        event.current_buffer.validate_and_handle()  # type: ignore[attr-defined]
+
+    @keys.add("escape", "enter")
+    def _new_line(event: object) -> None:
+        event.current_buffer.insert_text("\n")  # type: ignore[attr-defined]
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    history = FileHistory(str(cache_folder() / "chat_history"))
+    session: PromptSession[str] = PromptSession(history=history, multiline=True, key_bindings=keys)
+    return lambda: session.prompt("> ", prompt_continuation="  ")

@@ -1,0 +1,118 @@
+"""`tokenmill generate`: one prompt to a stream of text, or many lines to JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli import options as shared
+from tokenmill.cli.options import SamplingOptions, open_llm
+from tokenmill.cli.speed import Stopwatch
+from tokenmill.errors import InvalidRequest, RequestFailed
+
+if TYPE_CHECKING:
+    from tokenmill.engine.llm import LLM
+    from tokenmill.outputs import RequestOutput
+    from tokenmill.params import SamplingParams
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt. Left out: one prompt a line from --file.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")] = None,
+    model: shared.Model = shared.DEFAULT,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: shared.System = None,
+    max_tokens: shared.MaxTokens = 256,
+    temperature: shared.Temperature = None,
+    top_p: shared.TopP = None,
+    top_k: shared.TopK = None,
+    min_p: shared.MinP = None,
+    seed: shared.Seed = None,
+    stop: shared.Stop = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    deterministic: shared.Deterministic = False,
+    context: shared.Context = None,
+) -> None:
+    """Answer a prompt, or many of them.
+
+    With a PROMPT the answer is streamed. With --file (or something piped in) every line is a prompt of its own: they
+    run together, and each becomes a line of JSON, in the same order.
+    """
+    lines = _lines(prompt, file)
+    sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    with open_llm(model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context) as llm:
+        params = sampling.params(llm)
+        if prompt is not None:
+            _stream(llm, _prompt(llm, prompt, system, raw), params)
+        else:
+            _batch(llm, lines, system, raw, params)
+
+
+def _lines(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts of a batch; read before the model is loaded, so that a mistake shows at once."""
+    if prompt is not None:
+        if file is not None:
+            raise typer.BadParameter("give a PROMPT or --file, not both")
+        return []
+    if file is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a PROMPT, or --file with one prompt a line")
+    try:
+        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file or 'standard input'} can't be read: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise typer.BadParameter("there is no prompt in it")
+    return lines
+
+
+def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[int]:
+    """The text as the model expects it: as a question to it, unless it is to be continued as it is."""
+    if raw or not llm.has_chat_template:
+        if system is not None:
+            raise InvalidRequest("--system needs a chat template, and is not for --raw")
+        return text
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return llm.chat_prompt(messages)
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
+    watch, shown = Stopwatch(), 0
+    for output in llm.stream(prompt, params):
+        watch.note_token()
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print(flush=True)
+    if output.error is not None:
+        raise RequestFailed(output.error)
+    print(watch.summary(output.usage.completion_tokens, output.usage.cached_tokens), file=sys.stderr)
+
+
+def _batch(llm: LLM, lines: Iterable[str], system: str | None, raw: bool, params: SamplingParams) -> None:
+    prompts = [_prompt(llm, line, system, raw) for line in lines]
+    failed = 0
+    for line, output in zip(lines, llm.generate(prompts, params), strict=True):
+        print(json.dumps(_record(line, output), ensure_ascii=False), flush=True)
+        failed += output.error is not None
+    if failed:
+        raise RequestFailed(f"{failed} of {len(prompts)} prompts failed")
+
+
+def _record(line: str, output: RequestOutput) -> dict[str, Any]:
+    record = {
+        "prompt": line,
+        "text": output.outputs[0].text,
+        "finish_reason": output.outputs[0].finish_reason,
+        "prompt_tokens": output.usage.prompt_tokens,
+        "completion_tokens": output.usage.completion_tokens,
+    }
+    return record if output.error is None else {**record, "error": output.error}

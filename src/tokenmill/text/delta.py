@@ -1,0 +1,136 @@
+"""`DeltaRenderer`: a conversation turn by turn, for a log of ids that grows.
+
+What a new turn adds is what the template writes now beyond what it wrote before and the answer. Both are rendered and
+compared: templates that rewrite the past (that drop past reasoning, or move the system text into the last turn) are
+found out by the conversation itself. Then the log is cut where it begins to differ, and the rest is computed anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.messages import Message, check_messages
+
+QUESTION: Message = {"role": "user", "content": "probe of a question"}
+ANSWER = "probe of an answer"
+PROBES: dict[str, tuple[list[Message], str]] = {
+    "plain": ([], ANSWER),
+    "with a system message": ([{"role": "system", "content": "probe of a system message"}], ANSWER),
+    "with reasoning": ([], f"<think>\nprobe of reasoning\n</think>\n\n{ANSWER}"),
+}
+"""Kinds of conversations: what comes first, and what is answered."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What new messages do to a conversation's log: so many of its ids are kept, and these follow."""
+
+    keep: int
+    ids: list[int]
+
+
+class DeltaRenderer:
+    """Renders a conversation turn by turn: the first turn whole, then what each new turn adds to the log."""
+
+    def __init__(self, template: ChatTemplate, **options: Any) -> None:
+        self._template = template
+        self._options = options
+        self._warned = False
+
+    @cached_property
+    def is_consistent(self) -> bool:
+        """Does a new turn only add to what was there, in every kind of conversation that the template takes?
+
+        A hint only: `extend` looks at the conversation itself.
+        """
+        return self._only_adds(*PROBES["plain"]) is True and all(
+            self._only_adds(*probe) is not False for probe in PROBES.values()
+        )
+
+    def first_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Ids up to where the model answers, default system prompt and BOS included."""
+        return self._template.encode(messages, **self._options)
+
+    def extend(
+        self, log: Sequence[int], past: Sequence[Message], new: Sequence[Message], ended_with: int | None
+    ) -> Continuation:
+        """The log of a conversation after new messages: what the template would write now.
+
+        `past` are the messages that the log holds, answers included, each as it was generated; none, if they are not
+        known. The log's own ids are kept, unless the template would no longer write their text.
+        """
+        if not log:
+            return Continuation(0, self.first_turn([*past, *new]))
+        if not past:
+            return Continuation(len(log), self.next_turn(new, ended_with))
+        past, new = check_messages(past), check_messages(new)
+        now = self._template.rendered([*past, *new], **self._options)
+        before = self._text_of_log(past)
+        if before is not None and now.text.startswith(before):
+            ids = self._template.encode_rendered(now, start=len(before))
+            return Continuation(len(log), self._without_second_end(ids, ended_with))
+        if not self._warned:
+            self._warned = True
+            logger.warning("this chat template rewrites past turns: part of each turn is computed again")
+        whole = self._template.encode_rendered(now)
+        keep = _common_length(log, whole)
+        return Continuation(keep, whole[keep:])
+
+    def next_turn(self, messages: Sequence[Message], ended_with: int | None) -> list[int]:
+        """Ids that follow an answer: its end, the new messages, up to where the model answers again.
+
+        `ended_with` is the stop token that the answer's log ends with; a turn that was cut short has none, and gets the
+        template's own end. What was said before is not known here: `extend` is exact.
+        """
+        answer: Message = {"role": "assistant", "content": ANSWER}
+        now = self._template.rendered([QUESTION, answer, *check_messages(messages)], **self._options)
+        at = now.text.find(ANSWER)
+        if at < 0:
+            raise InvalidRequest("this chat template does not write answers as they are: give the whole conversation")
+        ids = self._template.encode_rendered(now, start=at + len(ANSWER))
+        return self._without_second_end(ids, ended_with)
+
+    def _text_of_log(self, past: Sequence[Message]) -> str | None:
+        """What the log says: the conversation up to the last answer, and this answer. None if that can't be told."""
+        answer = past[-1]
+        known = {name for name, value in answer.items() if value} <= {"role", "content"}
+        if answer["role"] != "assistant" or not known:
+            return None  # not answered, or the answer became more than text (tool calls)
+        return self._rendered_or_none(past[:-1], str(answer["content"]))
+
+    def _rendered_or_none(self, messages: Sequence[Message], answer: str) -> str | None:
+        try:
+            return self._template.render(messages, **self._options) + answer
+        except InvalidRequest:
+            return None
+
+    def _without_second_end(self, ids: list[int], ended_with: int | None) -> list[int]:
+        """What follows an answer, without the template's end of it where the log has one already, if another."""
+        ends = self._template.tokenizer.eos_ids
+        has_end = ended_with is not None and (
+            ids[:1] == [ended_with] or (ended_with in ends and ends.issuperset(ids[:1]))
+        )
+        return ids[1:] if has_end else ids
+
+    def _only_adds(self, first: Sequence[Message], answer: str) -> bool | None:
+        """Does each of two answers stay as it was when the next question comes? None: the template refuses."""
+        turn: list[Message] = [QUESTION, {"role": "assistant", "content": answer}]
+        texts = [self._rendered_or_none([*first, *turn * count, QUESTION], "") for count in range(3)]
+        if any(text is None for text in texts):
+            return None
+        before, once, twice = map(str, texts)
+        return once.startswith(before + answer) and twice.startswith(once + answer)
+
+
+def _common_length(log: Sequence[int], whole: Sequence[int]) -> int:
+    """How far two lists of ids are the same."""
+    pairs = enumerate(zip(log, whole, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(log), len(whole)))

@@ -1,0 +1,113 @@
+"""The jinja2 environment of chat templates: sandboxed, with what templates are written for (as in transformers)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.text.guard import Guard, guard_of, joined, plain_of
+
+
+def compile_template(source: str) -> Template:
+    """The template, or `InvalidRequest` if it is none."""
+    try:
+        return _Environment().from_string(source)
+    except Exception as error:  # jinja2 lets some others than its own through, RecursionError for one
+        raise InvalidRequest(f"the chat template is no valid template: {_one_line(error)}") from None
+
+
+def run_template(template: Template, variables: Mapping[str, Any]) -> str:
+    """What the template writes. A template is a program: whatever goes wrong in it is `InvalidRequest`."""
+    try:
+        return template.render(variables)
+    except InvalidRequest:
+        raise
+    except TemplateError as error:
+        raise InvalidRequest(f"the chat template refuses these messages: {_one_line(error)}") from None
+    except Exception as error:
+        name = type(error).__name__
+        raise InvalidRequest(f"the chat template fails on these messages: {name}: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (jinja2's name)
+        """`a ~ b`: guarded, if one of them is."""
+        self.write("environment.concat(map(str, (")
+        for one in node.nodes:
+            self.visit(one, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}`: marks answers for training, writes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's form)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What macros, blocks and the template itself have written, as one text."""
+        return joined(pieces)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers: plain JSON, without escapes for HTML. Guarded whole, if there is guarded text in it."""
+    guards: list[Guard] = []
+    text = json.dumps(
+        _unguarded(value, guards),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    return guards[0].text(text) if guards else text
+
+
+def _unguarded(value: Any, guards: list[Guard]) -> Any:
+    """The value with plain texts; the guards of those that were guarded are added to the list."""
+    guard = guard_of(value)
+    if guard is not None:
+        guards.append(guard)
+        return plain_of(value)
+    if isinstance(value, dict):
+        return {_unguarded(key, guards): _unguarded(one, guards) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_unguarded(one, guards) for one in value]
+    return value
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,159 @@
+"""`tokenmill generate`, `chat` and `pull` without a real model: usage, errors, batches, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.cli.chat import talk
+from tokenmill.cli.conversation import Conversation
+from tokenmill.cli.main import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line in this process: exit code, standard output, standard error."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tokenmill", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+    return call
+
+
+FAKE = ("-m", "fake", "--temperature", "0", "--max-tokens", "5")
+
+
+def test_a_prompt_is_streamed_and_lines_become_json(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("generate", "hello", *FAKE)
+    assert code == 0
+    assert "5 tokens" in err
+    code, lines, err = run("generate", *FAKE, stdin="hello\nworld\n")
+    records = [json.loads(line) for line in lines.splitlines()]
+    assert [record["prompt"] for record in records] == ["hello", "world"]
+    assert records[0]["text"] == out.removesuffix("\n")
+    assert records[0]["completion_tokens"] == 5
+    path = tmp_path / "prompts.txt"
+    path.write_text("hello\nworld\n")
+    assert run("generate", *FAKE, "--file", str(path))[1] == lines
+    raw = run("generate", "hello", "--raw", *FAKE)[1]
+    assert raw != out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("generate", "a", "--file", "b"), "not both"),
+        (("generate", "--file", "/nowhere"), "can't be read"),
+        (("generate",), "there is no prompt in it"),
+        (("generate", "a", "-m", "fake", "--temperature", "-1"), "temperature must be in"),
+        (("generate", "a", "-m", "fake", "--max-tokens", "0"), "max_tokens must be a whole number from 1"),
+        (("generate", "a" * 5000, "-m", "fake"), "no room for a new one"),
+        (("generate", "a", "-m", "fake", "--dtype", "float16"), "no backend, dtype or device"),
+        (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "--system needs a chat template"),
+        (("generate", "a", "-m", "fake", "--colour"), "No such option"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], saying: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert saying in " ".join(err.replace("│", " ").split())
+
+
+def test_a_model_that_is_not_there_is_exit_code_3(run: Run) -> None:
+    code, _, err = run("generate", "a", "-m", "no-such-model")
+    assert code == 3
+    assert err.startswith("tokenmill: no model 'no-such-model'")
+    assert run("pull", "no-such-model")[0] == 3
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[[str | None], Conversation]]:
+    with LLM("fake") as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        yield lambda system: Conversation(llm, params, system)
+
+
+def reader(*said: str | type[BaseException]) -> Callable[[], str]:
+    left = list(said)
+
+    def read() -> str:
+        if not left:
+            raise EOFError
+        item = left.pop(0)
+        if isinstance(item, str):
+            return item
+        raise item
+
+    return read
+
+
+def test_a_conversation_and_its_commands(
+    begin: Callable[[str | None], Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Conversation] = []
+
+    def noted(system: str | None) -> Conversation:
+        made.append(begin(system))
+        return made[-1]
+
+    said = ("one", KeyboardInterrupt, "", "two", "/help", "/system", "/system be brief", "three", "/new", "/exit", "no")
+    talk(noted, None, reader(*said))
+    out, err = capsys.readouterr()
+    assert err.count(" tokens, ") == 3
+    assert "/new     forget" in out
+    assert "(the model's own)" in out
+    assert [len(one.past) for one in made] == [4, 3, 1]
+    assert [message["role"] for message in made[0].past] == ["user", "assistant"] * 2
+    assert made[2].past == [{"role": "system", "content": "be brief"}]
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(
+    begin: Callable[[str | None], Conversation], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = begin(None)
+    count = 0
+
+    def interrupted(*values: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        sys.stdout.write(" ".join(map(str, values)) + options.get("end", "\n"))
+
+    monkeypatch.setattr("builtins.print", interrupted)
+    talk(lambda _: conversation, None, reader("one"))
+    monkeypatch.undo()
+    assert conversation.past[0] == {"role": "user", "content": "one"}
+    cut = len(conversation.log)
+    *_, out = conversation.ask("two")
+    assert out.usage.cached_tokens >= cut - 1
+    assert len(conversation.past) == 4
+
+
+def test_a_full_context_is_told_and_the_conversation_stays(
+    begin: Callable[[str | None], Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = begin(None)
+    talk(lambda _: conversation, None, reader("one", "x" * 5000, "two"))
+    err = capsys.readouterr().err
+    assert "no room for a new one; /new begins another" in err
+    assert len(conversation.past) == 4

@@ -1,0 +1,76 @@
+"""The small random checkpoints as GGUF files, written as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.parity.checkpoints import reference
+from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES
+
+TOKENS = [f"t{i}" for i in range(160)]
+
+
+def gguf_name(hf_name: str) -> str:
+    for own, pattern in HF_NAMES.items():
+        head, _, tail = pattern.partition("{}")
+        if hf_name == pattern:
+            return GGUF_NAMES[own]
+        if tail and hf_name.startswith(head) and hf_name.endswith(tail):
+            layer = hf_name[len(head) : len(hf_name) - len(tail)]
+            if layer.isdigit():
+                return GGUF_NAMES[own].format(layer)
+    raise KeyError(hf_name)
+
+
+def permuted(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores queries and keys of the llama architecture."""
+    half = values.shape[0] // num_heads // 2
+    return values.reshape(num_heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def write(variant: str, path: Path, arch: str, kind: Any = gguf.GGMLQuantizationType.F32) -> Path:
+    """Matrices whose width allows it are stored as `kind`, everything else as float32."""
+    model = reference(variant)
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+        factors = plain / model.model.rotary_emb.inv_freq.numpy()
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = value.numpy()
+        if arch == "llama" and ".q_proj." in name:
+            array = permuted(array, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            array = permuted(array, config.num_key_value_heads)
+        if array.ndim == 2 and array.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            data = gguf.quants.quantize(array, kind)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,94 @@
+"""What templates may use, and what comes of those that fail: one clear line, always an `InvalidRequest`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.text.families import CHATML, byte_level
+from tokenmill.errors import InvalidRequest, TokenizeFailed
+from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.tokenizer import ByteTokenizer
+
+TOKENIZER = byte_level()
+HI = [{"role": "user", "content": "hi"}]
+
+
+def render(source: str, **options: Any) -> str:
+    template = ChatTemplate(source, TOKENIZER)
+    text = template.render(HI, **options)
+    assert TOKENIZER.decode(template.encode(HI, **options), skip_special=False) == text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}"
+         "{% endfor %}", "02"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}", "hi!"),
+        ("{{ {'b': x, 'a': 'é'} | tojson }}", '{"b": "<é>", "a": "é"}'),
+        ("{{ {'b': x, 'a': 1} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":1,"b":"<é>"}'),
+        ("{{ [x] | tojson(ensure_ascii=true) }}", '["<\\u00e9>"]'),
+        ("{{ [x] | tojson(indent=1) }}", '[\n "<é>"\n]'),
+        ("{{ strftime_now('%Y')[:2] }}", "20"),
+        ("{% macro m(a) %}<{{ a }}>{% endmacro %}{% if m(x) == '<<é>>' %}{{ m(x) | trim }}{% endif %}", "<<é>>"),
+        ("{% set a %}{{ x }}-{% endset %}{% if (a ~ x).endswith('é>') %}{{ a.split('-')[0] }}{% endif %}", "<é>"),
+        ("{% if x in ['<é>'] and {'<é>': 1}[x] and x is string and x != 'y' and x %}{{ x[1] }}{% endif %}", "é"),
+    ],
+)  # fmt: skip
+def test_what_templates_may_use(source: str, text: str) -> None:
+    assert render(source, x="<é>") == text
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+FAILING: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
+    "division by zero": ("{{ 1 / 0 }}", HI, {}, "fails on these messages: ZeroDivisionError: division by zero"),
+    "type": ("{{ 1 + 'a' }}", HI, {}, "fails on these messages: TypeError"),
+    "strftime": ("{{ strftime_now(5) }}", HI, {}, "TypeError"),
+    "tojson of odd objects": ("{{ range | tojson }}", HI, {}, "not JSON serializable"),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", HI, {}, "RecursionError"),
+    "lines": ("{{ raise_exception('a\n\nb') }}", HI, {}, "refuses these messages: a b$"),
+    "undefined": ("{{ x.y.z }}", HI, {}, "'x' is undefined"),
+    "sandbox": ("{{ ''.__class__.__mro__ }}", HI, {}, "refuses"),
+    "messages as an option": ("{{ messages }}", HI, {"messages": 1}, "can't set 'messages'"),
+    "option of an odd type": ("x", HI, {"tools": [print]}, "JSON values, and builtin_function_or_method is none"),
+    "message with an odd value": ("x", [{"role": "user", "content": "x", "when": b""}], {}, "and bytes is none"),
+    "depth": ("x", HI, {"tools": nested(100_000)}, "nested more than 100 deep"),
+    "no compiling": ("{% for %}", HI, {}, "no valid template: Expected"),
+    "unknown tag": ("{% foo %}", HI, {}, "no valid template: Encountered unknown tag 'foo'"),
+    "deep source": ("{{ " + "(" * 5000 + " }}", HI, {}, "no valid template"),
+    "surrogate": ("x", [{"role": "user", "content": "a\ud800"}], {}, "no valid Unicode"),
+    "surrogate in an option": ("x", HI, {"tools": [{"name": "\udfff"}]}, "no valid Unicode"),
+    "surrogate in a role": ("x", [{"role": "\udfff", "content": ""}], {}, "no valid Unicode"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_whatever_goes_wrong_is_an_invalid_request(case: str) -> None:
+    source, messages, options, saying = FAILING[case]
+    for tokenizer in (TOKENIZER, ByteTokenizer()):
+        with pytest.raises(InvalidRequest, match=saying) as found:
+            ChatTemplate(source, tokenizer).encode(messages, **options)
+        assert "\n" not in str(found.value)
+        assert isinstance(found.value, TokenizeFailed) == ("Unicode" in saying)
+
+
+def test_a_source_that_is_no_text() -> None:
+    with pytest.raises(InvalidRequest, match="a chat template is a text, not int"):
+        ChatTemplate(5, TOKENIZER)  # type: ignore[arg-type]
+
+
+def test_the_first_users_do_not_race() -> None:
+    template = ChatTemplate(CHATML, TOKENIZER)
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: tuple(template.encode(HI)), range(50)))
+    assert found == {tuple(ChatTemplate(CHATML, TOKENIZER).encode(HI))}
