@@ -1,11 +1,12 @@
 # Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
 VENV   := .venv
+PROMPT ?= Write three sentences about the sea.
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format requirements clean
+.PHONY: help serve tour test check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -23,7 +24,10 @@ $(VENV)/.dev: $(VENV)/.base
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-serve: $(VENV)/.base  ## run the main job (today: a tour of contract and engine on the fake backend)
+serve: $(VENV)/.base  ## run the main job: stream an answer of the default model
+	@$(BIN)/tokenmill generate "$(PROMPT)"
+
+tour: $(VENV)/.base  ## see the contract and the engine at work on the fake backend, tick by tick
 	@$(BIN)/python examples/contract_tour.py
 	@$(BIN)/python examples/engine_tour.py
 

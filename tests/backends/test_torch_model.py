@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.checkpoints import VARIANTS, logits_of, reference, save
-from tests.parity.test_parity import LIMITS, TOKENS, TOLERANCE, all_logits
+from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_logits, logits_of, reference, save
 from tokenmill import LLM, open_model
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families import Family, family_of, register_family

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.core import BackendLimits, BatchBuilder, Output
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 160,
@@ -22,6 +27,9 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+LIMITS = BackendLimits(num_cells=1024, max_seqs=16)
+TOKENS = [random.Random(1).randrange(160) for _ in range(150)]
+TOLERANCE = 1e-3
 WIDE = 0.4
 """Standard deviation of the weights: large, so that the likeliest token is so by a margin."""
 
@@ -81,3 +89,15 @@ def logits_of(variant: str, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab]: what transformers gives."""
     with torch.no_grad():
         return reference(variant)(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+
+def all_logits(model: TorchModel, tokens: list[int], chunk: int) -> np.ndarray:
+    """The logits of every token, computed in chunks."""
+    parts = []
+    with model.new_backend(LIMITS) as backend:
+        for begin in range(0, len(tokens), chunk):
+            batch = BatchBuilder()
+            for pos, token in enumerate(tokens[begin : begin + chunk], begin):
+                batch.add(token, pos, 0, Output.LOGITS)
+            parts.append(backend.decode(batch.build()).logits)
+    return np.concatenate(parts)

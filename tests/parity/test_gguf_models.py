@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.checkpoints import logits_of
+from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of
 from tests.parity.gguf_files import write
-from tests.parity.test_parity import TOKENS, TOLERANCE, all_logits
 from tokenmill import open_model
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.torch.gguf_source import dequantise

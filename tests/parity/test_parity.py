@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.checkpoints import VARIANTS, logits_of, reference, save
+from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_logits, logits_of, reference, save
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, BatchBuilder, Output
+from tokenmill.core import BatchBuilder, Output
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
-
-LIMITS = BackendLimits(num_cells=1024, max_seqs=16)
-TOKENS = [random.Random(1).randrange(160) for _ in range(150)]
-TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +36,6 @@ def model(variant: str, folders: dict[str, Path]) -> Iterator[TorchModel]:
     assert isinstance(opened, TorchModel)
     yield opened
     opened.close()
-
-
-def all_logits(model: TorchModel, tokens: list[int], chunk: int) -> np.ndarray:
-    """The logits of every token, computed in chunks."""
-    parts = []
-    with model.new_backend(LIMITS) as backend:
-        for begin in range(0, len(tokens), chunk):
-            batch = BatchBuilder()
-            for pos, token in enumerate(tokens[begin : begin + chunk], begin):
-                batch.add(token, pos, 0, Output.LOGITS)
-            parts.append(backend.decode(batch.build()).logits)
-    return np.concatenate(parts)
 
 
 @pytest.mark.req("R21", "R47")

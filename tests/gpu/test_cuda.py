@@ -1,0 +1,87 @@
+"""The torch backend on CUDA: the same numbers as on the CPU, steps submitted ahead. Skipped where there is no GPU.
+
+`python -m tests.gpu.test_cuda` runs it where pytest is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
+from tokenmill import open_model
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.params import SamplingParams
+
+if "pytest" in sys.modules:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+VARIANTS = ["llama", "llama, llama3 rope", "mistral, window", "qwen2", "qwen3 tied, yarn"]
+
+
+def opened(variant: str, folder: Path, **options: object) -> TorchModel:
+    model = open_model(str(save(variant, folder)), **options)
+    assert isinstance(model, TorchModel)
+    return model
+
+
+def test_logits_in_float32(tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for i, variant in enumerate(VARIANTS):
+        model = opened(variant, tmp_path / str(i), device="cuda", dtype="float32")
+        for chunk in (150, 31):
+            worst = np.abs(all_logits(model, TOKENS, chunk) - logits_of(variant, TOKENS).numpy()).max()
+            assert worst < 1e-2, f"{variant}: {worst}"
+
+
+def said(model: TorchModel, depth: int) -> list[list[int]]:
+    config = EngineConfig(max_num_seqs=8, prefill_chunk=16, depth=depth)
+    engine = EngineCore(model.new_backend(LIMITS), model.info, config)
+    requests = []
+    for i in range(8):
+        params = SamplingParams(temperature=0) if i % 2 else SamplingParams(top_p=0.9, temperature=0.7)
+        draw = Draw(params=params, seed=i)
+        requests.append(Request(f"r{i}", TOKENS[: 5 + 7 * i], Limits(max_new_tokens=40), draw=draw))
+        engine.add(requests[-1])
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    engine.close()
+    return [request.output for request in requests]
+
+
+def test_the_engine_at_both_depths_says_what_it_says_on_the_cpu(tmp_path: Path) -> None:
+    on_cpu = said(opened("llama", tmp_path / "cpu", device="cpu"), 0)
+    model = opened("llama", tmp_path / "cuda", device="cuda", dtype="float32")
+    assert model.new_backend(LIMITS).capabilities.depth == 1
+    ahead, step_by_step = said(model, 1), said(model, 0)
+    agree = sum(a == b for one, two in zip(on_cpu, ahead, strict=True) for a, b in zip(one, two, strict=True))
+    assert agree / sum(map(len, on_cpu)) > 0.95
+    assert ahead == step_by_step
+
+
+def test_bfloat16_is_the_default(tmp_path: Path) -> None:
+    model = opened("qwen2", tmp_path)
+    assert model.decoder.weights.embed.dtype is torch.bfloat16
+    logits = all_logits(model, TOKENS, 64)
+    assert np.corrcoef(logits.ravel(), logits_of("qwen2", TOKENS).numpy().ravel())[0, 1] > 0.95
+
+
+if __name__ == "__main__":
+    for check in (
+        test_logits_in_float32,
+        test_the_engine_at_both_depths_says_what_it_says_on_the_cpu,
+        test_bfloat16_is_the_default,
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            check(Path(folder))
+        print(f"{check.__name__}: passed")
