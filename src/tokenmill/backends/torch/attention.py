@@ -62,9 +62,9 @@ class GatherAttention:
     ) -> None:
         self._kv = kv
         self._windows = windows
-        device = kv.keys[0].device
+        like = kv.keys[0]
         self._groups = [
-            _group(runs, tables, pos, set(windows), device) for runs in _groups_of_runs(_runs(lead, pos), len(lead))
+            _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(_runs(lead, pos), len(lead))
         ]
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
@@ -137,7 +137,9 @@ def _groups_of_runs(runs: Runs, num_tokens: int) -> list[Runs]:
     return [runs.take(np.flatnonzero(size == kind)) for kind in np.unique(size)]
 
 
-def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | None], device: torch.device) -> Group:
+def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | None], like: Tensor) -> Group:
+    """`like` is a tensor of the device and dtype that attention works in."""
+    device = like.device
     most = int(runs.count.max())
     offset = np.arange(most)
     is_real = offset < runs.count[:, None]
@@ -148,7 +150,7 @@ def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | No
     blocks = tables.table[runs.seq, :num_blocks]
     is_causal = len(runs.seq) == 1 and most == end[0] and tables.base[runs.seq[0]] == 0
     masks = {
-        window: torch.from_numpy(_mask(tables, runs.seq, query_pos, num_blocks, window)).to(device)
+        window: torch.from_numpy(_mask(tables, runs.seq, query_pos, num_blocks, window)).to(like)
         for window in windows
         if not (is_causal and window is None)
     }
