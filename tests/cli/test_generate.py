@@ -54,6 +54,15 @@ def test_a_prompt_is_streamed_and_lines_become_json(run: Run, tmp_path: Path) ->
     assert raw != out
 
 
+def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:
+    _, lines, _ = run("generate", *FAKE, stdin="a\u2028b\r\nc\x0cd\n")
+    assert [json.loads(line)["prompt"] for line in lines.splitlines()] == ["a\u2028b", "c\x0cd"]
+    code, out, err = run("generate", *FAKE, stdin="fine\n" + "x" * 5000 + "\n")
+    assert code == 2
+    assert out == ""
+    assert err.startswith("tokenmill: prompt 2: the prompt has")
+
+
 @pytest.mark.parametrize(
     ("arguments", "saying"),
     [

@@ -61,6 +61,7 @@ class FaultyTorchBackend(TorchBackend):
             nan = torch.full((len(bad), KV_HEADS, DIM), torch.nan)
             for layer in range(len(self._storage.keys)):
                 self._storage.store(layer, bad, nan, nan)
+            self._storage.holds_bad_numbers = True
             rows = torch.from_numpy(np.flatnonzero(matched[step.output_ids]))
             logits = torch.cat(step.logits_parts)
             logits[rows] = torch.nan
@@ -124,7 +125,7 @@ def make(config: FakeConfig, deterministic: bool = False) -> FaultyTorchBackend:
         max_seqs=given.max_seqs, depth=given.depth, deterministic=deterministic,
     )  # fmt: skip
     kv = PagedKV(config.num_cells, config.max_context, config.block_size, capabilities, storage)
-    backend = FaultyTorchBackend(decoder, kv, storage, WeightsGate(), ubatch_size=config.ubatch_size)
+    backend = FaultyTorchBackend(decoder, kv, storage, WeightsGate(), ubatch_size=config.ubatch_size, num_threads=1)
     backend.faults = FaultPlan()
     return backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,30 @@ def test_a_batch_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.M
         assert not llm.engine.has_work
         assert llm._client._sinks == {}
         llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["forward", "sample", "collect"])
+def test_ctrl_c_takes_effect_between_steps(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real signal while a step is half-way: it is let finish, and the engine is as good as before."""
+    with LLM("fake") as llm:
+        wanted = llm.generate("x", SHORT)[0].outputs[0].text
+        backend: Any = llm.engine._executor.backend
+        original, calls = getattr(backend, place), []
+
+        def interrupted(*arguments: Any) -> Any:
+            result = original(*arguments)
+            calls.append(1)
+            if len(calls) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        monkeypatch.setattr(backend, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b", "c"], SamplingParams(max_tokens=50))
+        assert not llm.engine.has_work
+        llm.engine.check_integrity()
+        assert llm.generate("x", SHORT)[0].outputs[0].text == wanted
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_sequences_of_the_engines_own_and_requests_side_by_side() -> None:

@@ -120,8 +120,8 @@ def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> Iterator[Logits]:
 def measure(name: str, text: str, num_tokens: int, *, dtype: str = "auto", peer: bool = False) -> Report:
     model = open_model(name, dtype=dtype)
     tokens = open_text(model).tokenizer.encode(text)[:num_tokens]
-    if len(tokens) < num_tokens:
-        raise ConfigError(f"the text has {len(tokens)} tokens, not {num_tokens}")
+    if not 2 * CROWD <= num_tokens <= len(tokens):
+        raise ConfigError(f"the text has {len(tokens)} tokens; compare {2 * CROWD} to that many, not {num_tokens}")
     ours = perplexity(in_chunks(model, tokens), tokens)
     theirs = perplexity(llama_cpp_logits(model.path, tokens), tokens) if peer and model.path else None
     report = Report(name, agreement(model, tokens), ours, theirs)
@@ -138,7 +138,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--peer", action="store_true", help="llama.cpp's perplexity on the same file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    text = options.text.read_text(encoding="utf-8")
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{options.text} can't be read: {error}")
     report = measure(options.model, text, options.tokens, dtype=options.dtype, peer=options.peer)
     if options.json:
         print(json.dumps(asdict(report), indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tokenmill.cli import options as shared
@@ -45,7 +46,7 @@ def chat(
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     with open_llm(model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context) as llm:
         params = sampling.params(llm)
-        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             print(f"{model}. /help for help.")
         read = _terminal_reader() if is_terminal else _line_reader
@@ -109,7 +110,10 @@ def _answer(conversation: Conversation, question: str) -> None:
 
 def _line_reader() -> str:
     """Where nobody types: a line at a time."""
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input is no text: {error}") from None
     if not line:
         raise EOFError
     return line
@@ -118,7 +122,7 @@ def _line_reader() -> str:
 def _terminal_reader() -> Read:
     """Editing, history over the arrow keys and Ctrl-R, several lines."""
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
     from tokenmill.backends.library import cache_folder
@@ -133,7 +137,11 @@ def _terminal_reader() -> Read:
     def _new_line(event: object) -> None:
         event.current_buffer.insert_text("\n")  # type: ignore[attr-defined]
 
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    history = FileHistory(str(cache_folder() / "chat_history"))
+    history: History = InMemoryHistory()
+    path = cache_folder() / "chat_history"
+    with suppress(OSError):  # a history that can't be kept is no reason not to talk
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        history = FileHistory(str(path))
     session: PromptSession[str] = PromptSession(history=history, multiline=True, key_bindings=keys)
     return lambda: session.prompt("> ", prompt_continuation="  ")

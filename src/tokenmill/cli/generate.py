@@ -60,13 +60,13 @@ def _lines(prompt: str | None, file: Path | None) -> list[str]:
         if file is not None:
             raise typer.BadParameter("give a PROMPT or --file, not both")
         return []
-    if file is None and sys.stdin.isatty():
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("give a PROMPT, or --file with one prompt a line")
     try:
         text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{file or 'standard input'} can't be read: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise typer.BadParameter("there is no prompt in it")
     return lines
@@ -98,13 +98,23 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
 
 
 def _batch(llm: LLM, lines: Iterable[str], system: str | None, raw: bool, params: SamplingParams) -> None:
-    prompts = [_prompt(llm, line, system, raw) for line in lines]
+    prompts = [_checked_prompt(llm, number, line, system, raw) for number, line in enumerate(lines, 1)]
     failed = 0
     for line, output in zip(lines, llm.generate(prompts, params), strict=True):
         print(json.dumps(_record(line, output), ensure_ascii=False), flush=True)
         failed += output.error is not None
     if failed:
         raise RequestFailed(f"{failed} of {len(prompts)} prompts failed")
+
+
+def _checked_prompt(llm: LLM, number: int, line: str, system: str | None, raw: bool) -> str | list[int]:
+    """A line's prompt; one that can't be run is named before anything runs."""
+    try:
+        prompt = _prompt(llm, line, system, raw)
+        llm.check_prompt(prompt)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {number}: {error}") from None
+    return prompt
 
 
 def _record(line: str, output: RequestOutput) -> dict[str, Any]:

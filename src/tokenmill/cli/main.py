@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -28,6 +29,9 @@ REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130
 
 def main() -> None:
     """The command. What tokenmill raises on purpose is one line on standard error, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that a terminal can't show is no reason to stop
     try:
         app()
     except TokenmillError as error:

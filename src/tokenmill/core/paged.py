@@ -32,6 +32,9 @@ STATE_HEADER = struct.Struct("<8siiI")
 class KVStorage(Protocol):
     """Where the data of the cells lives. A slot is a cell's number: block * block_size + offset."""
 
+    def hand_out(self, blocks: IntArray) -> None:
+        """These blocks have a new owner, who will fill them from the beginning."""
+
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None: ...
     def shift(self, slots: IntArray, delta: int) -> None: ...
     def read(self, slots: IntArray) -> bytes: ...
@@ -203,6 +206,8 @@ class PagedKV:
         end, num_blocks = self.tables.end[lead], self.tables.num_blocks[lead]
         taken = self.tables.pool.take(demand.num_blocks)
         copies = taken[: demand.num_copies]
+        if len(taken) > len(copies):
+            self._storage.hand_out(taken[len(copies) :])
         copied = _place(self.tables, demand, taken)
         self._applied.append(_Undo(demand, taken, copied, end, num_blocks))
         if len(copies):
@@ -302,6 +307,7 @@ class PagedKV:
             raise OutOfKV(count * self.block_size, self.free())
         self.update()
         blocks = self.tables.pool.take(count)
+        self._storage.hand_out(blocks)
         index = np.arange(end - start, dtype=np.int32)
         slots: IntArray = blocks[index // self.block_size] * self.block_size + index % self.block_size
         try:

@@ -8,6 +8,7 @@ from typing import Protocol
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.interrupts import deferred_interrupts
 from tokenmill.engine.pool import EnginePool, Sink
 from tokenmill.engine.request import Request
 from tokenmill.engine.stats import CoreStats
@@ -50,11 +51,13 @@ class InlineClient:
         return self.core.max_model_len
 
     def submit(self, request: Request, sink: Sink) -> None:
-        self.core.add(request)
-        self._sinks[request.request_id] = sink
+        with deferred_interrupts():
+            self.core.add(request)
+            self._sinks[request.request_id] = sink
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        self.core.cancel(request_id, reason)
+        with deferred_interrupts():
+            self.core.cancel(request_id, reason)
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         self.core.finish(request_id, keep_tokens)
@@ -62,13 +65,19 @@ class InlineClient:
     def stats(self) -> list[CoreStats | None]:
         return [self.core.stats()]
 
+    def is_open(self, request_id: str) -> bool:
+        """Is somebody still to be told how this request ended?"""
+        return request_id in self._sinks
+
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Step until `is_done` or until there is nothing left to do."""
-        while not is_done() and self.core.has_work:
-            self._dispatch(self.core.step())
+        """Step until `is_done` or until there is nothing left to do. Ctrl-C takes effect between two steps."""
+        with deferred_interrupts() as interrupts:
+            while not interrupts.is_pending and not is_done() and self.core.has_work:
+                self._dispatch(self.core.step())
 
     def close(self) -> None:
-        self._dispatch(self.core.close())
+        with deferred_interrupts():
+            self._dispatch(self.core.close())
 
     def _dispatch(self, outputs: list[GeneratedToken]) -> None:
         for output in outputs:

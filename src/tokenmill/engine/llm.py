@@ -72,6 +72,10 @@ class LLM:
         """The ids of a conversation up to where the model answers, as its own template writes it."""
         return self._intake.chat_ids(messages)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise `InvalidRequest` if the prompt can't be run: it is empty, too long, or not the model's."""
+        self._intake.generation(prompt)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -169,11 +173,9 @@ class LLM:
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         """End what has not ended: the caller has left early, by an exception or by leaving a loop."""
-        unfinished = [request for request in requests if not request.is_finished]
-        for request in unfinished:
+        for request in requests:
             self._client.cancel(request.request_id)
-        if unfinished and not self._closed:
-            self._client.run(lambda: False)
+        self._client.run(lambda: not any(self._client.is_open(request.request_id) for request in requests))
 
     def _check_open(self) -> None:
         if self._closed:

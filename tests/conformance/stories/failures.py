@@ -119,3 +119,7 @@ def not_a_number_fails_its_own_rows_only(subject: Subject) -> None:
         assert np.isnan(backend.collect(step).logits[0]).all()
         # At depth 1 the bad row's next token may be in flight already: its id must be some valid one.
         backend.decode(BatchBuilder().add(last_sampled(0), 3, 0, Output.LOGITS).build())
+        # Whoever gets its cells next sees nothing of it, however much of a block it fills.
+        backend.kv.seq_rm(0)
+        for seq in (2, 3, 4):
+            assert same(subject, prefill(backend, [7, 8, 9], seq), fresh(subject, [7, 8, 9]))

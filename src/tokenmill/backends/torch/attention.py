@@ -1,7 +1,8 @@
 """Attention over paged KV in plain torch: many sequences of different lengths, no loop over sequences.
 
-The tokens of a step fall into groups of runs: all runs of one token (they decode) are one group, longer runs of about
-the same length are another. A group's blocks are gathered side by side, padded to the longest, and one kernel does it.
+The tokens of a step fall into groups of runs: a run is what one sequence has in the step, and those of about the same
+number of tokens over about the same number of cells form a group (decodes over short contexts, decodes over long ones,
+a prompt). A group's blocks are gathered side by side, padded to the longest, and one kernel does it.
 What each token may see is worked out once a step; a layer only gathers and multiplies.
 """
 
@@ -64,7 +65,7 @@ class GatherAttention:
         self._windows = windows
         like = kv.keys[0]
         self._groups = [
-            _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(_runs(lead, pos), len(lead))
+            _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(_runs(lead, pos), tables)
         ]
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
@@ -129,12 +130,12 @@ def _runs(lead: IntArray, pos: IntArray) -> Runs:
     return Runs(seq, tokens, begin, count)
 
 
-def _groups_of_runs(runs: Runs, num_tokens: int) -> list[Runs]:
-    """Runs of one token together; longer ones with those at most twice as long."""
-    if num_tokens == len(runs.seq):
-        return [runs]
+def _groups_of_runs(runs: Runs, tables: BlockTables) -> list[Runs]:
+    """Runs with those of at most twice their tokens and blocks, so that padding at most doubles each."""
     size = np.ceil(np.log2(runs.count)).astype(np.int64)
-    return [runs.take(np.flatnonzero(size == kind)) for kind in np.unique(size)]
+    size = 64 * size + np.ceil(np.log2(tables.num_blocks[runs.seq])).astype(np.int64)
+    kinds = np.unique(size)
+    return [runs] if len(kinds) == 1 else [runs.take(np.flatnonzero(size == kind)) for kind in kinds]
 
 
 def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | None], like: Tensor) -> Group:

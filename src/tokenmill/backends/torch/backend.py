@@ -31,6 +31,18 @@ class TorchStep(PagedStep):
         super().__init__(owner, batch, number)
         self.logits_parts: list[Tensor] = []
         self.hidden_parts: list[Tensor] = []
+        self._done: torch.cuda.Event | None = None
+
+    def mark_launched(self, device: torch.device) -> None:
+        """All that was launched so far belongs to this step."""
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def wait(self) -> None:
+        """Wait for this step alone: the next one may be running already."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class TorchBackend(PagedBackend[TorchStep]):
         gate: WeightsGate,
         *,
         ubatch_size: int,
-        num_threads: int | None = None,
+        num_threads: int,
     ) -> None:
         super().__init__(kv, decoder.config.vocab_size, gate)
         self._decoder = decoder
@@ -71,8 +83,8 @@ class TorchBackend(PagedBackend[TorchStep]):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> TorchStep:
-        if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)  # a setting of the thread that owns this backend
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)  # every backend sets its own: it is the process's, in part
         return super().forward(batch)
 
     def _begin(self, batch: Batch, number: int) -> TorchStep:
@@ -82,14 +94,20 @@ class TorchBackend(PagedBackend[TorchStep]):
         try:
             for ubatch in self._ubatches(segment.tokens):
                 hidden = self._hidden(batch, segment, slots, ubatch)
+                self._note_bad_numbers(hidden)
                 self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
         except (RuntimeError, MemoryError) as error:
             # After a failed kernel a CUDA context is lost; running out of memory leaves it as it was.
             fatal = self._device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError)
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=fatal) from error
 
+    def _note_bad_numbers(self, hidden: Tensor) -> None:
+        """A token whose state is no number has left such keys and values. On CUDA nobody waits to find out."""
+        if not self._storage.holds_bad_numbers:
+            self._storage.holds_bad_numbers = self._device.type == "cuda" or not bool(hidden.sum().isfinite())
+
     def _launched(self, step: TorchStep) -> None:
-        """Everything is on the device's stream."""
+        step.mark_launched(self._device)
 
     def _ubatches(self, tokens: slice) -> Iterator[Ubatch]:
         for begin in range(tokens.start, tokens.stop, self._ubatch_size):
@@ -141,18 +159,18 @@ class TorchBackend(PagedBackend[TorchStep]):
         sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
         self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(min=0)
+        step.mark_launched(self._device)
         return sampled
 
     def _ids(self, ids: Any) -> Tensor:
         """Ids on the device, from a sampler that worked there or on the host."""
         return torch.as_tensor(ids, dtype=torch.int64, device=self._device)
 
-    def _wait(self, step: TorchStep) -> None:  # noqa: ARG002
-        if self._device.type == "cuda":
-            try:
-                torch.cuda.current_stream(self._device).synchronize()
-            except RuntimeError as error:
-                raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
+    def _wait(self, step: TorchStep) -> None:
+        try:
+            step.wait()
+        except RuntimeError as error:
+            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
 
     def _output(self, step: TorchStep) -> DecodeOutput:
         hidden = _joined(step.hidden_parts, self._decoder.config.hidden_size)

@@ -8,7 +8,7 @@ other rows or on its place among them; `rows_are_independent` checks that on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -75,17 +75,16 @@ def _inside(sees: NDArray[np.bool_], cell_pos: IntArray, pos: IntArray, window: 
     return sees if window is None else sees & (cell_pos > pos[:, None] - window)
 
 
-def rows_are_independent(device: torch.device) -> bool:
-    """Does a row of a product come out the same at every place of a tile, among any other rows?"""
+def rows_are_independent(weights: Iterable[Tensor]) -> bool:
+    """Does a row of its product with each weight come out the same at every place of a tile, among any other rows?"""
     generator = torch.Generator().manual_seed(0)
-    for width, height in ((64, 96), (576, 960), (1536, 576)):
-        weight = torch.randn(height, width, generator=generator).to(device)
-        row = torch.randn(width, generator=generator).to(device)
-        results = []
-        for place in range(ROWS):
-            tile = torch.randn(ROWS, width, generator=generator).to(device)
+    for weight in {tuple(weight.shape): weight for weight in weights}.values():
+        tile = torch.randn(ROWS, weight.shape[1], generator=generator, dtype=weight.dtype)
+        row = tile[0].clone()
+        wanted = F.linear(tile, weight)[0]
+        for place in range(1, ROWS):
+            tile = torch.randn(ROWS, weight.shape[1], generator=generator, dtype=weight.dtype)
             tile[place] = row
-            results.append(F.linear(tile, weight)[place])
-        if any(not torch.equal(result, results[0]) for result in results):
-            return False
+            if not torch.equal(F.linear(tile, weight)[place], wanted):
+                return False
     return True

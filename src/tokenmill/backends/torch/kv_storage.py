@@ -30,6 +30,8 @@ class TorchKV:
         slots = num_blocks * block_size
         self.keys = [zeros((slots, one.num_heads, one.key_dim), dtype, device) for one in layers]
         self.values = [zeros((slots, one.num_heads, one.value_dim), dtype, device) for one in layers]
+        self.holds_bad_numbers = False
+        """Has a sequence ever computed keys or values that are not finite? Its own request fails by them."""
         self._inv_freq = inv_freq
         self._device = device
 
@@ -38,9 +40,16 @@ class TorchKV:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put the keys and values of new tokens into their slots. What is no number would spread to neighbours."""
-        self.keys[layer][slots] = torch.nan_to_num(keys, 0.0, 0.0, 0.0)
-        self.values[layer][slots] = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+        """Put the keys and values of new tokens into their slots."""
+        self.keys[layer][slots] = keys
+        self.values[layer][slots] = values
+
+    def hand_out(self, blocks: IntArray) -> None:
+        """Blocks get a new owner. What a former one left in them is masked, which only helps if it is a number."""
+        if self.holds_bad_numbers:
+            index = self._index(blocks)
+            for tensor in (*self.keys, *self.values):
+                tensor.view(-1, self.block_size, *tensor.shape[1:])[index] = 0
 
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
         source, target = self._index(src), self._index(dst)
@@ -69,7 +78,10 @@ class TorchKV:
         index, at = self._index(slots), 0
         for tensor, size in zip(tensors, sizes, strict=True):
             raw = torch.from_numpy(np.frombuffer(data[at : at + size], dtype=np.uint8).copy())
-            tensor[index] = raw.view(tensor.dtype).view(len(slots), *tensor.shape[1:]).to(self._device)
+            cells = raw.view(tensor.dtype).view(len(slots), *tensor.shape[1:])
+            if not bool(cells.isfinite().all()):
+                raise InvalidOperation("these bytes hold keys or values that are not finite")
+            tensor[index] = cells.to(self._device)
             at += size
 
     def _index(self, numbers: IntArray) -> Tensor:

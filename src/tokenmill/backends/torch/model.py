@@ -13,10 +13,11 @@ from torch import Tensor
 from tokenmill.backends.torch.backend import TorchBackend
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
+from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
 from tokenmill.core.weights_gate import WeightsGate
-from tokenmill.errors import InvalidOperation
+from tokenmill.errors import ConfigError, InvalidOperation
 
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
@@ -38,6 +39,8 @@ class TorchModel:
     ) -> None:
         self.path = path
         self.decoder = decoder
+        if deterministic and not rows_are_independent(_matrices(decoder)):
+            raise ConfigError("deterministic: on this machine a row of a matrix product depends on the rows around it")
         config, embed = decoder.config, decoder.weights.embed
         self._device, self._dtype = embed.device, embed.dtype
         self.info = ModelInfo(
@@ -47,6 +50,7 @@ class TorchModel:
         self._gate = WeightsGate()
         self._deterministic = deterministic
         self._block_size = block_size
+        self._num_threads = torch.get_num_threads()
         # Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor.
         self._depth = (1 if self._device.type == "cuda" else 0) if depth is None else depth
 
@@ -69,8 +73,15 @@ class TorchModel:
             state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
         )
         kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        # The order of additions may depend on the number of threads, so that is the model's own where it must not vary.
+        asked = None if self._deterministic else limits.num_threads
         return TorchBackend(
-            self.decoder, kv, storage, self._gate, ubatch_size=limits.ubatch_size, num_threads=limits.num_threads
+            self.decoder,
+            kv,
+            storage,
+            self._gate,
+            ubatch_size=limits.ubatch_size,
+            num_threads=asked or self._num_threads,
         )
 
     def replace_weight(self, name: str, value: Any) -> None:
@@ -87,3 +98,9 @@ class TorchModel:
 
     def close(self) -> None:
         """Weights go when the last one who uses them does."""
+
+
+def _matrices(decoder: Decoder) -> list[Tensor]:
+    """One of each shape that the decoder multiplies with."""
+    layer = decoder.weights.layers[0]
+    return [one.weight for one in (layer.qkv, layer.o, layer.gate_up, layer.down, decoder.weights.head)]
