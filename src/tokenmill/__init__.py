@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from tokenmill.engine.async_llm import AsyncLLM
     from tokenmill.engine.llm import LLM
     from tokenmill.params import SamplingParams
+    from tokenmill.session.service import SessionService
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "open_model"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "SessionService", "__version__", "open_model"]
 
 _HOME = {
     "LLM": "tokenmill.engine.llm",
     "AsyncLLM": "tokenmill.engine.async_llm",
     "SamplingParams": "tokenmill.params",
+    "SessionService": "tokenmill.session.service",
     "open_model": "tokenmill.backends.loading",
 }
 

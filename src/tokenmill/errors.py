@@ -5,7 +5,13 @@
     ├── ModelLoadError          a model is there, but can't be loaded: damaged, incomplete or of an unknown kind
     │   └── ModelNotFound       no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
-    │   └── TokenizeFailed      a text can't be turned into tokens
+    │   ├── TokenizeFailed      a text can't be turned into tokens
+    │   └── ContextOverflow     a conversation has outgrown the context
+    ├── ModelNotLoaded          the service has no model yet
+    ├── Overloaded              no room for another session, or for more of one
+    ├── SessionNotFound         no session of that name
+    │   └── SessionEnded        there was one, and it has ended
+    ├── SessionBusy             too many operations wait for one session
     ├── RequestFailed           a request ended otherwise than by being complete
     ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
     ├── EngineDead              the engine failed for good; a supervisor may build a new one
@@ -47,6 +53,30 @@ class InvalidRequest(TokenmillError, ValueError):
 
 class TokenizeFailed(InvalidRequest):
     """A text can't be turned into tokens."""
+
+
+class ContextOverflow(InvalidRequest):
+    """A conversation has outgrown the context; what was to be added was not."""
+
+
+class ModelNotLoaded(TokenmillError):
+    """The service has no model: load one first."""
+
+
+class Overloaded(TokenmillError):
+    """There is no room for another session, or for more of one. Try again later."""
+
+
+class SessionNotFound(TokenmillError):
+    """No session of that name."""
+
+
+class SessionEnded(SessionNotFound):
+    """The session has ended."""
+
+
+class SessionBusy(TokenmillError):
+    """Too many operations wait for this session. Wait for some of them."""
 
 
 class RequestFailed(TokenmillError):

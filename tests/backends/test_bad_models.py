@@ -74,7 +74,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "code of its own": (code_of_its_own, "brings code of its own (auto_map"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
-    "config without sizes": (lambda f: config(f, hidden_size=None), "hidden_size must be a positive number"),
+    "config without sizes": (lambda f: config(f, hidden_size=None), "config.json has no hidden_size"),
+    "config with a size of no number": (
+        lambda f: config(f, hidden_size="48"),
+        "config.json: hidden_size must be a whole number of at least 1, not '48'",
+    ),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[1]"), "holds no JSON object, but [1]"),
+    "config that is nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "is nested too deep"),
     "odd activation": (lambda f: config(f, hidden_act="gelu"), "activation 'gelu' is not supported"),
     "odd rope": (
         lambda f: config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
@@ -83,6 +89,15 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised in another way": (
         lambda f: config(f, quantization_config={"quant_method": "awq"}),
         "is quantised with 'awq'",
+    ),
+    "quantised with a word": (lambda f: config(f, quantization_config="awq"), "is quantised with"),
+    "index of a number": (
+        lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}})),
+        "is no index of weights: weight_map names 1",
+    ),
+    "index of nothing": (
+        lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"a": 1})),
+        "is no index of weights",
     ),
     "missing shard": (
         lambda f: (f / "model.safetensors.index.json").write_text(

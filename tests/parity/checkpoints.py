@@ -28,7 +28,8 @@ SIZES: Mapping[str, Any] = {
     "pad_token_id": None,
 }
 LIMITS = BackendLimits(num_cells=1024, max_seqs=16)
-TOKENS = [random.Random(1).randrange(160) for _ in range(150)]
+TOKENS = random.Random(1).choices(range(160), k=150)
+"""All kinds of them: over equal tokens, attention gives the same whatever the positions are."""
 TOLERANCE = 1e-3
 WIDE = 0.4
 """Standard deviation of the weights: large, so that the likeliest token is so by a margin."""

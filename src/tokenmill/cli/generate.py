@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,7 +102,7 @@ def _batch(llm: LLM, lines: Iterable[str], system: str | None, raw: bool, params
     prompts = [_checked_prompt(llm, number, line, system, raw) for number, line in enumerate(lines, 1)]
     failed = 0
     for line, output in zip(lines, llm.generate(prompts, params), strict=True):
-        print(json.dumps(_record(line, output), ensure_ascii=False), flush=True)
+        print(_json_line(_record(line, output)), flush=True)
         failed += output.error is not None
     if failed:
         raise RequestFailed(f"{failed} of {len(prompts)} prompts failed")
@@ -115,6 +116,12 @@ def _checked_prompt(llm: LLM, number: int, line: str, system: str | None, raw: b
     except InvalidRequest as error:
         raise InvalidRequest(f"prompt {number}: {error}") from None
     return prompt
+
+
+def _json_line(record: dict[str, Any]) -> str:
+    """One line, also for readers who take the odd characters that Unicode has for line ends."""
+    line = json.dumps(record, ensure_ascii=False)
+    return re.sub("[\x85\u2028\u2029]", lambda found: f"\\u{ord(found.group()):04x}", line)
 
 
 def _record(line: str, output: RequestOutput) -> dict[str, Any]:

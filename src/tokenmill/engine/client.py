@@ -22,8 +22,15 @@ class EngineClient(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Start a request; `InvalidRequest` if it can never run."""
+    @property
+    def num_cores(self) -> int: ...
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
+        """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
+        ...
+
+    def release(self, owner: str) -> None:
+        """A session has ended: KV that is parked for it is free."""
         ...
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -50,7 +57,15 @@ class InlineClient:
     def max_model_len(self) -> int:
         return self.core.max_model_len
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    @property
+    def num_cores(self) -> int:
+        return 1
+
+    def release(self, owner: str) -> None:
+        with deferred_interrupts():
+            self.core.release(owner)
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:  # noqa: ARG002 (there is one)
         with deferred_interrupts():
             self.core.add(request)
             self._sinks[request.request_id] = sink
@@ -100,7 +115,14 @@ class ThreadClient:
     def max_model_len(self) -> int:
         return self.pool.cores[0].core.max_model_len
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    @property
+    def num_cores(self) -> int:
+        return len(self.pool.cores)
+
+    def release(self, owner: str) -> None:
+        self.pool.release(owner)
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         def hear(output: GeneratedToken) -> None:
             if output.is_finished:
                 self._forget(request)
@@ -108,7 +130,7 @@ class ThreadClient:
 
         if request.request_id in self._core_of:
             raise InvalidRequest(f"request {request.request_id} is running already")
-        self._core_of[request.request_id] = (self.pool.submit(request, hear), request)
+        self._core_of[request.request_id] = (self.pool.submit(request, hear, core), request)
         if request.is_finished:  # before we knew where
             self._forget(request)
 

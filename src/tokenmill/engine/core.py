@@ -111,6 +111,10 @@ class EngineCore:
             self.scheduler.finish(request, FinishReason.STOP)
         return request is not None
 
+    def release(self, owner: str) -> None:
+        """A session has ended: KV that is parked for it is free."""
+        self.kv.drop_owner(owner)
+
     def fork(
         self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints(), draw: Draw = GREEDY
     ) -> Request:

@@ -39,6 +39,8 @@ class EngineOptions(TypedDict, total=False):
     """Everything else about scheduling; the options above go before it."""
 
 
+__all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "open_model"]
+
 CONFIG_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk")
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic")
 

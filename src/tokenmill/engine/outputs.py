@@ -57,6 +57,15 @@ class OutputStream:
             shown += self._stops.flush()
         return self._delta(shown, output)
 
+    @property
+    def num_settled(self) -> int:
+        """Tokens whose text is all visible: no stop string can take them back."""
+        return bisect.bisect_right(self._ends, self._num_shown)
+
+    def num_chars(self, num_tokens: int) -> int:
+        """Characters of the text up to the end of so many settled tokens."""
+        return self._ends[num_tokens - 1] if num_tokens else 0
+
     def _show(self, text: str) -> str:
         """What may be seen of new text."""
         self._num_chars += len(text)

@@ -263,6 +263,12 @@ class EnginePool:
     def cancel(self, core: int, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.cores[core].cancel(request_id, reason)
 
+    def release(self, owner: str) -> None:
+        """A session has ended: KV that is parked for it is free, on whatever core it is."""
+        for core in self.cores:
+            if core.is_alive:
+                core.post(lambda engine: engine.release(owner))
+
     def finish(self, core: int, request_id: str, keep_tokens: int) -> None:
         self.cores[core].finish(request_id, keep_tokens)
 

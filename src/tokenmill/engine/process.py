@@ -54,8 +54,11 @@ class ProcessClient:
         options: Mapping[str, Any] | None = None,
         config: EngineConfig = EngineConfig(),
         limits: BackendLimits = BackendLimits(),
+        *,
+        num_cores: int = 1,
     ) -> None:
-        start = wire.pack(wire.Start(model, dict(options or {}), config, limits), wrong=ConfigError)
+        start = wire.pack(wire.Start(model, dict(options or {}), config, limits, num_cores), wrong=ConfigError)
+        self._num_cores = num_cores
         self._folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # for this user's eyes only
         address = f"ipc://{self._folder / 'engine'}"
         self._mail = Mailroom(address, bind=True)
@@ -81,9 +84,18 @@ class ProcessClient:
     def max_model_len(self) -> int:
         return self._info.max_context
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    @property
+    def num_cores(self) -> int:
+        return self._num_cores
+
+    def release(self, owner: str) -> None:
+        with self._lock:
+            if self._gone is None:
+                self._mail.post(wire.pack(wire.Release(owner)))
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         check_request(request, self._info, self.max_model_len)
-        message = wire.pack(wire.Submit.of(request))
+        message = wire.pack(wire.Submit.of(request, core))
         with self._lock:
             if self._gone is not None:
                 raise self._gone
@@ -258,11 +270,13 @@ class EngineProcess:
             self._stop()
         elif isinstance(message, wire.Submit):
             request = message.request()
-            self._client.submit(request, lambda token: self._tell(request, token))
+            self._client.submit(request, lambda token: self._tell(request, token), message.core)
         elif isinstance(message, wire.Cancel):
             self._client.cancel(message.request_id, message.reason)
         elif isinstance(message, wire.Finish):
             self._client.finish(message.request_id, message.keep_tokens)
+        elif isinstance(message, wire.Release):
+            self._client.release(message.owner)
         else:
             # A core answers between two steps, and a step may hang; the mail must not.
             args = (self._client, message.number)
@@ -280,10 +294,10 @@ class EngineProcess:
                 self._client.cancel(envelope.request_id, FinishReason.ERROR)
 
     def _start(self, start: wire.Start) -> None:
-        from tokenmill import open_model
+        from tokenmill.engine import opening  # with all that reading a model's files takes
 
-        model = open_model(start.model, **start.options)
-        self._client = ThreadClient(model, start.config, start.limits)
+        model = opening.open_model(start.model, **start.options)
+        self._client = ThreadClient(model, start.config, start.limits, num_cores=start.num_cores)
         self._mail.post(wire.encode(wire.Ready(self._client.max_model_len, model.info.vocab_size)))
 
     def _tell(self, request: Request, token: GeneratedToken) -> None:

@@ -28,6 +28,7 @@ class Start(msgspec.Struct, tag=True):
     options: dict[str, Any]
     config: EngineConfig
     limits: BackendLimits
+    num_cores: int = 1
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -40,9 +41,10 @@ class Submit(msgspec.Struct, tag=True):
     namespace: Any
     draw: Draw
     pooling: Pooling | None = None
+    core: int | None = None
 
     @classmethod
-    def of(cls, request: Request) -> Submit:
+    def of(cls, request: Request, core: int | None = None) -> Submit:
         """`InvalidRequest` if the namespace would arrive as something else."""
         namespace = request.hints.namespace
         if not _is_plain(namespace):
@@ -51,7 +53,9 @@ class Submit(msgspec.Struct, tag=True):
                 f"None and tuples of them, not {namespace!r}"
             )
         hints = replace(request.hints, namespace=None)
-        return cls(request.request_id, request.tokens, request.limits, hints, namespace, request.draw, request.pooling)
+        return cls(
+            request.request_id, request.tokens, request.limits, hints, namespace, request.draw, request.pooling, core
+        )
 
     def request(self) -> Request:
         hints = replace(self.hints, namespace=_with_tuples(self.namespace))
@@ -66,6 +70,10 @@ class Cancel(msgspec.Struct, tag=True):
 class Finish(msgspec.Struct, tag=True):
     request_id: str
     keep_tokens: int
+
+
+class Release(msgspec.Struct, tag=True):
+    owner: str
 
 
 class AskStats(msgspec.Struct, tag=True):
@@ -130,7 +138,7 @@ class Envelope(msgspec.Struct):
     request_id: str | None = None
 
 
-ToEngine = Start | Submit | Cancel | Finish | AskStats | Close
+ToEngine = Start | Submit | Cancel | Finish | Release | AskStats | Close
 FromEngine = Ready | Failed | Token | Stats
 
 encode = msgspec.msgpack.Encoder().encode

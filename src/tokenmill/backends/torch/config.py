@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.backends.torch.rope import Rope, rope_from_config
 from tokenmill.core.kv import LayerKV
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import Settings
+
+MOST_LAYERS = 10_000
+"""No model comes near; a larger count is a damaged file, and not worth the memory to find that out."""
+MOST_CONTEXT = 2**31 - 1
+"""Positions are 32-bit numbers."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,49 +74,55 @@ class DecoderConfig:
         )
 
 
-def common_settings(config: Mapping[str, Any], family: str, windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """What all families spell alike in their config.json."""
-    activation = config.get("hidden_act", "silu")
+def common_settings(
+    settings: Settings, family: str, windows: tuple[int | None, ...], head_dim: int | None = None
+) -> dict[str, Any]:
+    """What all families spell alike in their config.json. `head_dim` is the family's, where config.json has none."""
+    activation = settings.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelLoadError(f"activation {activation!r} is not supported; supported: silu")
-    num_heads, hidden_size = need(config, "num_attention_heads"), need(config, "hidden_size")
-    head_dim = config.get("head_dim") or hidden_size // num_heads
-    max_context = need(config, "max_position_embeddings")
+    num_heads, hidden_size = settings.number("num_attention_heads"), settings.number("hidden_size")
+    head_dim = settings.number("head_dim", head_dim or hidden_size // num_heads)
+    max_context = settings.number("max_position_embeddings", least=2, most=MOST_CONTEXT)
     return {
         "family": family,
-        "vocab_size": need(config, "vocab_size"),
+        "vocab_size": settings.number("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": need(config, "intermediate_size"),
+        "intermediate_size": settings.number("intermediate_size"),
         "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "num_kv_heads": settings.number("num_key_value_heads", num_heads),
         "head_dim": head_dim,
         "max_context": max_context,
-        "rms_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope": rope_from_config(config, head_dim, max_context),
+        "rms_eps": settings.real("rms_norm_eps", 1e-6),
+        "rope": rope_from_config(settings, head_dim, max_context),
         "windows": windows,
-        "tied": bool(config.get("tie_word_embeddings", False)),
+        "tied": settings.flag("tie_word_embeddings", False),
     }
 
 
-def need(config: Mapping[str, Any], name: str) -> int:
-    """A number that a config.json must have."""
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"config.json: {name} must be a positive number, not {value!r}")
-    return value
+def layer_count(settings: Settings) -> int:
+    """The number of layers."""
+    return settings.number("num_hidden_layers", most=MOST_LAYERS)
 
 
-def layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The windows of families in which some layers slide: by `layer_types`, else from `max_window_layers` on."""
-    num_layers = need(config, "num_hidden_layers")
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
+def layer_windows(settings: Settings) -> tuple[int | None, ...]:
+    """The windows of Qwen: off by default; by `layer_types`, else from `max_window_layers` on."""
+    num_layers = layer_count(settings)
+    if settings.given("sliding_window") is None or not settings.flag("use_sliding_window", False):
         return (None,) * num_layers
-    kinds = config.get("layer_types")
+    window = settings.number("sliding_window")
+    slides = _sliding_layers(settings, num_layers)
+    return tuple(window if one else None for one in slides)
+
+
+def _sliding_layers(settings: Settings, num_layers: int) -> list[bool]:
+    """For each layer whether it has a window."""
+    kinds = settings.given("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 0)
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
-        raise ModelLoadError(f"config.json: layer_types of {num_layers} layers are not supported: {sorted(set(kinds))}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        # A null says nothing about where windows begin; only a config.json without the key means the usual 28.
+        usual = None if settings.mentions("max_window_layers") else 28
+        first = settings.number("max_window_layers", usual, least=0)
+        return [layer >= first for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        raise settings.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}", kinds)
+    return [kind == "sliding_attention" for kind in kinds]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.gguf_file import GGUFFile, GGUFTensor
-from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families.names import GGUF_NAMES, Shape
+from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
+from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import Settings
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -30,6 +33,9 @@ class GGUFSource:
         self._permuted = heads if file.get("general.architecture") in PERMUTED else {}
 
     def shapes(self) -> Mapping[str, Shape]:
+        """Only of tensors whose values are really in the file."""
+        for tensor in self._file.tensors.values():
+            self._file.bytes_of(tensor, _layout(self._file, tensor).num_bytes)
         return {name: tensor.shape for name, tensor in self._file.tensors.items()}
 
     def load(self, name: str) -> Tensor:
@@ -38,8 +44,21 @@ class GGUFSource:
         return _unpermuted(values, self._permuted[kind]) if kind in self._permuted else values
 
 
-def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
-    """A tensor's values as float32 (or as they are, if they are numbers already)."""
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor's values are stored: in rows of blocks."""
+
+    kind: Any
+    """gguf's name of the type."""
+    rows: Shape
+    """The tensor's shape, with bytes for the last dimension."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.rows)
+
+
+def _layout(file: GGUFFile, tensor: GGUFTensor) -> _Layout:
     import gguf
 
     try:
@@ -47,15 +66,21 @@ def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
         raise ModelLoadError(f"{file.path}: {tensor.name} has the unknown type {tensor.type}") from None
-    count = int(np.prod(tensor.shape, dtype=np.int64))
     if not tensor.shape or tensor.shape[-1] % per_block:
         raise ModelLoadError(f"{file.path}: {tensor.name} has the shape {tensor.shape}, not in blocks of {per_block}")
-    data = file.bytes_of(tensor, count // per_block * block_bytes)
-    rows = data.reshape(*tensor.shape[:-1], tensor.shape[-1] // per_block * block_bytes)
+    return _Layout(kind, (*tensor.shape[:-1], tensor.shape[-1] // per_block * block_bytes))
+
+
+def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
+    """A tensor's values as float32 (or as they are, if they are numbers already)."""
+    import gguf
+
+    layout = _layout(file, tensor)
+    rows = file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows)
     try:
-        values = gguf.quants.dequantize(rows, kind)
+        values = gguf.quants.dequantize(rows, layout.kind)
     except NotImplementedError:
-        raise ModelLoadError(f"{file.path}: {tensor.name} is of type {kind.name}, which can't be read") from None
+        raise ModelLoadError(f"{file.path}: {tensor.name} is of type {layout.kind.name}, which can't be read") from None
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(tensor.shape))
 
 
@@ -65,32 +90,48 @@ def _unpermuted(values: Tensor, num_heads: int) -> Tensor:
     return values.reshape(num_heads, -1, 2, *rest).swapaxes(1, 2).reshape(values.shape)
 
 
+class Metadata(Settings):
+    """The metadata of a GGUF file under its architecture's name."""
+
+    def per_layer(self, name: str, num_layers: int, default: int | None = None) -> int:
+        """A number that a file may give once or for each layer; layers that differ are refused."""
+        value = self.given(name)
+        if not isinstance(value, list):
+            return self.number(name, default)
+        if len(value) != num_layers or any(one != value[0] for one in value):
+            raise self.wrong(name, f"a whole number, or the same one for each of {num_layers} layers", value)
+        return Settings({name: value[0]}, self._where).number(name)
+
+
 def config_of(file: GGUFFile) -> DecoderConfig:
     """The decoder that a GGUF file holds."""
     arch = file.get("general.architecture")
     if arch not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         raise ModelLoadError(
-            f"{file.path} has the architecture {arch!r}, which is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{file.path} has the architecture {arch!r}, which is not supported; supported: {supported}"
         )
-    values = _Values(file, arch)
-    num_layers, num_heads = values.number("block_count"), values.number("attention.head_count")
-    hidden_size, max_context = values.number("embedding_length"), values.number("context_length")
-    head_dim = file.get(f"{arch}.attention.key_length") or hidden_size // num_heads
+    metadata = Metadata(file.metadata, str(file.path), f"{arch}.")
+    num_layers = metadata.number("block_count", most=MOST_LAYERS)
+    num_heads = metadata.per_layer("attention.head_count", num_layers)
+    hidden_size = metadata.number("embedding_length")
+    max_context = metadata.number("context_length", least=2, most=MOST_CONTEXT)
+    head_dim = metadata.number("attention.key_length", hidden_size // num_heads)
     embed = file.tensors.get(GGUF_NAMES["embed"])
     if embed is None or len(embed.shape) != 2:
         raise ModelLoadError(f"{file.path} has no embedding: {GGUF_NAMES['embed']} is missing")
-    window = file.get(f"{arch}.attention.sliding_window") or None
+    window = metadata.number("attention.sliding_window", 0, least=0) or None  # to llama.cpp, 0 is none
     return DecoderConfig(
         family=arch,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=values.number("feed_forward_length"),
+        intermediate_size=metadata.per_layer("feed_forward_length", num_layers),
         num_heads=num_heads,
-        num_kv_heads=file.get(f"{arch}.attention.head_count_kv") or num_heads,
+        num_kv_heads=metadata.per_layer("attention.head_count_kv", num_layers, num_heads),
         head_dim=head_dim,
         max_context=max_context,
-        rms_eps=float(values.get("attention.layer_norm_rms_epsilon")),
-        rope=_rope(file, arch, head_dim, max_context),
+        rms_eps=metadata.real("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, metadata, head_dim, max_context),
         windows=(window,) * num_layers,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -100,38 +141,59 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     )
 
 
-def _rope(file: GGUFFile, arch: str, head_dim: int, max_context: int) -> Rope:
-    turned = file.get(f"{arch}.rope.dimension_count", head_dim)
+# -- rotary positions -------------------------------------------------------------------------------------------------
+
+
+def _rope(file: GGUFFile, metadata: Metadata, head_dim: int, max_context: int) -> Rope:
+    """As llama.cpp reads it: scaling without a type is linear, and its older name is `rope.scale_linear`."""
+    turned = metadata.number("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise ModelLoadError(f"{file.path}: rotating {turned} of {head_dim} dimensions is not supported")
-    kind = file.get(f"{arch}.rope.scaling.type", "none")
+    kind = metadata.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ModelLoadError(f"{file.path}: rope scaling of type {kind!r} is not supported")
-    divisors = file.tensors.get("rope_freqs.weight")
+    _refuse_other_scaling(metadata, kind)
     return Rope(
         dim=head_dim,
-        theta=float(file.get(f"{arch}.rope.freq_base", 10_000.0)),
+        theta=metadata.real("rope.freq_base", 10_000.0, above=1.0),
         kind="default" if kind == "none" else kind,
-        factor=float(file.get(f"{arch}.rope.scaling.factor", 1.0)),
-        original_context=file.get(f"{arch}.rope.scaling.original_context_length") or max_context,
-        divisors=() if divisors is None else tuple(dequantise(file, divisors).tolist()),
+        factor=metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 1.0)),
+        original_context=metadata.number("rope.scaling.original_context_length", 0, least=0) or max_context,
+        beta_fast=metadata.real("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=metadata.real("rope.scaling.yarn_beta_slow", 1.0),
+        divisors=_divisors(file, head_dim),
+        scale=metadata.real("rope.scaling.attn_factor", 1.0),
     )
 
 
-class _Values:
-    """Metadata under an architecture's prefix that must be there."""
+READ_OR_HARMLESS = frozenset(
+    {"type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow", "finetuned"}
+)
 
-    def __init__(self, file: GGUFFile, arch: str) -> None:
-        self._file, self._arch = file, arch
 
-    def get(self, name: str) -> Any:
-        value = self._file.get(f"{self._arch}.{name}")
-        if value is None:
-            raise ModelLoadError(f"{self._file.path} has no {self._arch}.{name}")
-        return value
+def _refuse_other_scaling(metadata: Metadata, kind: str) -> None:
+    """Settings of `rope.scaling` that would change the numbers if they were followed."""
+    neutral = {
+        "yarn_ext_factor": (-1.0, 1.0 if kind == "yarn" else 0.0),  # -1 is unset
+        "yarn_attn_factor": (1.0,),
+        "yarn_log_multiplier": (0.0,),
+    }
+    for name in sorted(set(metadata.names_under("rope.scaling.")) - READ_OR_HARMLESS):
+        if name not in neutral:
+            raise ModelLoadError(f"the setting rope.scaling.{name} of the file is not supported")
+        value = metadata.given(f"rope.scaling.{name}")
+        if value not in neutral[name]:
+            raise metadata.wrong(f"rope.scaling.{name}", " or ".join(f"{one:g}" for one in neutral[name]), value)
 
-    def number(self, name: str) -> int:
-        value = self.get(name)
-        if not isinstance(value, int):
-            raise ModelLoadError(f"{self._file.path}: {self._arch}.{name} is {value!r}, which is not supported")
-        return value
+
+def _divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
+    """What each frequency is divided by, where the file has a tensor of that."""
+    tensor = file.tensors.get(ROPE_FREQS)
+    if tensor is None:
+        return ()
+    if tensor.shape != (head_dim // 2,):
+        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has shape {tensor.shape}, not {(head_dim // 2,)}")
+    values = dequantise(file, tensor)
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has values that are not above 0")
+    return tuple(values.tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from tokenmill.errors import ConfigError, InvalidOperation
 
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
+UNKNOWN_FREE_BYTES = 2 << 30
+"""Taken for free where the system does not tell."""
 
 
 class TorchModel:
@@ -62,7 +65,7 @@ class TorchModel:
     def kv_budget_bytes(self) -> int:
         if self._device.type == "cuda":
             return int(KV_SHARE * torch.cuda.mem_get_info(self._device)[0])
-        return int(KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return int(KV_SHARE * _free_bytes())
 
     def new_backend(self, limits: BackendLimits) -> TorchBackend:
         num_blocks = max(1, -(-limits.num_cells // self._block_size))
@@ -92,7 +95,10 @@ class TorchModel:
         own = self._own_names.get(name)
         if own is None:
             raise InvalidOperation(f"the model has no tensor {name!r}")
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        try:
+            tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidOperation(f"the new value of {name} is no tensor: {error}") from None
         with self._gate.replacing(), torch.inference_mode():
             self.decoder.weights.replace(own, tensor)
 
@@ -104,3 +110,16 @@ def _matrices(decoder: Decoder) -> list[Tensor]:
     """One of each shape that the decoder multiplies with."""
     layer = decoder.weights.layers[0]
     return [one.weight for one in (layer.qkv, layer.o, layer.gate_up, layer.down, decoder.weights.head)]
+
+
+def _free_bytes() -> int:
+    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
+        num_pages = os.sysconf("SC_AVPHYS_PAGES")
+        if num_pages > 0:
+            return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return UNKNOWN_FREE_BYTES

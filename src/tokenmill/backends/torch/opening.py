@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,46 +14,67 @@ from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
-from tokenmill.backends.torch.families.names import GGUF_NAMES
+from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
-from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.safetensors_source import SafetensorsSource
-from tokenmill.backends.torch.weights import DecoderWeights, TensorSource
+from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 1 << 30
 EXTRAS = frozenset({"block_size", "depth"})
 
 
 def open_path(path: Path, options: LoadOptions) -> TorchModel:
     """Load the model in a directory or GGUF file."""
-    unknown = set(options.extra) - EXTRAS
-    if unknown:
-        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
+    _check_extras(options.extra)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     if options.deterministic:
         _check_deterministic(dtype, device)
     config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
-    weights = DecoderWeights(config, dtype, device)
-    with ProgressLine(f"loading {path.name}", len(weights.views)) as progress, torch.inference_mode():
-        weights.load(source, names, lambda done, _: progress.update(done))
+    check_tensors(source, config, names)
+    check_rope(config.rope)
+    weights = _load(path, config, source, names, dtype, device)
     return TorchModel(
         path.name, Decoder(config, weights), names, path, deterministic=options.deterministic, **options.extra
     )
 
 
+def _load(
+    path: Path,
+    config: DecoderConfig,
+    source: TensorSource,
+    names: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderWeights:
+    try:
+        weights = DecoderWeights(config, dtype, device)
+        with ProgressLine(f"loading {path.name}", len(weights.views)) as progress, torch.inference_mode():
+            weights.load(source, names, lambda done, _: progress.update(done))
+    except (RuntimeError, MemoryError) as error:  # torch's "out of memory" is a RuntimeError
+        needed = num_values(config) * dtype.itemsize / GIB
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"{path}: its weights need {needed:.1f} GiB of memory on {device.type} and can't be loaded: {reason}"
+        ) from error
+    return weights
+
+
 def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
-    config: Mapping[str, Any] = read_json(folder / "config.json")
-    if not config:
+    if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json")
+    config = read_json(folder / "config.json")
     if "auto_map" in config:
         raise ModelLoadError(f"{folder} brings code of its own (auto_map in config.json), which is never run")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else reprlib.repr(quantised)
         raise ModelLoadError(f"{folder} is quantised with {method!r}, which is not supported; use a GGUF file")
     family = family_of(config)
     return family.read(config), SafetensorsSource(folder), family.names
@@ -62,6 +84,17 @@ def _open_gguf(path: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, st
     file = GGUFFile(path)
     config = config_of(file)
     return config, GGUFSource(file, config), GGUF_NAMES
+
+
+def _check_extras(extra: Mapping[str, Any]) -> None:
+    unknown = set(extra) - EXTRAS
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
+    block_size, depth = extra.get("block_size", 16), extra.get("depth")
+    if type(block_size) is not int or block_size < 1:  # a bool is no number here
+        raise ConfigError(f"block_size must be a whole number of at least 1, not {block_size!r}")
+    if depth is not None and (type(depth) is not int or depth not in (0, 1)):
+        raise ConfigError(f"depth must be 0 or 1, not {depth!r}")
 
 
 def _device(name: str) -> torch.device:
@@ -89,5 +122,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _check_deterministic(dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cpu" or dtype is not torch.float32:
         raise ConfigError(f"deterministic needs float32 on the CPU, not {dtype} on {device.type}")
-    if not rows_are_independent(device):
-        raise ConfigError("deterministic: this machine's matrix products depend on the rows around; it can't be had")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import Settings
 
 KINDS = ("default", "linear", "llama3", "yarn")
+OPTIONAL = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+"""Settings of scaling that are numbers above 0 and have a default."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +38,65 @@ class Rope:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     """One for each frequency, where a file brings its stretching along."""
+    scale: float = 1.0
+    """What cosines and sines are multiplied with on top of what the kind asks for."""
 
 
-def rope_from_config(config: Mapping[str, Any], dim: int, max_context: int) -> Rope:
+def rope_from_config(config: Settings, dim: int, max_context: int) -> Rope:
     """The settings in a config.json, in either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = settings.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    given = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
+    settings = Settings(given, "config.json: rope_parameters or rope_scaling")
+    kind = settings.text("rope_type", settings.text("type", "default"))
     if kind not in KINDS:
         raise ModelLoadError(f"rope scaling of type {kind!r} is not supported; supported: {', '.join(KINDS)}")
-    original = settings.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = settings.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ModelLoadError(f"partial_rotary_factor {partial} is not supported")
-    known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-             "mscale_all_dim", "truncate")  # fmt: skip
-    given = {name: settings[name] for name in known if settings.get(name) is not None}
-    return Rope(dim=dim, theta=theta, kind=kind, original_context=original or max_context, **given)
+    outside = config.number("original_max_position_embeddings", max_context)
+    plain = Rope(
+        dim=dim,
+        theta=settings.real("rope_theta", config.real("rope_theta", 10_000.0, above=1.0), above=1.0),
+        kind=kind,
+        original_context=settings.number("original_max_position_embeddings", outside),
+    )
+    return _scaled(plain, settings, max_context)
+
+
+def _scaled(rope: Rope, settings: Settings, max_context: int) -> Rope:
+    """With what the kinds of scaling bring along."""
+    # transformers takes a yarn without a factor for stretched to the whole context
+    usual = {"default": 1.0, "yarn": max_context / rope.original_context}.get(rope.kind)
+    optional: dict[str, Any] = {name: settings.real(name) for name in OPTIONAL if settings.given(name) is not None}
+    for name in ("mscale", "mscale_all_dim"):
+        if settings.given(name) is not None:
+            optional[name] = settings.real(name, above=-math.inf)  # 0 is none
+    factor, truncate = settings.real("factor", usual), settings.flag("truncate", True)
+    return replace(rope, factor=factor, truncate=truncate, **optional)
+
+
+def check_rope(rope: Rope) -> None:
+    """Refuse settings that are sound one by one, but give no usable rotations together."""
+    try:
+        inv_freq, scale = frequencies(rope)
+        usable = bool((inv_freq.isfinite() & (inv_freq > 0)).all()) and 0 < scale < math.inf
+    except (ArithmeticError, ValueError, RuntimeError):
+        usable = False
+    if not usable:
+        raise ModelLoadError(f"the rope settings of the model give no usable rotations: {rope}")
 
 
 def frequencies(rope: Rope) -> tuple[Tensor, float]:
     """Angle a position of each pair of dimensions, and what cosines and sines are multiplied with."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim))
     if rope.divisors:
-        return plain / torch.tensor(rope.divisors), 1.0
+        plain = plain / torch.tensor(rope.divisors)
     if rope.kind == "linear":
-        return plain / rope.factor, 1.0
+        return plain / rope.factor, rope.scale
     if rope.kind == "llama3":
-        return _llama3(rope, plain), 1.0
+        return _llama3(rope, plain), rope.scale
     if rope.kind == "yarn":
-        return _yarn(rope, plain), _yarn_attention(rope)
-    return plain, 1.0
+        return _yarn(rope, plain), rope.scale * _yarn_attention(rope)
+    return plain, rope.scale
 
 
 def rotations(pos: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:

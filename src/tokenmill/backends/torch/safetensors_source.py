@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from tokenmill.backends.torch.families.names import Shape
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import Settings, read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -36,28 +36,39 @@ class SafetensorsSource:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     def load(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        try:
+            tensor: Tensor = self._file_of[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ModelLoadError(f"{self.where}: {name} can't be read: {error}") from None
         return tensor
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model; an error says what is there instead."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is no index of weights: {error}") from None
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ModelLoadError(f"{folder} has no {missing[0]}, which {INDEX} names")
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    # Other weights may lie beside: `consolidated.safetensors` is the same model once more, under other names.
+    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
+        found = sorted(folder.glob(pattern))
+        if found:
+            return found
     if list(folder.glob("*.bin")):
         raise ModelLoadError(
             f"{folder} has its weights only as .bin files, which can run code when they are opened; "
             "convert them to safetensors"
         )
     raise ModelLoadError(f"{folder} has no weights: no .safetensors and no .gguf file")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    """The files that the index names."""
+    index = folder / INDEX
+    named = Settings(read_json(index), str(index)).mapping("weight_map").values()
+    wrong = [name for name in named if not isinstance(name, str)]
+    if wrong or not named:
+        raise ModelLoadError(f"{index} is no index of weights: weight_map names {wrong[0] if wrong else 'no file'}")
+    names = sorted(set(named))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelLoadError(f"{folder} has no {missing[0]}, which {INDEX} names")
+    return [folder / name for name in names]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families.names import Shape, in_file, shapes
+from tokenmill.backends.torch.families.names import ROPE_FREQS, Shape, in_file, shapes
 from tokenmill.backends.torch.matmul import Linear
 from tokenmill.errors import InvalidOperation, ModelLoadError
 
@@ -67,24 +67,30 @@ class DecoderWeights:
         return sum(view.numel() * view.element_size() for view in self.views.values())
 
     def load(self, source: TensorSource, names: Mapping[str, str], report: Callable[[int, int], None]) -> None:
-        """Fill everything from a checkpoint; `ModelLoadError` names what is missing, unexpected or misshapen.
+        """Fill everything from a checkpoint that `check_tensors` has nothing against.
 
         `report` is told how many tensors are done, and of how many.
         """
-        wanted = {in_file(own, names): own for own in shapes(self.config)}
-        check_shapes(source, wanted, shapes(self.config), names)
-        for done, (name, own) in enumerate(wanted.items()):
-            self.views[own].copy_(source.load(name))
-            report(done + 1, len(wanted))
+        for done, (own, view) in enumerate(self.views.items()):
+            name = in_file(own, names)
+            value = source.load(name)
+            if not value.is_floating_point():
+                raise ModelLoadError(f"{source.where}: {name} is of {value.dtype}, which is no floating point type")
+            view.copy_(value)
+            if not _all_finite(view):
+                raise ModelLoadError(f"{source.where}: {name} has values that are no finite numbers as {view.dtype}")
+            report(done + 1, len(self.views))
 
     def replace(self, own: str, value: Tensor) -> None:
         """New values for one tensor, in place."""
         view = self.views[own]
         if value.shape != view.shape:
             raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(view.shape)}")
-        if not value.is_floating_point() or not bool(value.isfinite().all()):
-            raise InvalidOperation("the new tensor has values that are no finite numbers")
-        view.copy_(value)
+        # Converted first: a number may be finite in its own type and too large for the weights'.
+        converted = value.to(view.dtype) if value.is_floating_point() else None
+        if converted is None or not _all_finite(converted):
+            raise InvalidOperation(f"the new tensor has values that are no finite numbers as {view.dtype}")
+        view.copy_(converted)
 
     def _layer(self, i: int) -> LayerWeights:
         config = self.config
@@ -119,16 +125,17 @@ class DecoderWeights:
         return Linear(weight, bias)
 
 
-def check_shapes(
-    source: TensorSource, wanted: Mapping[str, str], expected: Mapping[str, Shape], names: Mapping[str, str]
-) -> None:
-    """Compare a checkpoint's tensors with those of the decoder."""
-    there = source.shapes()
+def check_tensors(source: TensorSource, config: DecoderConfig, names: Mapping[str, str]) -> None:
+    """Compare a checkpoint's tensors with those of a decoder; `ModelLoadError` names what is missing, unexpected or
+    misshapen. Nothing is allocated: sizes are believed only after this.
+    """
+    there, expected = source.shapes(), shapes(config)
+    wanted = {in_file(own, names): own for own in expected}
     missing = [name for name in wanted if name not in there]
     if missing:
         raise ModelLoadError(f"{source.where}: {_some(missing)} missing")
     head = names["head"]  # a tied one may be there, too
-    unexpected = [name for name in there if name not in wanted and name != head and not name.endswith(IGNORED)]
+    unexpected = [name for name in there if name not in wanted and name != head and not _is_a_setting(name)]
     if unexpected:
         raise ModelLoadError(f"{source.where}: {_some(unexpected)} not expected")
     for name, own in wanted.items():
@@ -136,11 +143,17 @@ def check_shapes(
             raise ModelLoadError(f"{source.where}: {name} has shape {there[name]}, not {expected[own]}")
 
 
-IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight")
-"""Tensors that follow from the configuration, or that it was made from."""
+def _is_a_setting(name: str) -> bool:
+    """Tensors that follow from the configuration, or that it was made from."""
+    return name == ROPE_FREQS or name.endswith("rotary_emb.inv_freq")
+
+
+def _all_finite(values: Tensor) -> bool:
+    """By the extremes, which takes no memory; a NaN is both."""
+    return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 def _some(names: list[str]) -> str:
-    few = ", ".join(sorted(names)[:3])
+    few = ", ".join(name if name.isprintable() else repr(name) for name in sorted(names)[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{few}{more} {'is' if len(names) == 1 else 'are'}"

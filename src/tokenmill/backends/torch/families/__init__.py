@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +37,9 @@ def register_family(family: Family) -> None:
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json."""
     name = config.get("model_type")
-    if name not in _families:
-        raise ModelLoadError(f"model_type {name!r} is not supported; supported: {', '.join(sorted(_families))}")
+    if not isinstance(name, str) or name not in _families:
+        supported = ", ".join(sorted(_families))
+        raise ModelLoadError(f"model_type {reprlib.repr(name)} is not supported; supported: {supported}")
     return _families[name]
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmill.backends.torch.config import DecoderConfig, common_settings, need
+from tokenmill.backends.torch.config import DecoderConfig, common_settings, layer_count
+from tokenmill.files import Settings
 
 
 def read(config: Mapping[str, Any]) -> DecoderConfig:
     """Full attention; biases are a switch."""
-    bias = bool(config.get("attention_bias", False))
-    settings = common_settings(config, "llama", (None,) * need(config, "num_hidden_layers"))
-    mlp_bias = bool(config.get("mlp_bias", False))
-    return DecoderConfig(**settings, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    settings = Settings(config, "config.json")
+    bias = settings.flag("attention_bias", False)
+    return DecoderConfig(
+        **common_settings(settings, "llama", (None,) * layer_count(settings)),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=settings.flag("mlp_bias", False),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from tokenmill.backends.torch.config import DecoderConfig
@@ -57,6 +58,10 @@ GGUF_NAMES: Mapping[str, str] = {
 }
 
 
+ROPE_FREQS = "rope_freqs.weight"
+"""In GGUF files, what each frequency of the rotation is divided by: a setting in the shape of a tensor."""
+
+
 def shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Every tensor that a decoder of this configuration has, by its own name."""
     found = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
@@ -65,6 +70,11 @@ def shapes(config: DecoderConfig) -> dict[str, Shape]:
     for name, shape in _of_a_layer(config):
         found.update({f"{name}.{layer}": shape for layer in range(config.num_layers)})
     return found
+
+
+def num_values(config: DecoderConfig) -> int:
+    """How many numbers the weights of a decoder are."""
+    return sum(math.prod(shape) for shape in shapes(config).values())
 
 
 def in_file(own: str, names: Mapping[str, str]) -> str:

@@ -1,0 +1,169 @@
+"""`LiveTurn`: an answer on its way, and everybody who reads it.
+
+The engine's thread only leaves tokens in a mailbox. On the event loop they become text, and readers take what is new
+since they last looked: deltas merge by themselves, so a reader that is slow or gone holds up nobody. A reader that has
+not looked for too long loses the answer's rest; the session keeps what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from tokenmill.engine.client import EngineClient
+from tokenmill.engine.inputs import Generation
+from tokenmill.errors import EngineDead, InvalidRequest
+from tokenmill.outputs import FinishReason, GeneratedToken, Usage
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What an answer has grown by. The last one has a finish reason and the turn's usage."""
+
+    text: str
+    token_ids: list[int]
+    offset: int
+    """Tokens of the answer before these: where to go on after a lost connection is `offset + len(token_ids)`."""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class LiveTurn:
+    """One answer. All methods but `hear` are for the event loop."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        client: EngineClient,
+        on_end: Callable[[LiveTurn], None],
+        stall_timeout_s: float | None,
+        max_unread_bytes: int,
+    ) -> None:
+        self.generation = generation
+        self.request = generation.choices[0].request
+        self._client = client
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._mailbox: deque[GeneratedToken] = deque()
+        self._is_awake = False
+        self._grown = asyncio.Event()
+        self._stall_timeout_s = stall_timeout_s
+        self._max_unread_bytes = max_unread_bytes
+        self._last_read = self._loop.time()
+        self._num_read = 0
+        """Characters that some reader has had."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._ended_by: FinishReason | None = None
+        self.is_over = False
+        """Has the engine let go of it? After a stop string that is a step later; only then readers hear the end."""
+
+    # -- from the engine ----------------------------------------------------------------------------------------------
+
+    def hear(self, generated: GeneratedToken) -> None:
+        """On the engine's thread: leave it, and wake the loop unless it is on its way."""
+        self._mailbox.append(generated)
+        if not self._is_awake:
+            self._is_awake = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                return  # the loop is closed: nobody reads any more
+
+    def _drain(self) -> None:
+        self._is_awake = False
+        while self._mailbox:
+            self._take(self._mailbox.popleft())
+        self._grown.set()
+        self._grown = asyncio.Event()
+        if not self.is_over:
+            self._watch_reader()
+
+    def _take(self, generated: GeneratedToken) -> None:
+        delta = self.generation.take(0, generated)
+        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
+            self._tell_engine(lambda: self._client.finish(self.request.request_id, delta.keep_tokens or 0))
+        if generated.is_finished:
+            self._stop_alarm()
+            self._on_end(self)
+            self.is_over = True
+
+    # -- for the session ----------------------------------------------------------------------------------------------
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End the answer; its terminal chunk comes when the engine has let go of it."""
+        self._ended_by = self._ended_by or reason
+        self._tell_engine(lambda: self._client.cancel(self.request.request_id, reason))
+
+    def _tell_engine(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except EngineDead:
+            return  # then its ending is on its way
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens that readers may have: their text can't be taken back any more."""
+        output = self.generation.output.outputs[0]
+        return len(output.token_ids) if self.is_over else self.generation.choices[0].stream.num_settled
+
+    # -- readers ------------------------------------------------------------------------------------------------------
+
+    async def read(self, offset: int = 0) -> AsyncIterator[Chunk]:
+        """What the answer has from its `offset`-th token on, as it grows; the last chunk has the finish reason."""
+        if not 0 <= offset <= self.num_settled:
+            raise InvalidRequest(f"the answer has {self.num_settled} tokens so far; there is nothing at {offset}")
+        output = self.generation.output.outputs[0]
+        num_chars = self.generation.choices[0].stream.num_chars(offset)
+        while True:
+            grown = self._grown
+            is_over, settled = self.is_over, self.num_settled
+            text = output.text[num_chars:]
+            if is_over or text or settled > offset:
+                chunk = self._chunk(text, output.token_ids[offset:settled], offset, is_over)
+                offset, num_chars = settled, num_chars + len(text)
+                self._note_read(num_chars)
+                yield chunk
+                if is_over:
+                    return
+            else:
+                await grown.wait()
+
+    def _chunk(self, text: str, ids: list[int], offset: int, is_over: bool) -> Chunk:
+        whole = self.generation.output
+        if not is_over:
+            return Chunk(text, ids, offset)
+        return Chunk(text, ids, offset, whole.outputs[0].finish_reason, whole.usage, whole.error)
+
+    # -- readers that do not read -------------------------------------------------------------------------------------
+
+    def _note_read(self, num_chars: int) -> None:
+        self._last_read = self._loop.time()
+        self._num_read = max(self._num_read, num_chars)
+
+    def _watch_reader(self) -> None:
+        """Something is there to read: it must be, before long."""
+        unread = len(self.generation.output.outputs[0].text) - self._num_read
+        if 4 * unread > self._max_unread_bytes:
+            self.cancel(FinishReason.TIMEOUT)
+        elif self._alarm is None and self._stall_timeout_s is not None:
+            self._alarm = self._loop.call_later(self._stall_timeout_s, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        self._alarm = None
+        if self.is_over or self._stall_timeout_s is None:
+            return
+        unread = len(self.generation.output.outputs[0].text) > self._num_read
+        late = self._loop.time() - self._last_read
+        if unread and late >= self._stall_timeout_s:
+            self.cancel(FinishReason.TIMEOUT)
+        else:
+            wait = self._stall_timeout_s - (late if unread else 0.0)
+            self._alarm = self._loop.call_later(max(wait, 0.001), self._look_at_reader)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None

@@ -1,0 +1,143 @@
+"""`Master`: one queue into which every command goes, and its one consumer.
+
+It finds the session, keeps the order of its operations, and answers each command once: with its result or an error.
+Tokens do not pass through here; they go from an engine core to whoever reads the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tokenmill.errors import EngineDead, SessionBusy, SessionEnded, SessionNotFound
+from tokenmill.session.session import Session, SessionState
+
+MAX_WAITING = 8
+"""Operations that may wait for one session."""
+MAX_REMEMBERED = 10_000
+"""Ended sessions whose names are remembered, to tell "ended" from "never was"."""
+
+T = TypeVar("T")
+Operation = Callable[[Session], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something to be done with a session, and who wants to know how it went."""
+
+    session_id: str
+    operation: Operation
+    answer: asyncio.Future[Any]
+    at_once: bool
+    """Not queued behind a running answer: it is what ends one."""
+
+
+class Master:
+    """Owns all sessions. Everything happens on one event loop."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ingress: asyncio.Queue[Command | str] = asyncio.Queue()
+        """Commands, and the names of sessions that are free again."""
+        self._consumer: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def ask(self, session_id: str, operation: Callable[[Session], T], *, at_once: bool = False) -> T:
+        """Have something done with a session when its turn comes; the result."""
+        if self._closed:
+            raise EngineDead("the service was closed")
+        if self._consumer is None:
+            self._consumer = asyncio.create_task(self._consume(), name="tokenmill-master")
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._ingress.put_nowait(Command(session_id, operation, answer, at_once))
+        return await answer
+
+    def add(self, session: Session) -> None:
+        self.sessions[session.session_id] = session
+
+    def remove(self, session: Session) -> None:
+        """The session has ended: whoever waits for it is told."""
+        self.sessions.pop(session.session_id, None)
+        self._ended[session.session_id] = None
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        for command in session.waiting or ():
+            _fail(command, SessionEnded(f"session {session.session_id} has ended"))
+        session.waiting = None
+
+    def note_free(self, session: Session) -> None:
+        """Its answer is over: the consumer goes on with what waits for it."""
+        if session.waiting:
+            self._ingress.put_nowait(session.session_id)
+
+    def find(self, session_id: str) -> Session:
+        session = self.sessions.get(session_id)
+        if session is not None:
+            return session
+        if session_id in self._ended:
+            raise SessionEnded(f"session {session_id} has ended")
+        raise SessionNotFound(f"no session {session_id!r}")
+
+    async def close(self) -> None:
+        """Answer what is left with an error, and stop."""
+        self._closed = True
+        if self._consumer is not None:
+            self._consumer.cancel()
+            await asyncio.gather(self._consumer, return_exceptions=True)
+        left = [self._ingress.get_nowait() for _ in range(self._ingress.qsize())]
+        waiting = [command for session in self.sessions.values() for command in session.waiting or ()]
+        for command in [*left, *waiting]:
+            if isinstance(command, Command):
+                _fail(command, EngineDead("the service was closed"))
+
+    # -- the consumer -------------------------------------------------------------------------------------------------
+
+    async def _consume(self) -> None:
+        while True:
+            item = await self._ingress.get()
+            if isinstance(item, Command):
+                self._route(item)
+            elif item in self.sessions:
+                self._go_on(self.sessions[item])
+
+    def _route(self, command: Command) -> None:
+        try:
+            session = self.find(command.session_id)
+        except SessionNotFound as error:
+            _fail(command, error)
+            return
+        is_free = session.state is not SessionState.GENERATING and not session.waiting
+        if command.at_once or is_free:
+            _carry_out(session, command)
+        elif session.waiting is not None and len(session.waiting) >= MAX_WAITING:
+            _fail(command, SessionBusy(f"{MAX_WAITING} operations wait for session {session.session_id}"))
+        else:
+            session.waiting = session.waiting or deque()
+            session.waiting.append(command)
+
+    def _go_on(self, session: Session) -> None:
+        """Carry out what waits, in order, until the next answer begins."""
+        while session.waiting and session.state not in (SessionState.GENERATING, SessionState.ENDED):
+            _carry_out(session, session.waiting.popleft())
+        if not session.waiting:
+            session.waiting = None
+
+
+def _carry_out(session: Session, command: Command) -> None:
+    if command.answer.cancelled():
+        return  # whoever asked has gone
+    try:
+        result = command.operation(session)
+    except Exception as error:
+        _fail(command, error)
+        return
+    command.answer.set_result(result)
+
+
+def _fail(command: Command, error: Exception) -> None:
+    if not command.answer.done():
+        command.answer.set_exception(error)

@@ -1,0 +1,67 @@
+"""Which engine core a new session goes to, for life."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, Protocol
+
+from tokenmill.errors import ConfigError
+
+Policy = Literal["round_robin", "least_loaded"]
+
+
+class Routing(Protocol):
+    def choose(self, opening: str | None) -> int:
+        """The core of a new session; `opening` is the system prompt it begins with."""
+        ...
+
+    def leave(self, core: int) -> None:
+        """A session of this core has ended."""
+        ...
+
+
+class RoundRobin:
+    """One core after the other."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores = num_cores
+        self._next = 0
+
+    def choose(self, opening: str | None) -> int:  # noqa: ARG002
+        core, self._next = self._next, (self._next + 1) % self._num_cores
+        return core
+
+    def leave(self, core: int) -> None:
+        """It does not matter here."""
+
+
+class LeastLoaded:
+    """The core with the fewest sessions; among those that are not much fuller, one that knows the opening."""
+
+    SLACK = 2
+    """Sessions that a core may have more than the emptiest and still be chosen for what it knows."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._loads = [0] * num_cores
+        self._knows: Counter[tuple[str, int]] = Counter()
+
+    def choose(self, opening: str | None) -> int:
+        least = min(self._loads)
+        cores = [core for core, load in enumerate(self._loads) if load <= least + self.SLACK]
+        known = [core for core in cores if opening is not None and self._knows[opening, core]]
+        core = min(known or cores, key=lambda one: self._loads[one])
+        self._loads[core] += 1
+        if opening is not None:
+            self._knows[opening, core] += 1
+        return core
+
+    def leave(self, core: int) -> None:
+        self._loads[core] -= 1
+
+
+def make_routing(policy: Policy, num_cores: int) -> Routing:
+    if policy == "round_robin":
+        return RoundRobin(num_cores)
+    if policy == "least_loaded":
+        return LeastLoaded(num_cores)
+    raise ConfigError(f"routing {policy!r} is not known; known: 'round_robin', 'least_loaded'")

@@ -1,0 +1,415 @@
+"""`SessionService`: conversations over one model. The API of sessions; everything else here serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, Unpack
+
+from tokenmill.core import ModelHandle
+from tokenmill.engine.client import EngineClient, ThreadClient
+from tokenmill.engine.inputs import Intake
+from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
+from tokenmill.engine.request import Hints
+from tokenmill.errors import ConfigError, InvalidRequest, ModelNotLoaded, Overloaded
+from tokenmill.outputs import FinishReason
+from tokenmill.params import SamplingParams
+from tokenmill.session.live import Chunk, LiveTurn
+from tokenmill.session.master import Master
+from tokenmill.session.routing import Policy, make_routing
+from tokenmill.session.session import Input, Overflow, Session, SessionOptions, SessionState
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """How much sessions may take."""
+
+    max_log_bytes: int = 1024 * MIB
+    """Of all logs together; their number has no other limit."""
+    ttl_s: float | None = None
+    """A session that nobody has used for so long ends."""
+    stall_timeout_s: float | None = 30.0
+    """An answer that nobody reads for so long ends with `timeout`; None: never."""
+    max_unread_bytes: int = MIB
+    """An answer ends with `timeout` when so much of it is unread."""
+
+
+@dataclass(frozen=True)
+class TurnInfo:
+    """A turn, as `get` shows it."""
+
+    kind: str
+    messages: tuple[Mapping[str, Any], ...]
+    num_tokens: int | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session, as `get` and `list` show it."""
+
+    session_id: str
+    state: str
+    core: int
+    num_tokens: int
+    turns: tuple[TurnInfo, ...]
+
+
+class SessionService:
+    """Sessions on a model; many at once, from one event loop.
+
+    Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`; `client` is an
+    engine that runs elsewhere, of the same model.
+    """
+
+    _current: ClassVar[SessionService | None] = None
+
+    def __init__(
+        self,
+        model: str | ModelHandle | None = None,
+        *,
+        num_workers: int = 1,
+        routing: Policy = "round_robin",
+        limits: SessionLimits = SessionLimits(),
+        client: EngineClient | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        self.limits = limits
+        self._policy: Policy = routing
+        self._loaded: _Loaded | None = None
+        self._log_bytes = 0
+        self._bytes_of: dict[str, int] = {}
+        self._expiry: asyncio.Task[None] | None = None
+        if model is not None:
+            self._loaded = _Loaded(open_for_engine(model, options), num_workers, routing, client)
+
+    # -- lifecycle ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def init(cls, model: str | ModelHandle | None = None, **options: Any) -> SessionService:
+        """Make the service that `current` gives, in place of any before it."""
+        before, cls._current = cls._current, None
+        if before is not None:
+            await before.close()
+        cls._current = cls(model, **options)
+        return cls._current
+
+    @classmethod
+    def current(cls) -> SessionService:
+        """The service that `init` made; `ModelNotLoaded` if there is none."""
+        if cls._current is None:
+            raise ModelNotLoaded("there is no service; call SessionService.init first")
+        return cls._current
+
+    async def reload(
+        self, model: str | ModelHandle | None = None, *, num_workers: int | None = None, **options: Any
+    ) -> None:
+        """Close the model and open it again, or another. Sessions end."""
+        before = self._loaded
+        path = model or (before.opened.model.path and str(before.opened.model.path) if before else None) or "fake"
+        workers = num_workers or (before.client.num_cores if before else 1)
+        await self._unload()
+        await self.load_model_with_workers(path, options, workers)
+
+    async def load_model_with_workers(
+        self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
+    ) -> None:
+        """Open a model on so many engine cores, in place of any before it; `params` are `EngineOptions`."""
+        opened = await asyncio.to_thread(open_for_engine, path, EngineOptions(**(params or {})))  # type: ignore[typeddict-item]
+        await self._unload()
+        self._loaded = _Loaded(opened, num_workers, self._policy, None)
+
+    async def close(self) -> None:
+        """End all sessions and free the engine."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self._unload()
+        if SessionService._current is self:
+            SessionService._current = None
+
+    async def _unload(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            for session in list(loaded.master.sessions.values()):
+                self._end(loaded, session)
+            await loaded.close()
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    async def create_session(
+        self,
+        *,
+        system: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        seed: int | None = None,
+        overflow: Overflow = "error",
+        template_options: Mapping[str, Any] | None = None,
+        key: str = "",
+        priority: int = 0,
+    ) -> str:
+        """A new conversation, routed to one engine core for life; its name."""
+        loaded = self._model()
+        if overflow not in ("error", "drop_oldest_turns"):
+            raise ConfigError(f"overflow {overflow!r} is not known; known: 'error', 'drop_oldest_turns'")
+        self._check_room()
+        options = SessionOptions(
+            sampling=sampling_params or loaded.opened.text.sampling_params(max_tokens=None),
+            seed=secrets.randbits(63) if seed is None else seed,
+            overflow=overflow,
+            template_options=dict(template_options or {}),
+            key=key,
+            priority=priority,
+        )
+        name, now = secrets.token_urlsafe(12), asyncio.get_running_loop().time()
+        loaded.master.add(Session(name, loaded.routing.choose(system), options, system, now))
+        if self.limits.ttl_s is not None and self._expiry is None:
+            self._expiry = asyncio.create_task(self._expire(self.limits.ttl_s), name="tokenmill-expiry")
+        return name
+
+    async def append_input(self, session_id: str, given: Input, *, raw: bool = False) -> int:
+        """New input: a user's message, a list of messages, or ids; `raw` text goes in as it is.
+
+        Only what is new, never the history. The number of tokens that the next answer will start from.
+        """
+        loaded = self._model()
+
+        def operation(session: Session) -> int:
+            self._check_room()
+            num_tokens = session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=raw)
+            self._used(session)
+            return num_tokens
+
+        return await loaded.master.ask(session_id, operation)
+
+    async def generate_stream(
+        self, session_id: str, max_new_tokens: int | None = None, **changes: Any
+    ) -> AsyncIterator[Chunk]:
+        """The answer to what was put in, as it grows. `changes` are fields of `SamplingParams`, for this one only."""
+        loaded = self._model()
+        if max_new_tokens is not None:
+            changes["max_tokens"] = max_new_tokens
+
+        def operation(session: Session) -> LiveTurn:
+            session.attempt = 0
+            return self._generate(loaded, session, changes)
+
+        return (await loaded.master.ask(session_id, operation)).read()
+
+    async def regenerate(
+        self, session_id: str, max_new_tokens: int | None = None, **changes: Any
+    ) -> AsyncIterator[Chunk]:
+        """Another answer in place of the last one; the same seed draws another."""
+        loaded = self._model()
+        if max_new_tokens is not None:
+            changes["max_tokens"] = max_new_tokens
+
+        def operation(session: Session) -> LiveTurn:
+            session.drop_answer(loaded.opened.text)
+            return self._generate(loaded, session, changes)
+
+        return (await loaded.master.ask(session_id, operation)).read()
+
+    async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[Chunk]:
+        """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
+
+        def operation(session: Session) -> LiveTurn:
+            if session.live is None:
+                raise InvalidRequest(f"session {session_id} has no answer to read")
+            return session.live
+
+        return (await self._model().master.ask(session_id, operation, at_once=True)).read(offset)
+
+    async def cancel_generate(self, session_id: str) -> bool:
+        """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
+
+        def operation(session: Session) -> LiveTurn | None:
+            running = session.live if session.state is SessionState.GENERATING else None
+            if running is not None:
+                running.cancel()
+            return running
+
+        live = await self._model().master.ask(session_id, operation, at_once=True)
+        if live is None:
+            return False
+        async for _ in live.read(live.num_settled):
+            pass
+        return True
+
+    async def end_session(self, session_id: str) -> None:
+        """The conversation is over: its log, its KV and its name are given up."""
+        loaded = self._model()
+        await loaded.master.ask(session_id, lambda session: self._end(loaded, session), at_once=True)
+
+    async def fork(
+        self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None, n: int | None = None
+    ) -> Any:
+        """A session that goes on from here, or from a turn or token before; `n` of them: a list. Runs nothing."""
+        loaded = self._model()
+
+        def operation(session: Session) -> list[str]:
+            self._check_room()
+            return [self._fork(loaded, session, at_turn, at_token) for _ in range(1 if n is None else n)]
+
+        names = await loaded.master.ask(session_id, operation)
+        return names[0] if n is None else names
+
+    async def rewind(self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None) -> None:
+        """Keep so many turns, or so many tokens, and forget the rest."""
+        loaded = self._model()
+
+        def operation(session: Session) -> None:
+            session.rewind(loaded.opened.text, at_turn, at_token)
+            self._used(session)
+
+        await loaded.master.ask(session_id, operation)
+
+    async def edit(self, session_id: str, turn: int, content: str) -> int:
+        """Another text for an input turn; what came after it is forgotten. As `append_input` otherwise."""
+        loaded = self._model()
+
+        def operation(session: Session) -> int:
+            num_tokens = session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
+            self._used(session)
+            return num_tokens
+
+        return await loaded.master.ask(session_id, operation)
+
+    def get(self, session_id: str) -> SessionInfo:
+        return _info(self._model().master.find(session_id))
+
+    def list(self) -> list[SessionInfo]:
+        return [_info(session) for session in self._model().master.sessions.values()]
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _model(self) -> _Loaded:
+        if self._loaded is None:
+            raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
+        return self._loaded
+
+    def _generate(self, loaded: _Loaded, session: Session, changes: Mapping[str, Any]) -> LiveTurn:
+        text, options = loaded.opened.text, session.options
+        params = _changed(options.sampling, {"seed": options.seed, "attempt": session.attempt, **changes})
+        session.commit_input(text)
+        hints = Hints(key=options.key, priority=options.priority, owner=session.session_id)
+        generation = loaded.intake.generation(session.log.tokens, params, session.session_id, hints)
+        live = LiveTurn(
+            generation,
+            loaded.client,
+            lambda done: self._finished(loaded, session, done),
+            self.limits.stall_timeout_s,
+            self.limits.max_unread_bytes,
+        )
+        loaded.client.submit(live.request, live.hear, session.core)
+        session.live, session.state = live, SessionState.GENERATING
+        return live
+
+    def _finished(self, loaded: _Loaded, session: Session, live: LiveTurn) -> None:
+        """The engine has let go of an answer, however it ended."""
+        if session.state is SessionState.ENDED or session.live is not live:
+            return
+        output = live.generation.output.outputs[0]
+        said = [token for token in output.token_ids if token != output.stop_reason]
+        session.take_answer(output, loaded.opened.text.tokenizer.decode(said))
+        session.state = SessionState.IDLE
+        self._used(session)
+        loaded.master.note_free(session)
+
+    def _fork(self, loaded: _Loaded, session: Session, at_turn: int | None, at_token: int | None) -> str:
+        now = asyncio.get_running_loop().time()
+        child = Session(secrets.token_urlsafe(12), session.core, session.options, session.system, now)
+        child.log, child.inbox, child.state = session.log.copy(), session.inbox, session.state
+        if at_turn is not None or at_token is not None:
+            child.rewind(loaded.opened.text, at_turn, at_token)
+        loaded.master.add(child)
+        self._used(child)
+        return child.session_id
+
+    def _end(self, loaded: _Loaded, session: Session) -> None:
+        if session.live is not None and session.state is SessionState.GENERATING:
+            session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
+        session.state = SessionState.ENDED
+        loaded.master.remove(session)
+        loaded.routing.leave(session.core)
+        self._log_bytes -= self._bytes_of.pop(session.session_id, 0)
+        loaded.client.release(session.session_id)
+
+    # -- bytes and time -----------------------------------------------------------------------------------------------
+
+    def _used(self, session: Session) -> None:
+        """Something was done with it: note when, and what its log costs now."""
+        session.last_used = asyncio.get_running_loop().time()
+        num_bytes = session.num_bytes
+        self._log_bytes += num_bytes - self._bytes_of.get(session.session_id, 0)
+        self._bytes_of[session.session_id] = num_bytes
+
+    def _check_room(self) -> None:
+        if self._log_bytes >= self.limits.max_log_bytes:
+            raise Overloaded(f"the logs of all sessions have {self._log_bytes} bytes; end some sessions first")
+
+    async def _expire(self, ttl_s: float) -> None:
+        """End sessions that nobody has used for long enough."""
+        while True:
+            await asyncio.sleep(ttl_s / 4)
+            loaded = self._loaded
+            if loaded is not None:
+                self.end_idle(ttl_s)
+
+    def end_idle(self, seconds: float) -> int:
+        """End the sessions that nobody has used for so long and that are not answering; how many."""
+        loaded, now = self._model(), asyncio.get_running_loop().time()
+        idle = [
+            session
+            for session in loaded.master.sessions.values()
+            if session.state is not SessionState.GENERATING and now - session.last_used >= seconds
+        ]
+        for session in idle:
+            self._end(loaded, session)
+        return len(idle)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _Loaded:
+    """A model, its engine and its sessions: what `reload` replaces."""
+
+    def __init__(self, opened: OpenedModel, num_workers: int, policy: Policy, client: EngineClient | None) -> None:
+        self.opened = opened
+        try:
+            self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
+            self.routing = make_routing(policy, self.client.num_cores)
+        except BaseException:
+            opened.close()
+            raise
+        self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
+        self.master = Master()
+
+    async def close(self) -> None:
+        await self.master.close()
+        await asyncio.to_thread(self.client.close)
+        self.opened.close()
+
+
+def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    unknown = set(changes) - set(SamplingParams.__dataclass_fields__)
+    if unknown:
+        raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
+    if changes.get("n", 1) != 1:
+        raise InvalidRequest("an answer of a session is one; fork it for more")
+    return replace(params, **changes)
+
+
+def _info(session: Session) -> SessionInfo:
+    turns = []
+    for i, turn in enumerate(session.log.turns):
+        count = None if turn.end is None else turn.end - session.log.begin_of(i)
+        turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
+    return SessionInfo(session.session_id, session.state.value, session.core, len(session.log), tuple(turns))

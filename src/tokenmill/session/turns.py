@@ -1,0 +1,100 @@
+"""`TokenLog`: the ids of a conversation, and where its turns end. Plain data; owned by the service's event loop."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.text.messages import Message
+
+Kind = Literal["input", "answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was put in since the last answer, or an answer."""
+
+    kind: Kind
+    messages: tuple[Message, ...]
+    """As a template takes them; none for input that went in as it was."""
+    end: int | None
+    """Tokens of the log up to its end. None: the template has rewritten it since, and only its messages are known."""
+    ended_with: int | None = None
+    """The stop token that an answer's tokens end with; None if it was cut short."""
+    finish_reason: str | None = None
+
+
+class TokenLog:
+    """Ids that are never tokenised anew, four bytes each."""
+
+    __slots__ = ("tokens", "turns")
+
+    def __init__(self) -> None:
+        self.tokens: array[int] = array("i")
+        self.turns: list[Turn] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Everything said so far, as a template takes it."""
+        return [message for turn in self.turns for message in turn.messages]
+
+    @property
+    def ended_with(self) -> int | None:
+        return self.turns[-1].ended_with if self.turns else None
+
+    @property
+    def num_bytes(self) -> int:
+        texts = sum(len(str(message.get("content", ""))) for turn in self.turns for message in turn.messages)
+        return 4 * len(self.tokens) + texts
+
+    def add(self, keep: int, ids: Sequence[int], turn: Turn) -> None:
+        """Keep the first `keep` ids and go on with these; turns beyond are known by their messages only."""
+        if keep < len(self.tokens):
+            del self.tokens[keep:]
+            self.turns = [_inexact(one) if one.end is None or one.end > keep else one for one in self.turns]
+        self.tokens.extend(ids)
+        self.turns.append(turn)
+
+    def copy(self) -> TokenLog:
+        twin = TokenLog()
+        twin.tokens, twin.turns = self.tokens[:], list(self.turns)
+        return twin
+
+    def cut_at_turn(self, count: int) -> None:
+        """Keep the first `count` turns. Where they were rewritten since, the ids must be rendered from the messages."""
+        if not 0 <= count <= len(self.turns):
+            raise InvalidRequest(f"the session has {len(self.turns)} turns; {count} of them can't be kept")
+        del self.turns[count:]
+        end = self.turns[-1].end if self.turns else 0
+        del self.tokens[0 if end is None else end :]
+
+    def cut_at_token(self, count: int, text: str) -> None:
+        """Keep the first `count` tokens. A turn that they end inside is cut; `text` is what is left of an answer."""
+        if not 0 <= count <= len(self.tokens):
+            raise InvalidRequest(f"the session has {len(self.tokens)} tokens; {count} of them can't be kept")
+        ends = [turn.end for turn in self.turns]
+        whole = sum(1 for end in ends if end is not None and end <= count)
+        begin = (self.turns[whole - 1].end or 0) if whole else 0
+        if None in ends[: whole + 1]:
+            raise InvalidRequest("the template has rewritten these turns; choose a turn instead of a token")
+        left = self.turns[whole] if whole < len(self.turns) and count > begin else None
+        del self.turns[whole:]
+        del self.tokens[count:]
+        if left is not None:
+            is_answer = left.kind == "answer"
+            messages: tuple[Message, ...] = ({"role": "assistant", "content": text},) if is_answer else ()
+            self.turns.append(Turn(left.kind, messages, count, None, "cut" if is_answer else None))
+
+    def begin_of(self, index: int) -> int:
+        """Tokens before a turn."""
+        return (self.turns[index - 1].end or 0) if index else 0
+
+
+def _inexact(turn: Turn) -> Turn:
+    return Turn(turn.kind, turn.messages, None, None, turn.finish_reason)

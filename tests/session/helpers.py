@@ -1,0 +1,76 @@
+"""What session tests share: a service on the fake model, and what a log says next when it is computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
+from typing import Any
+
+from tokenmill import SessionService
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, FakeConfig, FakeModel
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.params import SamplingParams
+from tokenmill.session.live import Chunk
+from tokenmill.session.service import SessionLimits
+
+CONFIG = FakeConfig(vocab_size=258, max_context=1024, block_size=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def make_service(
+    depth: int = 0, *, num_workers: int = 1, cells: int = 4096, max_seqs: int = 64, **options: Any
+) -> SessionService:
+    """A service whose engine has so many cells and sequence ids."""
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=1024, block_size=4, depth=depth))
+    config = options.pop("config", EngineConfig(max_num_seqs=min(8, max_seqs)))
+    limits = options.pop("limits", SessionLimits(stall_timeout_s=None))
+    service = SessionService(
+        model, num_workers=num_workers, kv_cache_tokens=cells, config=config, limits=limits, **options
+    )
+    if max_seqs < 64:  # fewer ids than the default gives
+        loaded = service._model()
+        loaded.client.close()
+        from tokenmill.engine.client import ThreadClient
+
+        loaded.client = ThreadClient(
+            model, config, BackendLimits(num_cells=cells, max_seqs=max_seqs), num_cores=num_workers
+        )
+    return service
+
+
+async def read(stream: AsyncIterator[Chunk]) -> tuple[str, list[int], Chunk]:
+    """All of a stream: the text, the ids, the last chunk."""
+    text, ids, last = "", [], None
+    async for chunk in stream:
+        assert last is None or last.finish_reason is None, "a chunk came after the last one"
+        text, last = text + chunk.text, chunk
+        ids += chunk.token_ids
+    assert last is not None
+    assert last.finish_reason is not None
+    return text, ids, last
+
+
+@cache
+def _engine() -> EngineCore:
+    model = FakeModel(CONFIG)
+    config = EngineConfig(max_num_seqs=1, prefix_caching=False)
+    return EngineCore(model.new_backend(BackendLimits(num_cells=1100)), model.info, config)
+
+
+_numbers = iter(range(1 << 60))
+
+
+def continuation(
+    log: Sequence[int], params: SamplingParams, *, seed: int, stop_ids: frozenset[int] = frozenset({256})
+) -> list[int]:
+    """What the model says after a log, with nothing cached and nobody else there."""
+    engine = _engine()
+    draw = Draw(params=params, seed=seed)
+    limits = Limits(max_new_tokens=params.max_tokens or 1024, stop_ids=stop_ids)
+    request = Request(f"c{next(_numbers)}", list(log), limits, draw=draw)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return request.output

@@ -1,0 +1,484 @@
+"""The session API on the fake model: turns, verbs, order, errors, bytes, time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.session.helpers import GREEDY, continuation, make_service, read
+from tokenmill import SessionService
+from tokenmill.config import EngineConfig
+from tokenmill.core import Fault, FaultKind
+from tokenmill.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineDead,
+    InvalidRequest,
+    ModelNotLoaded,
+    Overloaded,
+    SessionBusy,
+    SessionEnded,
+    SessionNotFound,
+)
+from tokenmill.params import SamplingParams
+from tokenmill.session.service import SessionLimits
+
+
+def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), make_service(**options) as service:
+            await play(service)
+
+    asyncio.run(run())
+
+
+def tokens_of(service: SessionService, name: str) -> list[int]:
+    return service._model().master.find(name).log.tokens.tolist()
+
+
+@pytest.mark.req("R1", "R2", "R4", "B1")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_turn_by_turn_only_what_is_new_is_computed(depth: int) -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        for turn in range(20):
+            before = len(tokens_of(service, name))
+            total = await service.append_input(name, f"question {turn}")
+            _, ids, last = await read(await service.generate_stream(name))
+            assert last.usage is not None
+            assert last.usage.prompt_tokens == total
+            if turn:
+                assert last.usage.cached_tokens >= before - 1
+            log = tokens_of(service, name)
+            assert log[total:] == ids == continuation(log[:total], GREEDY, seed=1)
+        info = service.get(name)
+        assert [turn.kind for turn in info.turns] == ["input", "answer"] * 20
+        assert sum(turn.num_tokens or 0 for turn in info.turns) == info.num_tokens == len(log)
+
+    scene(play, depth=depth)
+
+
+@pytest.mark.req("R5", "G15")
+@pytest.mark.parametrize("ending", ["length", "stop token", "stop string", "cancel"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_however_a_turn_ends_the_next_one_is_that_of_a_fresh_prefill(depth: int, ending: str) -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        total = await service.append_input(name, "hello")
+        free = continuation([*b"user: hello\nassistant: "], replace(GREEDY, max_tokens=40), seed=1)
+        changes: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+        if ending == "length":
+            changes["max_tokens"] = 5
+        elif ending == "stop token":
+            changes["stop_token_ids"] = (free[6],)
+        elif ending == "stop string":
+            printable = [i for i in range(3, 20) if 32 <= free[i] < 127 and free[i] not in free[:i]]
+            changes["stop"] = (chr(free[printable[0]]),)
+        else:
+            changes["max_tokens"] = 450
+        stream = await service.generate_stream(name, **changes)
+        if ending == "cancel":
+            await anext(stream)
+            assert await service.cancel_generate(name)
+        _, ids, last = await read(stream)
+        assert last.finish_reason == {"length": "length", "cancel": "cancelled"}.get(ending, "stop")
+        log = tokens_of(service, name)
+        assert log[total:][: len(ids)] == ids or ending == "cancel"
+        before = len(log)
+        again = await service.append_input(name, "and then?")
+        _, more, last = await read(await service.generate_stream(name))
+        log = tokens_of(service, name)
+        assert more == continuation(log[:again], GREEDY, seed=1)
+        assert last.usage is not None
+        assert last.usage.cached_tokens >= before - 1
+
+    scene(play, depth=depth)
+
+
+@pytest.mark.req("B2", "G6")
+def test_fork_rewind_edit_regenerate() -> None:
+    async def play(service: SessionService) -> None:
+        params = SamplingParams(max_tokens=6)
+        name = await service.create_session(sampling_params=params, seed=5)
+        for question in ("one", "two", "three"):
+            await service.append_input(name, question)
+            await read(await service.generate_stream(name))
+        log = tokens_of(service, name)
+        stats = service._model().client.stats
+        ticks = stats()[0].tick  # type: ignore[union-attr]
+        children = await service.fork(name, n=3)
+        earlier = await service.fork(name, at_turn=2)
+        middle = await service.fork(name, at_token=len(log) - 3)
+        assert stats()[0].tick == ticks  # type: ignore[union-attr]
+        assert all(tokens_of(service, child) == log for child in children)
+        assert len(service.get(earlier).turns) == 2
+        assert tokens_of(service, middle) == log[:-3]
+        for child in (*children, earlier, middle):
+            before = len(tokens_of(service, child))
+            total = await service.append_input(child, "four")
+            _, ids, last = await read(await service.generate_stream(child))
+            assert ids == continuation(tokens_of(service, child)[:total], params, seed=5)
+            assert last.usage is not None
+            assert last.usage.cached_tokens >= before - 1
+        first = log[len(log) - 6 :]
+        _, second, last = await read(await service.regenerate(name))
+        assert second != first
+        assert last.usage is not None
+        assert last.usage.cached_tokens == last.usage.prompt_tokens - 1
+        _, third, _ = await read(await service.regenerate(name))
+        assert third not in (first, second)
+        await service.rewind(name, at_turn=4)
+        assert len(service.get(name).turns) == 4
+        total = await service.edit(name, 2, "TWO")
+        assert bytes(tokens_of(service, name)).startswith(b"user: one\nassistant: ")
+        _, ids, last = await read(await service.generate_stream(name))
+        edited = tokens_of(service, name)
+        assert ids == continuation(edited[:total], params, seed=5)
+        assert service.get(name).turns[2].messages[-1]["content"] == "TWO"
+        assert last.usage is not None
+        assert last.usage.cached_tokens >= service._model().master.find(name).log.begin_of(2) - 1
+
+    scene(play)
+
+
+@pytest.mark.req("R3", "R9", "R10")
+def test_sessions_are_routed_for_life_and_not_limited_by_workers() -> None:
+    async def play(service: SessionService) -> None:
+        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(40)]
+        cores = [service.get(name).core for name in names]
+        assert cores == [i % 2 for i in range(40)]
+        for turn in range(2):
+            for i, name in enumerate(names):
+                await service.append_input(name, f"{turn} of {i}")
+            await asyncio.gather(*[read(await service.generate_stream(name)) for name in names])
+        assert [service.get(name).core for name in names] == cores
+        for name in names:
+            log = tokens_of(service, name)
+            total = len(log) - (service.get(name).turns[-1].num_tokens or 0)
+            assert log[total:] == continuation(log[:total], GREEDY, seed=1)
+        stats = service._model().client.stats()
+        assert all(one is not None and one.tick > 5 for one in stats)
+
+    scene(play, num_workers=2, max_seqs=6, config=EngineConfig(max_num_seqs=4))
+
+
+@pytest.mark.req("R10")
+def test_operations_queue_in_order_up_to_a_limit() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=400, ignore_eos=True)
+        await anext(stream)
+        queued = [asyncio.create_task(service.append_input(name, f"m{i}")) for i in range(8)]
+        await asyncio.sleep(0)
+        with pytest.raises(SessionBusy, match="8 operations wait"):
+            await service.append_input(name, "one too many")
+        await service.cancel_generate(name)
+        counts = await asyncio.gather(*queued)
+        assert counts == sorted(counts)
+        await read(await service.generate_stream(name))
+        content = [message["content"] for message in service.get(name).turns[2].messages]
+        assert content == [f"m{i}" for i in range(8)]
+
+    scene(play)
+
+
+@pytest.mark.req("R7", "G2", "G3")
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_cancel_in_every_phase_keeps_the_session_and_its_kv(phase: str) -> None:
+    async def play(service: SessionService) -> None:
+        client: Any = service._model().client
+        backend = client.pool.cores[0].core._executor.backend
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "x" * 100)
+        await read(await service.generate_stream(name))
+        known = len(tokens_of(service, name))
+        await service.append_input(name, "y" * 100)
+        stall = Fault(FaultKind.STALL)
+        if phase != "decode":
+            backend.faults.add(stall)
+        if phase == "queued":
+            other = await service.create_session(sampling_params=GREEDY, seed=1)
+            await service.append_input(other, "hold the only row")
+            holder = asyncio.create_task(read(await service.generate_stream(other)))
+            await asyncio.to_thread(stall.stalled.wait, 30)
+        stream = await service.generate_stream(name, max_new_tokens=300, ignore_eos=True)
+        if phase == "decode":
+            await anext(stream)
+        elif phase == "prefill":
+            await asyncio.to_thread(stall.stalled.wait, 30)
+        cancelled = asyncio.create_task(service.cancel_generate(name))
+        await asyncio.sleep(0)
+        stall.release.set()
+        assert await cancelled
+        _, _, last = await read(stream)
+        assert last.finish_reason == "cancelled"
+        if phase == "queued":
+            await holder
+        assert not await service.cancel_generate(name)
+        total = await service.append_input(name, "go on")
+        _, ids, last = await read(await service.generate_stream(name))
+        assert ids == continuation(tokens_of(service, name)[:total], GREEDY, seed=1)
+        assert last.usage is not None
+        assert last.usage.cached_tokens >= known - 1
+
+    scene(play, config=EngineConfig(max_num_seqs=1))
+
+
+@pytest.mark.req("R43", "B8")
+def test_reading_again_from_an_offset() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        with pytest.raises(InvalidRequest, match="no answer to read"):
+            await service.attach(name)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=60, ignore_eos=True)
+        first = await anext(stream)
+        again = asyncio.create_task(read(await service.attach(name, len(first.token_ids))))
+        whole = asyncio.create_task(read(await service.attach(name)))
+        text, ids, _ = await read(stream)
+        assert (await again)[1] == ids
+        assert (await whole)[0] == first.text + text
+        assert (await read(await service.attach(name)))[1] == [*first.token_ids, *ids]
+        with pytest.raises(InvalidRequest, match="nothing at 999"):
+            await anext(await service.attach(name, 999))
+
+    scene(play)
+
+
+@pytest.mark.req("R43", "G1", "G18")
+def test_an_answer_that_nobody_reads_ends_and_the_session_keeps_it() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
+        live: Any = service._model().master.find(name).live
+        while not live.is_over:
+            await asyncio.sleep(0.01)
+        _, ids, last = await read(stream)
+        assert last.finish_reason == "timeout"
+        assert tokens_of(service, name)[-len(ids) :] == ids
+        await service.append_input(name, "go on")
+        await read(await service.generate_stream(name))
+
+    scene(play, limits=SessionLimits(stall_timeout_s=None, max_unread_bytes=64))
+
+
+def test_a_reader_that_stalls_for_too_long() -> None:
+    async def play(service: SessionService) -> None:
+        client: Any = service._model().client
+        hold = Fault(FaultKind.STALL, after=5)
+        client.pool.cores[0].core._executor.backend.faults.add(hold)
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
+        live: Any = service._model().master.find(name).live
+        while live._ended_by is None:  # the alarm rings while the engine stands still
+            await asyncio.sleep(0.01)
+        hold.release.set()
+        assert (await read(stream))[2].finish_reason == "timeout"
+
+    scene(play, limits=SessionLimits(stall_timeout_s=0.05))
+
+
+@pytest.mark.req("R49")
+def test_errors_are_typed_and_change_nothing() -> None:
+    async def play(service: SessionService) -> None:
+        with pytest.raises(SessionNotFound, match="no session 'nobody'"):
+            await service.append_input("nobody", "hi")
+        with pytest.raises(SessionNotFound):
+            service.get("nobody")
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        with pytest.raises(InvalidRequest, match="append some input first"):
+            await service.generate_stream(name)
+        with pytest.raises(InvalidRequest, match="nothing to regenerate"):
+            await service.regenerate(name)
+        bad: list[Any] = [[], [1, -1], [{"role": "user"}], "\ud800", [99999], 7, None]
+        for given in bad:
+            with pytest.raises(InvalidRequest):
+                await service.append_input(name, given)
+        with pytest.raises(InvalidRequest, match="empty"):
+            await service.append_input(name, "", raw=True)
+        assert tokens_of(service, name) == []
+        await service.append_input(name, "hello")
+        await read(await service.generate_stream(name))
+        log = tokens_of(service, name)
+        with pytest.raises(ContextOverflow, match="has no room for an answer"):
+            await service.append_input(name, "x" * 1100)
+        for wrong in ({"at_turn": 3}, {"at_token": len(log) + 1}, {"at_turn": -1}):
+            with pytest.raises(InvalidRequest, match="can't be kept"):
+                await service.fork(name, **wrong)
+            with pytest.raises(InvalidRequest, match="can't be kept"):
+                await service.rewind(name, **wrong)
+        with pytest.raises(InvalidRequest, match="one of them"):
+            await service.rewind(name)
+        with pytest.raises(InvalidRequest, match="no input of this session"):
+            await service.edit(name, 1, "x")
+        with pytest.raises(ContextOverflow):
+            await service.edit(name, 0, "x" * 1100)
+        with pytest.raises(InvalidRequest, match="SamplingParams has no colour"):
+            await service.generate_stream(name, colour=1)
+        with pytest.raises(InvalidRequest, match="temperature"):
+            await service.generate_stream(name, temperature=-1)
+        with pytest.raises(ConfigError, match="overflow 'burst'"):
+            await service.create_session(overflow="burst")  # type: ignore[arg-type]
+        assert tokens_of(service, name) == log
+        assert service.get(name).state == "idle"
+        await service.end_session(name)
+        for call in (service.append_input(name, "x"), service.generate_stream(name), service.end_session(name)):
+            with pytest.raises(SessionEnded):
+                await call
+
+    scene(play)
+
+
+def test_ending_while_an_answer_runs_and_others_wait() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=400, ignore_eos=True)
+        await anext(stream)
+        waiting = asyncio.create_task(service.append_input(name, "later"))
+        await asyncio.sleep(0)
+        await service.end_session(name)
+        with pytest.raises(SessionEnded):
+            await waiting
+        assert (await read(stream))[2].finish_reason == "cancelled"
+        while (stats := await asyncio.to_thread(service._model().client.stats))[0].num_parked:  # type: ignore[union-attr]
+            pass
+        assert stats[0] is not None
+        assert service.list() == []
+
+    scene(play)
+
+
+def test_the_oldest_turns_go_where_that_is_wanted() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(
+            sampling_params=GREEDY, seed=1, overflow="drop_oldest_turns", system="be brief"
+        )
+        for turn in range(12):
+            await service.append_input(name, f"{turn} " + "x" * 80)
+            _, ids, _ = await read(await service.generate_stream(name))
+            log = tokens_of(service, name)
+            assert len(log) <= 1024
+            assert bytes(log).startswith(b"system: be brief\n")
+            assert ids == continuation(log[: len(log) - len(ids)], GREEDY, seed=1)
+        with pytest.raises(ContextOverflow, match="this input alone"):
+            await service.append_input(name, "x" * 1100)
+
+    scene(play)
+
+
+def test_raw_input_and_ids() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        assert await service.append_input(name, "abc", raw=True) == 3
+        assert await service.append_input(name, [100, 101]) == 5
+        _, ids, _ = await read(await service.generate_stream(name))
+        assert tokens_of(service, name) == [*b"abcde", *ids]
+        assert [turn.kind for turn in service.get(name).turns] == ["input", "answer"]
+
+    scene(play)
+
+
+@pytest.mark.req("R4")
+def test_bytes_and_time_bound_the_logs() -> None:
+    async def play(service: SessionService) -> None:
+        names = []
+        while service._log_bytes < service.limits.max_log_bytes:
+            names.append(await service.create_session(sampling_params=GREEDY))
+            await service.append_input(names[-1], "x" * 100, raw=True)
+        assert len(names) > 5
+        with pytest.raises(Overloaded, match="end some sessions first"):
+            await service.create_session()
+        with pytest.raises(Overloaded):
+            await service.append_input(names[0], "y")
+        await service.end_session(names[0])
+        await service.create_session()
+        assert service.end_idle(0.0) == len(names)
+        assert service._log_bytes == 0
+
+    scene(play, limits=SessionLimits(max_log_bytes=4000, stall_timeout_s=None))
+
+
+@pytest.mark.req("R4")
+def test_sessions_expire() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session()
+        while service.list():
+            await asyncio.sleep(0.01)
+        with pytest.raises(SessionEnded):
+            service.get(name)
+
+    scene(play, limits=SessionLimits(ttl_s=0.05))
+
+
+@pytest.mark.req("R1")
+def test_the_services_life() -> None:
+    async def play() -> None:
+        with pytest.raises(ModelNotLoaded, match=r"call SessionService\.init first"):
+            SessionService.current()
+        service = await SessionService.init()
+        assert SessionService.current() is service
+        with pytest.raises(ModelNotLoaded, match="load_model_with_workers"):
+            await service.create_session()
+        await service.load_model_with_workers("fake", {"max_num_seqs": 4}, num_workers=2)
+        name = await service.create_session(sampling_params=GREEDY)
+        await service.append_input(name, "hi")
+        await read(await service.generate_stream(name))
+        await service.reload()
+        assert service._model().client.num_cores == 2
+        with pytest.raises(SessionNotFound):
+            service.get(name)
+        other = await SessionService.init("fake")
+        assert SessionService.current() is other
+        await other.close()
+        with pytest.raises(ModelNotLoaded):
+            SessionService.current()
+        with pytest.raises(ModelNotLoaded):
+            await other.create_session()
+
+    asyncio.run(play())
+
+
+@pytest.mark.req("R9")
+def test_a_core_that_dies_costs_its_answers_and_no_session() -> None:
+    async def play(service: SessionService) -> None:
+        client: Any = service._model().client
+        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(4)]
+        for name in names:
+            await service.append_input(name, f"hello {name}")
+            await read(await service.generate_stream(name))
+        client.pool.cores[0].core._executor.backend.faults.add(Fault(FaultKind.FATAL, after=3))
+        for name in names:
+            await service.append_input(name, "more")
+        results = await asyncio.gather(*[read(await service.generate_stream(name)) for name in names])
+        assert "error" in {last.finish_reason for _, _, last in results}
+        for name in names:
+            total = await service.append_input(name, "and more")
+            _, ids, last = await read(await service.generate_stream(name))
+            assert last.error is None
+            assert ids == continuation(tokens_of(service, name)[:total], GREEDY, seed=1)
+
+    scene(play)
+
+
+def test_after_close() -> None:
+    async def play() -> None:
+        service = make_service()
+        name = await service.create_session(sampling_params=GREEDY)
+        await service.append_input(name, "a")
+        stream = await service.generate_stream(name, max_new_tokens=400, ignore_eos=True)
+        await anext(stream)
+        await service.close()
+        _, _, last = await read(stream)
+        assert last.finish_reason in ("cancelled", "shutdown")
+        with pytest.raises((ModelNotLoaded, EngineDead)):
+            await service.append_input(name, "b")
+
+    asyncio.run(play())
