@@ -313,9 +313,8 @@ class SessionService:
         if session.state is SessionState.ENDED or session.live is not live:
             return
         output = live.generation.output.outputs[0]
-        said = [token for token in output.token_ids if token != output.stop_reason]
-        session.take_answer(output, loaded.opened.text.tokenizer.decode(said))
-        session.state = SessionState.IDLE
+        session.take_answer(output, loaded.opened.text.tokenizer)
+        session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
         self._used(session)
         loaded.master.note_free(session)
 

@@ -15,6 +15,7 @@ from tokenmill.session.turns import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.session.live import LiveTurn
@@ -94,13 +95,27 @@ class Session:
         if ids is not None:
             return self._append_raw(ids, text, max_model_len)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        inbox = (*self._opening(), *self.inbox, *check_messages(messages))
-        step = self._continuation(inbox, text)
-        if step.keep + len(step.ids) >= max_model_len:
-            step = self._make_room(inbox, text, max_model_len, step)
-        self.inbox = inbox
+        checked = check_messages(messages)
+        before = (self.log, self.inbox)
+        self._reopen_input()
+        self.inbox = (*self._opening(), *self.inbox, *checked)
+        try:
+            step = self._continuation(self.inbox, text)
+            if step.keep + len(step.ids) >= max_model_len:
+                step = self._make_room(self.inbox, text, max_model_len, step)
+        except BaseException:
+            self.log, self.inbox = before
+            raise
         self.state = SessionState.APPENDING
         return step.keep + len(step.ids)
+
+    def _reopen_input(self) -> None:
+        """Messages that are in the log and not answered go back to the inbox: more come, and all are one turn."""
+        last = self.log.turns[-1] if self.log.turns else None
+        if last is not None and last.kind == "input" and last.messages and last.end is not None:
+            self.log = self.log.copy()
+            self.log.cut_at_turn(len(self.log.turns) - 1)
+            self.inbox = (*last.messages, *self.inbox)
 
     def _opening(self) -> tuple[Message, ...]:
         """The system prompt, before the first input."""
@@ -137,7 +152,9 @@ class Session:
 
     def _continuation(self, inbox: Sequence[Message], text: ModelText) -> Continuation:
         renderer = DeltaRenderer(text.chat_template(), **self.options.template_options)
-        return renderer.extend(self.log.tokens, self.log.messages, inbox, self.log.ended_with)
+        # Where something went in as it was, the messages are not all there is: nothing may be rendered anew from them.
+        past = [] if self.log.has_raw_input else self.log.messages
+        return renderer.extend(self.log.tokens, past, inbox, self.log.ended_with)
 
     def _make_room(
         self, inbox: Sequence[Message], text: ModelText, max_model_len: int, step: Continuation
@@ -167,6 +184,8 @@ class Session:
             self._rebuild(text)
         if not len(self.log):
             raise InvalidRequest("the session is empty: append some input first")
+        if self.log.ended_with is not None:
+            raise InvalidRequest("the last answer is complete: append some input first, or regenerate it")
 
     def _commit(self, step: Continuation) -> None:
         if step.ids or step.keep < len(self.log):
@@ -182,12 +201,20 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def take_answer(self, output: CompletionOutput, said: str) -> None:
-        """The answer is over, however it ended: its ids are part of the log."""
+    def take_answer(self, output: CompletionOutput, tokenizer: Tokenizer) -> None:
+        """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
+        if not output.token_ids:
+            return  # it was ended before it said anything: its input is still to be answered
+        begin = len(self.log)
+        if self.log.turns and self.log.turns[-1].kind == "answer":
+            self.log.turns.pop()
+            begin = self.log.begin_of(len(self.log.turns))
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None
+        ids = [*self.log.tokens[begin:], *output.token_ids]
+        said = tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
-        end = len(self.log) + len(output.token_ids)
-        self.log.add(len(self.log), output.token_ids, Turn("answer", (message,), end, stop, output.finish_reason))
+        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason)
+        self.log.add(len(self.log), output.token_ids, turn)
 
     # -- going back ---------------------------------------------------------------------------------------------------
 

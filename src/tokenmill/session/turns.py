@@ -45,6 +45,11 @@ class TokenLog:
         return [message for turn in self.turns for message in turn.messages]
 
     @property
+    def has_raw_input(self) -> bool:
+        """Did something go in as it was, outside any message?"""
+        return any(turn.kind == "input" and not turn.messages for turn in self.turns)
+
+    @property
     def ended_with(self) -> int | None:
         return self.turns[-1].ended_with if self.turns else None
 
