@@ -77,3 +77,11 @@ def bench_agreement(context: typer.Context) -> None:
     from tokenmill.bench.agreement import main as run
 
     raise typer.Exit(run(context.args))
+
+
+@bench.command("sessions", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_sessions(context: typer.Context) -> None:
+    """What a session saves at its last turn, and what a reader that stops costs the others."""
+    from tokenmill.bench.sessions import main as run
+
+    raise typer.Exit(run(context.args))

@@ -1,0 +1,198 @@
+"""`tokenmill bench sessions`: what a session saves, and what a reader that stops costs the others.
+
+First token: the last of many turns, in its session and as a stateless request with the same history and nothing cached,
+in turn. Stalled reader: the time between tokens of all readers but one, with that one reading and not reading, in turn;
+the ratio of two runs in which it reads (A/A) says how much of a difference is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.engine.request import Hints
+from tokenmill.params import SamplingParams
+from tokenmill.session.live import Chunk, LiveTurn
+from tokenmill.session.service import SessionLimits, SessionService
+
+FREE = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Seconds to the first token of the last turn."""
+
+    num_turns: int
+    tokens_a_turn: int
+    history: int
+    session_s: list[float]
+    stateless_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median of the pairs' ratios."""
+        return statistics.median(a / b for a, b in zip(self.session_s, self.stateless_s, strict=True))
+
+
+@dataclass(frozen=True)
+class StalledReader:
+    """99th percentile of the seconds between tokens, of all readers but one."""
+
+    num_readers: int
+    all_read_s: list[float]
+    again_s: list[float]
+    one_stopped_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(a / b for a, b in zip(self.one_stopped_s, self.all_read_s, strict=True))
+
+    @property
+    def noise(self) -> float:
+        """The median of the A/A ratios."""
+        return statistics.median(a / b for a, b in zip(self.again_s, self.all_read_s, strict=True))
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+async def first_token(service: SessionService, num_turns: int, tokens: int, num_pairs: int) -> FirstToken:
+    """Build a history turn by turn, then take its last turn again and again, in both ways."""
+    name = await service.create_session(sampling_params=FREE, seed=0)
+    vocabulary = service._model().opened.model.info.vocab_size
+    numbers = itertools.count(1)
+
+    def new_input() -> list[int]:
+        return [(7919 * next(numbers)) % (vocabulary - 1000) + 500 for _ in range(tokens)]
+
+    for turn in range(num_turns - 1):
+        await service.append_input(name, new_input())
+        async for _ in await service.generate_stream(name, tokens):
+            pass
+        say(f"history: turn {turn + 1} of {num_turns - 1}")
+    history = service.get(name).num_tokens
+    in_session, stateless = [], []
+    for pair in range(num_pairs):
+        given = new_input()
+        await service.rewind(name, at_token=history)
+        began = time.monotonic()
+        await service.append_input(name, given)
+        stream = await service.generate_stream(name, 1)
+        await anext(stream)
+        in_session.append(time.monotonic() - began)
+        async for _ in stream:
+            pass
+        log = service._model().master.find(name).log.tokens[: history + tokens].tolist()
+        stateless.append(await _stateless(service, log, pair))
+        say(f"pair {pair + 1}: {in_session[-1]:.3f} s in its session, {stateless[-1]:.3f} s without")
+    await service.end_session(name)
+    return FirstToken(num_turns, tokens, history + tokens, in_session, stateless)
+
+
+async def _stateless(service: SessionService, prompt: list[int], number: int) -> float:
+    """The same prompt as a request of its own; its namespace makes sure that nothing of it is cached."""
+    loaded, params = service._model(), SamplingParams(temperature=0, max_tokens=1)
+    began = time.monotonic()
+    hints = Hints(namespace=("cold", number))
+    generation = loaded.intake.generation(prompt, params, None, hints)
+    live = LiveTurn(generation, loaded.client, lambda _: None, None, 1 << 30)
+    loaded.client.submit(live.request, live.hear)
+    async for _ in live.read():
+        return time.monotonic() - began
+    raise AssertionError("an answer ends with a chunk")
+
+
+async def inter_token_p99(service: SessionService, num_readers: int, tokens: int, *, one_stops: bool) -> float:
+    """All readers but the first, between their chunks."""
+    gaps: list[float] = []
+
+    async def read(stream: AsyncIterator[Chunk]) -> None:
+        last: float | None = None
+        async for _ in stream:
+            now = time.monotonic()
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+
+    names = [await service.create_session(sampling_params=FREE, seed=i) for i in range(num_readers)]
+    for i, name in enumerate(names):
+        await service.append_input(name, [1000 + 37 * i + j for j in range(16)])
+    streams = [await service.generate_stream(name, tokens) for name in names]
+    first = asyncio.create_task(_read_nothing() if one_stops else _drain(streams[0]))
+    await asyncio.gather(*(read(stream) for stream in streams[1:]), first)
+    for name in names:
+        await service.end_session(name)
+    return statistics.quantiles(gaps, n=100)[98]
+
+
+async def _drain(stream: AsyncIterator[Chunk]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def _read_nothing() -> None:
+    """A reader that has stopped."""
+
+
+async def stalled_reader(service: SessionService, num_readers: int, tokens: int, num_pairs: int) -> StalledReader:
+    await inter_token_p99(service, num_readers, 4, one_stops=False)  # warm
+    reading, again, stopped = [], [], []
+    for pair in range(num_pairs):
+        reading.append(await inter_token_p99(service, num_readers, tokens, one_stops=False))
+        stopped.append(await inter_token_p99(service, num_readers, tokens, one_stops=True))
+        again.append(await inter_token_p99(service, num_readers, tokens, one_stops=False))
+        say(f"round {pair + 1}: p99 {reading[-1]:.3f} s, one stopped {stopped[-1]:.3f} s, again {again[-1]:.3f} s")
+    return StalledReader(num_readers, reading, again, stopped)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    limits = SessionLimits(stall_timeout_s=None)
+    report: dict[str, Any] = {}
+    async with SessionService(options.model, limits=limits, max_num_seqs=options.readers) as service:
+        if "first-token" in options.parts:
+            found = await first_token(service, options.turns, options.tokens, options.pairs)
+            report["first_token"] = {**asdict(found), "ratio": found.ratio}
+        if "stalled-reader" in options.parts:
+            stalled = await stalled_reader(service, options.readers, options.stalled_tokens, options.pairs)
+            report["stalled_reader"] = {**asdict(stalled), "ratio": stalled.ratio, "noise": stalled.noise}
+    return report
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tokenmill bench sessions", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--parts", nargs="+", default=["first-token", "stalled-reader"])
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=100, help="in, and out, of each turn (100)")
+    parser.add_argument("--readers", type=int, default=32)
+    parser.add_argument("--stalled-tokens", type=int, default=24, help="of each answer while one reader stalls (24)")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    report = asyncio.run(measure(options))
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    if "first_token" in report:
+        one = report["first_token"]
+        print(f"first token of turn {one['num_turns']}, {one['history']} tokens of history and input:")
+        print(f"  in its session  {statistics.median(one['session_s']):.3f} s")
+        print(f"  stateless, cold {statistics.median(one['stateless_s']):.3f} s")
+        print(f"  ratio           {one['ratio']:.3f}")
+    if "stalled_reader" in report:
+        two = report["stalled_reader"]
+        print(f"time between tokens of {two['num_readers'] - 1} readers, 99th percentile:")
+        print(f"  all read        {statistics.median(two['all_read_s']):.3f} s")
+        print(f"  one has stopped {statistics.median(two['one_stopped_s']):.3f} s")
+        print(f"  ratio           {two['ratio']:.3f} (A/A {two['noise']:.3f})")
+    return 0

@@ -1,0 +1,69 @@
+"""Sessions on the default model: twenty turns, each computing only what is new, each exact."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.session.helpers import read
+from tokenmill import LLM, SamplingParams, SessionService, open_model
+
+NUM_TURNS = 20
+AGREEMENT = 1e-3
+"""The stated agreement of log-probabilities, computed in two ways (docs/kv.md)."""
+QUESTIONS = ["What is the capital of France?", "Tell me more.", "Why is that so?", "And what about Italy?"]
+
+
+@pytest.mark.req("B1", "R2", "R4", "R5", "G4", "G15")
+def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default_model: Path) -> None:
+    model = open_model(str(default_model), device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=8)
+
+    async def talk(fresh: LLM) -> None:
+        async with SessionService(model, kv_cache_tokens=4096) as service:
+            name = await service.create_session(sampling_params=params)
+            session = service._model().master.find(name)
+            known = 0
+            for turn in range(NUM_TURNS):
+                total = await service.append_input(name, QUESTIONS[turn % len(QUESTIONS)])
+                first = await first_logprobs(service, name, turn)
+                usage = session.live.generation.output.usage  # type: ignore[union-attr]
+                computed = usage.prompt_tokens - usage.cached_tokens
+                assert computed <= total - known + 1, f"turn {turn}: {computed} tokens for {total - known} new ones"
+                check_fresh(fresh, session.log.tokens[:total].tolist(), first)
+                known = len(session.log)
+            assert len(session.log.turns) == 2 * NUM_TURNS
+
+    async def first_logprobs(service: SessionService, name: str, turn: int) -> Any:
+        """The answer, ended in a different way each time; log-probabilities of its first token."""
+        kinds: list[dict[str, Any]] = [
+            {}, {"stop": ("a",)}, {"stop_token_ids": (28,)}, {"max_tokens": 100, "ignore_eos": True},
+        ]  # fmt: skip
+        stream = await service.generate_stream(name, **{**kinds[turn % 4], "logprobs": 5})
+        if turn % 4 == 3:
+            await anext(stream)
+            await service.cancel_generate(name)
+        await read(stream)
+        live = service._model().master.find(name).live
+        assert live is not None
+        scores = live.generation.output.outputs[0].logprobs
+        return scores[0] if scores else None
+
+    def check_fresh(fresh: LLM, log: list[int], first: Any) -> None:
+        (out,) = fresh.generate([log], SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True))
+        assert out.usage.cached_tokens == 0
+        assert out.outputs[0].logprobs is not None
+        if first is None:  # a stop string took even the first token back
+            return
+        wanted = out.outputs[0].logprobs[0]
+        assert abs(first.logprob - wanted.logprob) < AGREEMENT
+        assert [token for token, _ in first.top] == [token for token, _ in wanted.top]
+
+    from tokenmill.config import EngineConfig
+
+    with LLM(model, config=EngineConfig(prefix_caching=False), kv_cache_tokens=2048) as fresh:
+        asyncio.run(talk(fresh))
+    model.close()

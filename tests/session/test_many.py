@@ -1,0 +1,114 @@
+"""Very many sessions: nobody is left behind, nobody reads another's words, and idle ones cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from tests.session.helpers import GREEDY, continuation, make_service, read
+from tokenmill.config import EngineConfig
+from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
+
+NUM_SESSIONS = 1000
+
+
+@pytest.mark.req("R9", "R36", "R3", "R8")
+def test_a_thousand_sessions_on_two_cores_with_room_for_eight() -> None:
+    async def play() -> None:
+        config = EngineConfig(max_num_seqs=8, max_queue=NUM_SESSIONS)
+        room = 8 * 64  # cells a core: eight conversations of that length
+        async with make_service(num_workers=2, cells=room // 2, max_seqs=16, config=config) as service:
+            names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(NUM_SESSIONS)]
+            for turn in range(2):
+                for i, name in enumerate(names):
+                    await service.append_input(name, f"<{i}> {turn}")
+                await asyncio.gather(*[read(await service.generate_stream(name, 4)) for name in names])
+            sessions = service._model().master.sessions
+            for i, name in enumerate(names):
+                log = sessions[name].log.tokens.tolist()
+                words = bytes(token for token in log if token < 256)
+                assert words.startswith(f"user: <{i}> 0\nassistant: ".encode())
+                assert words.count(b"<") >= 2
+                if i % 10 == 0:
+                    total = sessions[name].log.turns[-2].end or 0
+                    wanted = continuation(log[:total], GREEDY, seed=1)[:4]
+                    assert log[total:] == wanted[: len(log) - total]
+            for core in service._model().client.pool.cores:  # type: ignore[attr-defined]
+                stats = core.call(lambda one: (one.check_integrity(), one.stats())[1]).result(30)
+                assert stats.kv.num_cells == room // 2
+            for name in names:
+                await service.end_session(name)
+            for core in service._model().client.pool.cores:  # type: ignore[attr-defined]
+                stats = core.call(lambda one: (one.check_integrity(), one.stats())[1]).result(30)
+                assert (stats.num_parked, stats.kv.referenced_cells) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(play(), 240))
+
+
+@pytest.mark.req("R9")
+def test_ten_thousand_idle_sessions_cost_little() -> None:
+    tokens = 50
+
+    async def play() -> float:
+        async with make_service() as service:
+            first = await service.create_session(sampling_params=GREEDY)
+            await service.append_input(first, [1] * tokens)
+            gc.collect()
+            tracemalloc.start()
+            for _ in range(10_000):
+                name = await service.create_session(sampling_params=GREEDY)
+                await service.append_input(name, [1] * tokens)
+            gc.collect()
+            used, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            return used / 10_000
+
+    assert asyncio.run(play()) < 4096 + 8 * tokens
+
+
+@pytest.mark.req("G1", "R43", "B8")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_one_reader_of_many_stops_and_the_tick_schedule_is_the_same(depth: int) -> None:
+    async def schedule(*, one_stops: bool) -> list[tuple[Any, ...]]:
+        ticks: list[tuple[Any, ...]] = []
+        place: dict[str, int] = {}
+
+        def listen(event: Event) -> None:
+            if isinstance(event, TickEvent):
+                plan = event.plan
+                ticks.append((plan.tick, plan.rows.tolist(), plan.counts.tolist(), plan.num_decode, event.num_running))
+            elif isinstance(event, RequestEvent) and event.phase is Phase.ENDED:
+                ticks.append((place.get(event.request_id.partition("~")[0]), event.tick, event.num_tokens))
+
+        config = EngineConfig(max_num_seqs=33)
+        async with asyncio.timeout(60), make_service(depth, cells=8192, max_seqs=64, config=config) as service:
+            pool: Any = service._model().client.pool  # type: ignore[attr-defined]
+            hold = Fault(FaultKind.STALL)
+            pool.cores[0].core._executor.backend.faults.add(hold)
+            holder = await service.create_session(sampling_params=GREEDY, seed=1)
+            await service.append_input(holder, "hold")
+            held = asyncio.create_task(read(await service.generate_stream(holder, 1)))
+            await asyncio.to_thread(hold.stalled.wait, 30)
+            pool.subscribe(listen)
+            streams = []
+            for i in range(32):
+                name = await service.create_session(sampling_params=GREEDY, seed=1)
+                place[name] = i
+                await service.append_input(name, f"session {i}")
+                streams.append(await service.generate_stream(name, 30 + i, ignore_eos=True))
+            hold.release.set()
+            await held
+            readers = streams[1:] if one_stops else streams
+            await asyncio.gather(*(read(stream) for stream in readers))
+            if one_stops:
+                assert (await read(streams[0]))[2].finish_reason == "length"
+        return ticks
+
+    control = asyncio.run(schedule(one_stops=False))
+    assert asyncio.run(schedule(one_stops=True)) == control
+    assert len(control) > 60
