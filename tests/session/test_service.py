@@ -244,6 +244,13 @@ def test_reading_again_from_an_offset() -> None:
         assert (await again)[1] == ids
         assert (await whole)[0] == first.text + text
         assert (await read(await service.attach(name)))[1] == [*first.token_ids, *ids]
+        await service.rewind(name, at_turn=1)
+        stop = (first.token_ids + ids)[4]
+        _, stopped, _ = await read(await service.generate_stream(name, stop_token_ids=(stop,)))
+        for offset in range(len(stopped) + 1):
+            text, ids, last = await read(await service.attach(name, offset))
+            assert ids == stopped[offset:]
+            assert last.finish_reason == "stop"
         with pytest.raises(InvalidRequest, match="nothing at 999"):
             await anext(await service.attach(name, 999))
 

@@ -63,8 +63,9 @@ class OutputStream:
         return bisect.bisect_right(self._ends, self._num_shown)
 
     def num_chars(self, num_tokens: int) -> int:
-        """Characters of the text up to the end of so many settled tokens."""
-        return self._ends[num_tokens - 1] if num_tokens else 0
+        """Characters of the text up to the end of so many tokens; those at its very end may have none."""
+        known = min(num_tokens, len(self._ends))
+        return self._ends[known - 1] if known else 0
 
     def _show(self, text: str) -> str:
         """What may be seen of new text."""
