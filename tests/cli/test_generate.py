@@ -130,9 +130,9 @@ def test_a_conversation_and_its_commands(
     assert err.count(" tokens, ") == 3
     assert "/new     forget" in out
     assert "(the model's own)" in out
-    assert [len(one.past) for one in made] == [4, 3, 1]
-    assert [message["role"] for message in made[0].past] == ["user", "assistant"] * 2
-    assert made[2].past == [{"role": "system", "content": "be brief"}]
+    roles = [[message["role"] for message in one.session.log.messages] for one in made]
+    assert roles == [["user", "assistant"] * 2, ["system", "user", "assistant"], []]
+    assert made[2].session.system == "be brief"
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(
@@ -151,11 +151,11 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(
     monkeypatch.setattr("builtins.print", interrupted)
     talk(lambda _: conversation, None, reader("one"))
     monkeypatch.undo()
-    assert conversation.past[0] == {"role": "user", "content": "one"}
-    cut = len(conversation.log)
+    assert conversation.session.log.messages[0] == {"role": "user", "content": "one"}
+    cut = len(conversation.session.log)
     *_, out = conversation.ask("two")
     assert out.usage.cached_tokens >= cut - 1
-    assert len(conversation.past) == 4
+    assert len(conversation.session.log.messages) == 4
 
 
 def test_a_full_context_is_told_and_the_conversation_stays(
@@ -164,5 +164,5 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     conversation = begin(None)
     talk(lambda _: conversation, None, reader("one", "x" * 5000, "two"))
     err = capsys.readouterr().err
-    assert "no room for a new one; /new begins another" in err
-    assert len(conversation.past) == 4
+    assert "has no room for an answer; /new begins another" in err
+    assert len(conversation.session.log.messages) == 4

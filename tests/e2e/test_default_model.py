@@ -59,13 +59,13 @@ def test_streams_of_many_at_once_equal_the_whole(llm: LLM, default_model: Path) 
 def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
     talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=16))
     for turn, question in enumerate(["What is the capital of France?", "And of Italy?", "And what is 2 + 2?"]):
-        before = len(talk.log)
+        before = len(talk.session.log)
         *_, out = talk.ask(question)
         if turn:
             assert out.usage.cached_tokens >= before - 1
-        assert talk.log[: out.usage.prompt_tokens] == out.prompt_token_ids
-    assert "Paris" in talk.past[1]["content"]
-    assert "Rome" in talk.past[3]["content"]
+        assert talk.session.log.tokens[: out.usage.prompt_tokens].tolist() == out.prompt_token_ids
+    assert "Paris" in talk.session.log.messages[1]["content"]
+    assert "Rome" in talk.session.log.messages[3]["content"]
     answer = talk.ask("Count to one hundred.")
     next(answer)
     answer.close()  # type: ignore[attr-defined]

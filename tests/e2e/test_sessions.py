@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.session.helpers import read
 from tokenmill import LLM, SamplingParams, SessionService, open_model
 
 NUM_TURNS = 20
@@ -29,8 +28,7 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default
             known = 0
             for turn in range(NUM_TURNS):
                 total = await service.append_input(name, QUESTIONS[turn % len(QUESTIONS)])
-                first = await first_logprobs(service, name, turn)
-                usage = session.live.generation.output.usage  # type: ignore[union-attr]
+                first, usage = await first_logprobs(service, name, turn)
                 computed = usage.prompt_tokens - usage.cached_tokens
                 assert computed <= total - known + 1, f"turn {turn}: {computed} tokens for {total - known} new ones"
                 check_fresh(fresh, session.log.tokens[:total].tolist(), first)
@@ -38,19 +36,17 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default
             assert len(session.log.turns) == 2 * NUM_TURNS
 
     async def first_logprobs(service: SessionService, name: str, turn: int) -> Any:
-        """The answer, ended in a different way each time; log-probabilities of its first token."""
+        """The answer, ended in a different way each time; log-probabilities of its first token, and what it cost."""
         kinds: list[dict[str, Any]] = [
             {}, {"stop": ("a",)}, {"stop_token_ids": (28,)}, {"max_tokens": 100, "ignore_eos": True},
         ]  # fmt: skip
         stream = await service.generate_stream(name, **{**kinds[turn % 4], "logprobs": 5})
+        chunks = [await anext(stream)]
         if turn % 4 == 3:
-            await anext(stream)
             await service.cancel_generate(name)
-        await read(stream)
-        live = service._model().master.find(name).live
-        assert live is not None
-        scores = live.generation.output.outputs[0].logprobs
-        return scores[0] if scores else None
+        chunks += [chunk async for chunk in stream]
+        scores = [score for chunk in chunks for score in chunk.logprobs or ()]
+        return (scores[0] if scores else None), chunks[-1].usage
 
     def check_fresh(fresh: LLM, log: list[int], first: Any) -> None:
         (out,) = fresh.generate([log], SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True))

@@ -12,8 +12,8 @@ from tokenmill.core import BackendLimits, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams
+from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Chunk
-from tokenmill.session.service import SessionLimits
 
 CONFIG = FakeConfig(vocab_size=258, max_context=1024, block_size=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

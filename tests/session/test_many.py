@@ -17,7 +17,7 @@ from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 NUM_SESSIONS = 1000
 
 
-@pytest.mark.req("R9", "R36", "R3", "R8")
+@pytest.mark.req("R9", "R3", "R8")
 def test_a_thousand_sessions_on_two_cores_with_room_for_eight() -> None:
     async def play() -> None:
         config = EngineConfig(max_num_seqs=8, max_queue=NUM_SESSIONS)
@@ -60,9 +60,11 @@ def test_ten_thousand_idle_sessions_cost_little() -> None:
             await service.append_input(first, [1] * tokens)
             gc.collect()
             tracemalloc.start()
-            for _ in range(10_000):
+            for i in range(10_000):
                 name = await service.create_session(sampling_params=GREEDY)
-                await service.append_input(name, [1] * tokens)
+                await service.append_input(name, [1] * (tokens - 2))
+                if i % 10 == 0:  # some have been answered
+                    await read(await service.generate_stream(name, 2, ignore_eos=True))
             gc.collect()
             used, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()

@@ -25,7 +25,7 @@ from tokenmill.errors import (
     SessionNotFound,
 )
 from tokenmill.params import SamplingParams
-from tokenmill.session.service import SessionLimits
+from tokenmill.session.info import SessionLimits
 
 
 def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> None:

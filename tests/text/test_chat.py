@@ -5,33 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.text.families import byte_level
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.delta import DeltaRenderer
-from tokenmill.text.hf import HuggingFaceTokenizer
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-           "<|eot_id|>", "[INST]", "[/INST]"]  # fmt: skip
-
-
-def make_tokenizer() -> HuggingFaceTokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    # As Llama 3 and Qwen do it: line breaks are a piece of their own, whatever follows.
-    pieces = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s?[^\s]+|\s+"), "isolated")
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["user assistant system hello there what is this\n\n good answer "] * 30, trainer)
-    return HuggingFaceTokenizer(str(tokenizer.to_str()))
-
-
-TOKENIZER = make_tokenizer()
+TOKENIZER = byte_level(eos=())
 ID = TOKENIZER.special_tokens
 
 FAMILIES = {

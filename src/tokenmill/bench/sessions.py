@@ -21,8 +21,9 @@ from typing import Any
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.engine.request import Hints
 from tokenmill.params import SamplingParams
+from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Chunk, LiveTurn
-from tokenmill.session.service import SessionLimits, SessionService
+from tokenmill.session.service import SessionService
 
 FREE = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
 
@@ -106,7 +107,7 @@ async def _stateless(service: SessionService, prompt: list[int], number: int) ->
     hints = Hints(namespace=("cold", number))
     generation = loaded.intake.generation(prompt, params, None, hints)
     live = LiveTurn(generation, loaded.client, lambda _: None, None, 1 << 30)
-    loaded.client.submit(live.request, live.hear)
+    loaded.client.submit(generation.choices[0].request, live.hear)
     async for _ in live.read():
         return time.monotonic() - began
     raise AssertionError("an answer ends with a chunk")

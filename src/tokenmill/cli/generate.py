@@ -75,7 +75,7 @@ def _lines(prompt: str | None, file: Path | None) -> list[str]:
 
 def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[int]:
     """The text as the model expects it: as a question to it, unless it is to be continued as it is."""
-    if raw or not llm.has_chat_template:
+    if raw or llm.text.template is None:
         if system is not None:
             raise InvalidRequest("--system needs a chat template, and is not for --raw")
         return text

@@ -18,8 +18,8 @@ from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
 from tokenmill.progress import ProgressLine
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.messages import Message
+from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
 UNLIMITED = 1 << 62
@@ -60,13 +60,9 @@ class LLM:
         return self._opened.text.sampling_params(**changes)
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._opened.text.template is not None
-
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """The model's own; `InvalidRequest` if it has none."""
-        return self._opened.text.chat_template()
+    def text(self) -> ModelText:
+        """The model's tokenizer, chat template and recommended sampling parameters."""
+        return self._opened.text
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to where the model answers, as its own template writes it."""

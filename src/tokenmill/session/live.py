@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.inputs import Generation
 from tokenmill.errors import EngineDead, InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken, Usage
+from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,15 @@ class Chunk:
     token_ids: list[int]
     offset: int
     """Tokens of the answer before these: where to go on after a lost connection is `offset + len(token_ids)`."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Of each of the tokens, if they were asked for."""
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+def _nothing(_: LiveTurn) -> None:
+    """The end has been told."""
 
 
 class LiveTurn:
@@ -43,7 +49,7 @@ class LiveTurn:
         max_unread_bytes: int,
     ) -> None:
         self.generation = generation
-        self.request = generation.choices[0].request
+        self.request_id = generation.choices[0].request.request_id
         self._client = client
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -84,10 +90,12 @@ class LiveTurn:
     def _take(self, generated: GeneratedToken) -> None:
         delta = self.generation.take(0, generated)
         if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            self._tell_engine(lambda: self._client.finish(self.request.request_id, delta.keep_tokens or 0))
+            self._tell_engine(lambda: self._client.finish(self.request_id, delta.keep_tokens or 0))
         if generated.is_finished:
             self._stop_alarm()
             self._on_end(self)
+            self._on_end = _nothing
+            self.generation.forget_prompt()
             self.is_over = True
 
     # -- for the session ----------------------------------------------------------------------------------------------
@@ -95,7 +103,7 @@ class LiveTurn:
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the answer; its terminal chunk comes when the engine has let go of it."""
         self._ended_by = self._ended_by or reason
-        self._tell_engine(lambda: self._client.cancel(self.request.request_id, reason))
+        self._tell_engine(lambda: self._client.cancel(self.request_id, reason))
 
     def _tell_engine(self, call: Callable[[], None]) -> None:
         try:
@@ -133,9 +141,11 @@ class LiveTurn:
 
     def _chunk(self, text: str, ids: list[int], offset: int, is_over: bool) -> Chunk:
         whole = self.generation.output
+        scores = whole.outputs[0].logprobs
+        logprobs = None if scores is None else scores[offset : offset + len(ids)]
         if not is_over:
-            return Chunk(text, ids, offset)
-        return Chunk(text, ids, offset, whole.outputs[0].finish_reason, whole.usage, whole.error)
+            return Chunk(text, ids, offset, logprobs)
+        return Chunk(text, ids, offset, logprobs, whole.outputs[0].finish_reason, whole.usage, whole.error)
 
     # -- readers that do not read -------------------------------------------------------------------------------------
 

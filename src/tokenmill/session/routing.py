@@ -15,8 +15,12 @@ class Routing(Protocol):
         """The core of a new session; `opening` is the system prompt it begins with."""
         ...
 
-    def leave(self, core: int) -> None:
-        """A session of this core has ended."""
+    def leave(self, core: int, opening: str | None) -> None:
+        """A session of this core that began so has ended."""
+        ...
+
+    def stay(self, core: int, opening: str | None) -> None:
+        """A fork has joined the core of its parent."""
         ...
 
 
@@ -31,8 +35,11 @@ class RoundRobin:
         core, self._next = self._next, (self._next + 1) % self._num_cores
         return core
 
-    def leave(self, core: int) -> None:
+    def leave(self, core: int, opening: str | None) -> None:
         """It does not matter here."""
+
+    def stay(self, core: int, opening: str | None) -> None:
+        """Nor does this."""
 
 
 class LeastLoaded:
@@ -50,13 +57,20 @@ class LeastLoaded:
         cores = [core for core, load in enumerate(self._loads) if load <= least + self.SLACK]
         known = [core for core in cores if opening is not None and self._knows[opening, core]]
         core = min(known or cores, key=lambda one: self._loads[one])
+        self.stay(core, opening)
+        return core
+
+    def leave(self, core: int, opening: str | None) -> None:
+        self._loads[core] -= 1
+        if opening is not None:
+            self._knows[opening, core] -= 1
+            self._knows += Counter()  # without those that are zero
+
+    def stay(self, core: int, opening: str | None) -> None:
+        """A fork has joined a core."""
         self._loads[core] += 1
         if opening is not None:
             self._knows[opening, core] += 1
-        return core
-
-    def leave(self, core: int) -> None:
-        self._loads[core] -= 1
 
 
 def make_routing(policy: Policy, num_cores: int) -> Routing:

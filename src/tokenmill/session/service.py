@@ -4,59 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self, Unpack
 
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
-from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
+from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.engine.request import Hints
 from tokenmill.errors import ConfigError, InvalidRequest, ModelNotLoaded, Overloaded
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
+from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.live import Chunk, LiveTurn
 from tokenmill.session.master import Master
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.session import Input, Overflow, Session, SessionOptions, SessionState
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionLimits:
-    """How much sessions may take."""
-
-    max_log_bytes: int = 1024 * MIB
-    """Of all logs together; their number has no other limit."""
-    ttl_s: float | None = None
-    """A session that nobody has used for so long ends."""
-    stall_timeout_s: float | None = 30.0
-    """An answer that nobody reads for so long ends with `timeout`; None: never."""
-    max_unread_bytes: int = MIB
-    """An answer ends with `timeout` when so much of it is unread."""
-
-
-@dataclass(frozen=True)
-class TurnInfo:
-    """A turn, as `get` shows it."""
-
-    kind: str
-    messages: tuple[Mapping[str, Any], ...]
-    num_tokens: int | None
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class SessionInfo:
-    """A session, as `get` and `list` show it."""
-
-    session_id: str
-    state: str
-    core: int
-    num_tokens: int
-    turns: tuple[TurnInfo, ...]
 
 
 class SessionService:
@@ -85,7 +49,7 @@ class SessionService:
         self._bytes_of: dict[str, int] = {}
         self._expiry: asyncio.Task[None] | None = None
         if model is not None:
-            self._loaded = _Loaded(open_for_engine(model, options), num_workers, routing, client)
+            self._loaded = _Loaded(model, options, num_workers, routing, client)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -105,23 +69,20 @@ class SessionService:
             raise ModelNotLoaded("there is no service; call SessionService.init first")
         return cls._current
 
-    async def reload(
-        self, model: str | ModelHandle | None = None, *, num_workers: int | None = None, **options: Any
-    ) -> None:
-        """Close the model and open it again, or another. Sessions end."""
-        before = self._loaded
-        path = model or (before.opened.model.path and str(before.opened.model.path) if before else None) or "fake"
-        workers = num_workers or (before.client.num_cores if before else 1)
+    async def reload(self) -> None:
+        """Close the model and open it again as it was. Sessions end."""
+        before = self._model()
         await self._unload()
-        await self.load_model_with_workers(path, options, workers)
+        await self.load_model_with_workers(before.source, before.options, before.num_workers)
 
     async def load_model_with_workers(
         self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
     ) -> None:
         """Open a model on so many engine cores, in place of any before it; `params` are `EngineOptions`."""
-        opened = await asyncio.to_thread(open_for_engine, path, EngineOptions(**(params or {})))  # type: ignore[typeddict-item]
+        options = EngineOptions(**(params or {}))  # type: ignore[typeddict-item]
+        loaded = await asyncio.to_thread(_Loaded, path, options, num_workers, self._policy, None)
         await self._unload()
-        self._loaded = _Loaded(opened, num_workers, self._policy, None)
+        self._loaded = loaded
 
     async def close(self) -> None:
         """End all sessions and free the engine."""
@@ -189,27 +150,34 @@ class SessionService:
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
         """The answer to what was put in, as it grows. `changes` are fields of `SamplingParams`, for this one only."""
-        loaded = self._model()
-        if max_new_tokens is not None:
-            changes["max_tokens"] = max_new_tokens
 
-        def operation(session: Session) -> LiveTurn:
+        def prepare(session: Session) -> None:
             session.attempt = 0
-            return self._generate(loaded, session, changes)
 
-        return (await loaded.master.ask(session_id, operation)).read()
+        return await self._answer(session_id, prepare, max_new_tokens, changes)
 
     async def regenerate(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
         """Another answer in place of the last one; the same seed draws another."""
+        text = self._model().opened.text
+        return await self._answer(session_id, lambda session: session.drop_answer(text), max_new_tokens, changes)
+
+    async def _answer(
+        self, session_id: str, prepare: Callable[[Session], None], max_new_tokens: int | None, changes: dict[str, Any]
+    ) -> AsyncIterator[Chunk]:
         loaded = self._model()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
 
         def operation(session: Session) -> LiveTurn:
-            session.drop_answer(loaded.opened.text)
-            return self._generate(loaded, session, changes)
+            before = session.snapshot()
+            try:
+                prepare(session)
+                return self._generate(loaded, session, changes)
+            except BaseException:
+                session.restore(before)
+                raise
 
         return (await loaded.master.ask(session_id, operation)).read()
 
@@ -279,10 +247,10 @@ class SessionService:
         return await loaded.master.ask(session_id, operation)
 
     def get(self, session_id: str) -> SessionInfo:
-        return _info(self._model().master.find(session_id))
+        return info_of(self._model().master.find(session_id))
 
     def list(self) -> list[SessionInfo]:
-        return [_info(session) for session in self._model().master.sessions.values()]
+        return [info_of(session) for session in self._model().master.sessions.values()]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -304,7 +272,7 @@ class SessionService:
             self.limits.stall_timeout_s,
             self.limits.max_unread_bytes,
         )
-        loaded.client.submit(live.request, live.hear, session.core)
+        loaded.client.submit(generation.choices[0].request, live.hear, session.core)
         session.live, session.state = live, SessionState.GENERATING
         return live
 
@@ -325,6 +293,7 @@ class SessionService:
         if at_turn is not None or at_token is not None:
             child.rewind(loaded.opened.text, at_turn, at_token)
         loaded.master.add(child)
+        loaded.routing.stay(child.core, child.system)
         self._used(child)
         return child.session_id
 
@@ -333,7 +302,7 @@ class SessionService:
             session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
         session.state = SessionState.ENDED
         loaded.master.remove(session)
-        loaded.routing.leave(session.core)
+        loaded.routing.leave(session.core, session.system)
         self._log_bytes -= self._bytes_of.pop(session.session_id, 0)
         loaded.client.release(session.session_id)
 
@@ -380,8 +349,16 @@ class SessionService:
 class _Loaded:
     """A model, its engine and its sessions: what `reload` replaces."""
 
-    def __init__(self, opened: OpenedModel, num_workers: int, policy: Policy, client: EngineClient | None) -> None:
-        self.opened = opened
+    def __init__(
+        self,
+        source: str | ModelHandle,
+        options: EngineOptions,
+        num_workers: int,
+        policy: Policy,
+        client: EngineClient | None,
+    ) -> None:
+        self.source, self.options, self.num_workers = source, options, num_workers
+        opened = self.opened = open_for_engine(source, options)
         try:
             self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
             self.routing = make_routing(policy, self.client.num_cores)
@@ -404,11 +381,3 @@ def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingPara
     if changes.get("n", 1) != 1:
         raise InvalidRequest("an answer of a session is one; fork it for more")
     return replace(params, **changes)
-
-
-def _info(session: Session) -> SessionInfo:
-    turns = []
-    for i, turn in enumerate(session.log.turns):
-        count = None if turn.end is None else turn.end - session.log.begin_of(i)
-        turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
-    return SessionInfo(session.session_id, session.state.value, session.core, len(session.log), tuple(turns))

@@ -87,6 +87,13 @@ class Session:
         pending = sum(len(str(message.get("content", ""))) for message in self.inbox)
         return self.log.num_bytes + pending
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """Everything that an operation may change, to be put back if it fails."""
+        return self.log.copy(), self.inbox, self.state, self.attempt
+
+    def restore(self, before: tuple[Any, ...]) -> None:
+        self.log, self.inbox, self.state, self.attempt = before
+
     # -- input --------------------------------------------------------------------------------------------------------
 
     def append(self, given: Input, text: ModelText, max_model_len: int, *, raw: bool) -> int:

@@ -1,0 +1,55 @@
+"""What a service is told about limits, and what it tells about sessions. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.session.session import Session
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """How much sessions may take."""
+
+    max_log_bytes: int = 1024 * MIB
+    """Of all logs together; their number has no other limit."""
+    ttl_s: float | None = None
+    """A session that nobody has used for so long ends."""
+    stall_timeout_s: float | None = 30.0
+    """An answer that nobody reads for so long ends with `timeout`; None: never."""
+    max_unread_bytes: int = MIB
+    """An answer ends with `timeout` when so much of it is unread."""
+
+
+@dataclass(frozen=True)
+class TurnInfo:
+    """A turn, as `get` shows it."""
+
+    kind: str
+    messages: tuple[Mapping[str, Any], ...]
+    num_tokens: int | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session, as `get` and `list` show it."""
+
+    session_id: str
+    state: str
+    core: int
+    num_tokens: int
+    turns: tuple[TurnInfo, ...]
+
+
+def info_of(session: Session) -> SessionInfo:
+    """A snapshot of a session."""
+    turns = []
+    for i, turn in enumerate(session.log.turns):
+        count = None if turn.end is None else turn.end - session.log.begin_of(i)
+        turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
+    return SessionInfo(session.session_id, session.state.value, session.core, len(session.log), tuple(turns))
