@@ -79,12 +79,6 @@ class Generation:
     def num_generated(self) -> int:
         return sum(len(choice.output.token_ids) for choice in self.choices)
 
-    def forget_prompt(self) -> None:
-        """The request is over: give up what is as long as its prompt, for whoever keeps the answer."""
-        self.output.prompt_token_ids = []
-        for choice in self.choices:
-            choice.request.forget_log()
-
     def take(self, index: int, generated: GeneratedToken) -> TextDelta | None:
         """Add what the engine gave for a choice; None if that choice has ended already."""
         choice = self.choices[index]

@@ -198,10 +198,6 @@ class Request:
         self.finish_reason = reason
         self.error = error
 
-    def forget_log(self) -> None:
-        """It is over, and nobody will ask for its tokens."""
-        self.tokens, self._array = [], np.zeros(0, dtype=np.int32)
-
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)} tokens, row {self.row})"
 

@@ -8,9 +8,10 @@ not looked for too long loses the answer's rest; the session keeps what was said
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.inputs import Generation
@@ -33,8 +34,26 @@ class Chunk:
     error: str | None = None
 
 
-def _nothing(_: LiveTurn) -> None:
-    """The end has been told."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is over, in few bytes: for readers who come back."""
+
+    text: str
+    token_ids: array[int]
+    ends: array[int]
+    """Characters up to the end of each token."""
+    end: Chunk
+    """Finish reason, usage and error, without text."""
+
+    async def read(self, offset: int = 0) -> AsyncIterator[Chunk]:
+        """What it has from its `offset`-th token on, in one chunk."""
+        if not 0 <= offset <= len(self.token_ids):
+            raise InvalidRequest(f"the answer has {len(self.token_ids)} tokens; there is nothing at {offset}")
+        begin = self.ends[offset - 1] if offset else 0
+        scores = self.end.logprobs
+        logprobs = None if scores is None else scores[offset:]
+        ids = self.token_ids[offset:].tolist()
+        yield replace(self.end, text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs)
 
 
 class LiveTurn:
@@ -94,8 +113,6 @@ class LiveTurn:
         if generated.is_finished:
             self._stop_alarm()
             self._on_end(self)
-            self._on_end = _nothing
-            self.generation.forget_prompt()
             self.is_over = True
 
     # -- for the session ----------------------------------------------------------------------------------------------
@@ -104,6 +121,13 @@ class LiveTurn:
         """End the answer; its terminal chunk comes when the engine has let go of it."""
         self._ended_by = self._ended_by or reason
         self._tell_engine(lambda: self._client.cancel(self.request_id, reason))
+
+    def answer(self) -> Answer:
+        """It is over: all of it, without what only a running one needs."""
+        output, stream = self.generation.output.outputs[0], self.generation.choices[0].stream
+        ends = array("i", (stream.num_chars(count + 1) for count in range(len(output.token_ids))))
+        end = self._chunk("", [], 0, is_over=True)
+        return Answer(output.text, array("i", output.token_ids), ends, replace(end, logprobs=output.logprobs))
 
     def _tell_engine(self, call: Callable[[], None]) -> None:
         try:

@@ -17,7 +17,7 @@ from tokenmill.errors import ConfigError, InvalidRequest, ModelNotLoaded, Overlo
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
-from tokenmill.session.live import Chunk, LiveTurn
+from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.master import Master
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.session import Input, Overflow, Session, SessionOptions, SessionState
@@ -184,10 +184,11 @@ class SessionService:
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[Chunk]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
 
-        def operation(session: Session) -> LiveTurn:
-            if session.live is None:
+        def operation(session: Session) -> LiveTurn | Answer:
+            found = session.live or session.answer
+            if found is None:
                 raise InvalidRequest(f"session {session_id} has no answer to read")
-            return session.live
+            return found
 
         return (await self._model().master.ask(session_id, operation, at_once=True)).read(offset)
 
@@ -195,10 +196,9 @@ class SessionService:
         """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
 
         def operation(session: Session) -> LiveTurn | None:
-            running = session.live if session.state is SessionState.GENERATING else None
-            if running is not None:
-                running.cancel()
-            return running
+            if session.live is not None:
+                session.live.cancel()
+            return session.live
 
         live = await self._model().master.ask(session_id, operation, at_once=True)
         if live is None:
@@ -280,8 +280,8 @@ class SessionService:
         """The engine has let go of an answer, however it ended."""
         if session.state is SessionState.ENDED or session.live is not live:
             return
-        output = live.generation.output.outputs[0]
-        session.take_answer(output, loaded.opened.text.tokenizer)
+        session.take_answer(live.generation.output.outputs[0], loaded.opened.text.tokenizer)
+        session.live, session.answer = None, live.answer()
         session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
         self._used(session)
         loaded.master.note_free(session)
@@ -298,7 +298,7 @@ class SessionService:
         return child.session_id
 
     def _end(self, loaded: _Loaded, session: Session) -> None:
-        if session.live is not None and session.state is SessionState.GENERATING:
+        if session.live is not None:
             session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
         session.state = SessionState.ENDED
         loaded.master.remove(session)

@@ -18,7 +18,7 @@ from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tokenmill.session.live import LiveTurn
+    from tokenmill.session.live import Answer, LiveTurn
     from tokenmill.session.master import Command
 
 Overflow = Literal["error", "drop_oldest_turns"]
@@ -50,6 +50,7 @@ class Session:
     """A token log, its pending input, and the operations that wait for it. Owned by the service's event loop."""
 
     __slots__ = (
+        "answer",
         "attempt",
         "core",
         "inbox",
@@ -76,7 +77,9 @@ class Session:
         self.attempt = 0
         """Counts regenerations, so that each draws anew."""
         self.live: LiveTurn | None = None
-        """The answer on its way, or the last one, for readers who come back."""
+        """The answer on its way."""
+        self.answer: Answer | None = None
+        """The last one that is over, for readers who come back."""
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
         self.last_used = now
