@@ -28,8 +28,10 @@ BUGS = [
     PlantedBug(
         "ended sessions keep their KV", SessionService, "_end", "loaded.client.release(session.session_id)", "pass"
     ),
-    PlantedBug("answers of one session mix with another's seed", SessionService, "_generate",
-               '"seed": options.seed', '"seed": options.seed + 1'),
+    PlantedBug(
+        "a fork draws with its parent's seed and attempt forgotten", SessionService, "_generate",
+        '"attempt": session.attempt', '"attempt": 0',
+    ),
 ]  # fmt: skip
 
 

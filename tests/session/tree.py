@@ -50,7 +50,7 @@ class Twin:
             self.inbox = self.asked.pop()
 
     def copy(self) -> Twin:
-        return Twin(list(self.log), list(self.ends), list(self.inbox), list(self.asked))
+        return Twin(list(self.log), list(self.ends), list(self.inbox), list(self.asked), self.attempt)
 
     @property
     def is_complete(self) -> bool:
@@ -135,7 +135,7 @@ class Tree:
         params = SamplingParams(
             temperature=session.options.sampling.temperature, max_tokens=max(len(said), 1), attempt=twin.attempt
         )
-        wanted = continuation(twin.log, params, seed=SEED)[: len(said)]
+        wanted = continuation(twin.log, params, seed=session.options.sampling.seed or 0)[: len(said)]
         assert said == wanted, f"{name} says {said}, computed anew {wanted}"
         assert last.finish_reason in ("length", "stop", "cancelled", "error"), last
         twin.log += said
@@ -161,7 +161,7 @@ class Tree:
 
     def cut(self, twin: Twin, keep: int) -> Twin:
         ends = twin.ends[:keep]
-        return Twin(twin.log[: ends[-1] if ends else 0], ends, [], twin.asked[: (keep + 1) // 2])
+        return Twin(twin.log[: ends[-1] if ends else 0], ends, [], twin.asked[: (keep + 1) // 2], twin.attempt)
 
     async def rewind(self, name: str) -> None:
         twin = self.twins[name]

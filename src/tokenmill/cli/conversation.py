@@ -19,7 +19,7 @@ class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm = llm
         self._params = params
-        self.session = Session("chat", 0, SessionOptions(sampling=params, seed=0), system, now=0.0)
+        self.session = Session("chat", 0, SessionOptions(sampling=params), system, now=0.0)
 
     def ask(self, question: str) -> Iterator[RequestOutput]:
         """The answer as it grows. Leaving the loop ends the answer; the conversation goes on with what was said."""

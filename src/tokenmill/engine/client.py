@@ -25,6 +25,11 @@ class EngineClient(Protocol):
     @property
     def num_cores(self) -> int: ...
 
+    @property
+    def cores_alive(self) -> list[int]:
+        """The cores that take requests."""
+        ...
+
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
         ...
@@ -60,6 +65,10 @@ class InlineClient:
     @property
     def num_cores(self) -> int:
         return 1
+
+    @property
+    def cores_alive(self) -> list[int]:
+        return [] if self.core.closed or self.core.failure is not None else [0]
 
     def release(self, owner: str) -> None:
         with deferred_interrupts():
@@ -118,6 +127,10 @@ class ThreadClient:
     @property
     def num_cores(self) -> int:
         return len(self.pool.cores)
+
+    @property
+    def cores_alive(self) -> list[int]:
+        return [i for i, core in enumerate(self.pool.cores) if core.is_alive]
 
     def release(self, owner: str) -> None:
         self.pool.release(owner)

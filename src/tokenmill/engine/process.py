@@ -88,6 +88,10 @@ class ProcessClient:
     def num_cores(self) -> int:
         return self._num_cores
 
+    @property
+    def cores_alive(self) -> list[int]:
+        return list(range(self._num_cores)) if self._gone is None else []
+
     def release(self, owner: str) -> None:
         with self._lock:
             if self._gone is None:

@@ -50,6 +50,7 @@ def info_of(session: Session) -> SessionInfo:
     """A snapshot of a session."""
     turns = []
     for i, turn in enumerate(session.log.turns):
-        count = None if turn.end is None else turn.end - session.log.begin_of(i)
+        begin = session.log.begin_of(i)
+        count = None if turn.end is None or begin is None else turn.end - begin
         turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
     return SessionInfo(session.session_id, session.state.value, session.core, len(session.log), tuple(turns))

@@ -77,11 +77,11 @@ class LiveTurn:
         self._grown = asyncio.Event()
         self._stall_timeout_s = stall_timeout_s
         self._max_unread_bytes = max_unread_bytes
-        self._last_read = self._loop.time()
         self._num_read = 0
         """Characters that some reader has had."""
+        self._unread_since: float | None = None
+        """When there was first something that no reader has had."""
         self._alarm: asyncio.TimerHandle | None = None
-        self._ended_by: FinishReason | None = None
         self.is_over = False
         """Has the engine let go of it? After a stop string that is a step later; only then readers hear the end."""
 
@@ -119,7 +119,6 @@ class LiveTurn:
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the answer; its terminal chunk comes when the engine has let go of it."""
-        self._ended_by = self._ended_by or reason
         self._tell_engine(lambda: self._client.cancel(self.request_id, reason))
 
     def answer(self) -> Answer:
@@ -152,7 +151,7 @@ class LiveTurn:
         while True:
             grown = self._grown
             is_over, settled = self.is_over, self.num_settled
-            text = output.text[num_chars:]
+            text = self._visible_text(settled)[num_chars:]
             if is_over or text or settled > offset:
                 chunk = self._chunk(text, output.token_ids[offset:settled], offset, is_over)
                 offset, num_chars = settled, num_chars + len(text)
@@ -162,6 +161,11 @@ class LiveTurn:
                     return
             else:
                 await grown.wait()
+
+    def _visible_text(self, settled: int) -> str:
+        """The text of settled tokens: a chunk's text and its ids belong together, so that one can go on after it."""
+        text = self.generation.output.outputs[0].text
+        return text if self.is_over else text[: self.generation.choices[0].stream.num_chars(settled)]
 
     def _chunk(self, text: str, ids: list[int], offset: int, is_over: bool) -> Chunk:
         whole = self.generation.output
@@ -174,13 +178,18 @@ class LiveTurn:
     # -- readers that do not read -------------------------------------------------------------------------------------
 
     def _note_read(self, num_chars: int) -> None:
-        self._last_read = self._loop.time()
         self._num_read = max(self._num_read, num_chars)
+        self._unread_since = self._loop.time() if self._unread() else None
+
+    def _unread(self) -> str:
+        return self.generation.output.outputs[0].text[self._num_read :]
 
     def _watch_reader(self) -> None:
         """Something is there to read: it must be, before long."""
-        unread = len(self.generation.output.outputs[0].text) - self._num_read
-        if 4 * unread > self._max_unread_bytes:
+        unread = self._unread()
+        if unread and self._unread_since is None:
+            self._unread_since = self._loop.time()
+        if 4 * len(unread) > self._max_unread_bytes and len(unread.encode()) > self._max_unread_bytes:
             self.cancel(FinishReason.TIMEOUT)
         elif self._alarm is None and self._stall_timeout_s is not None:
             self._alarm = self._loop.call_later(self._stall_timeout_s, self._look_at_reader)
@@ -189,13 +198,11 @@ class LiveTurn:
         self._alarm = None
         if self.is_over or self._stall_timeout_s is None:
             return
-        unread = len(self.generation.output.outputs[0].text) > self._num_read
-        late = self._loop.time() - self._last_read
-        if unread and late >= self._stall_timeout_s:
+        late = 0.0 if self._unread_since is None else self._loop.time() - self._unread_since
+        if late >= self._stall_timeout_s:
             self.cancel(FinishReason.TIMEOUT)
         else:
-            wait = self._stall_timeout_s - (late if unread else 0.0)
-            self._alarm = self._loop.call_later(max(wait, 0.001), self._look_at_reader)
+            self._alarm = self._loop.call_later(self._stall_timeout_s - late, self._look_at_reader)
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tokenmill.errors import EngineDead, SessionBusy, SessionEnded, SessionNotFound
+from tokenmill.errors import EngineDead, InvalidRequest, SessionBusy, SessionEnded, SessionNotFound
 from tokenmill.session.session import Session, SessionState
 
 MAX_WAITING = 8
@@ -44,15 +44,20 @@ class Master:
         self._ingress: asyncio.Queue[Command | str] = asyncio.Queue()
         """Commands, and the names of sessions that are free again."""
         self._consumer: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     async def ask(self, session_id: str, operation: Callable[[Session], T], *, at_once: bool = False) -> T:
         """Have something done with a session when its turn comes; the result."""
         if self._closed:
             raise EngineDead("the service was closed")
+        loop = asyncio.get_running_loop()
         if self._consumer is None:
+            self._loop = loop
             self._consumer = asyncio.create_task(self._consume(), name="tokenmill-master")
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        elif self._loop is not loop:
+            raise InvalidRequest("a service belongs to the event loop that it was first used on")
+        answer: asyncio.Future[T] = loop.create_future()
         self._ingress.put_nowait(Command(session_id, operation, answer, at_once))
         return await answer
 
@@ -75,6 +80,8 @@ class Master:
             self._ingress.put_nowait(session.session_id)
 
     def find(self, session_id: str) -> Session:
+        if not isinstance(session_id, str):
+            raise SessionNotFound(f"a session's name is a text, not {type(session_id).__name__}")
         session = self.sessions.get(session_id)
         if session is not None:
             return session
@@ -110,6 +117,8 @@ class Master:
         except SessionNotFound as error:
             _fail(command, error)
             return
+        if session.waiting:  # some may have left
+            session.waiting = deque(one for one in session.waiting if not one.answer.cancelled())
         is_free = session.state is not SessionState.GENERATING and not session.waiting
         if command.at_once or is_free:
             _carry_out(session, command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from tokenmill.errors import ConfigError
@@ -11,8 +12,8 @@ Policy = Literal["round_robin", "least_loaded"]
 
 
 class Routing(Protocol):
-    def choose(self, opening: str | None) -> int:
-        """The core of a new session; `opening` is the system prompt it begins with."""
+    def choose(self, opening: str | None, alive: Sequence[int]) -> int:
+        """The core of a new session, one of those alive; `opening` is the system prompt it begins with."""
         ...
 
     def leave(self, core: int, opening: str | None) -> None:
@@ -31,8 +32,10 @@ class RoundRobin:
         self._num_cores = num_cores
         self._next = 0
 
-    def choose(self, opening: str | None) -> int:  # noqa: ARG002
-        core, self._next = self._next, (self._next + 1) % self._num_cores
+    def choose(self, opening: str | None, alive: Sequence[int]) -> int:  # noqa: ARG002
+        in_turn = [*range(self._next, self._num_cores), *range(self._next)]
+        core: int = next(core for core in in_turn if core in alive)
+        self._next = (core + 1) % self._num_cores
         return core
 
     def leave(self, core: int, opening: str | None) -> None:
@@ -52,9 +55,9 @@ class LeastLoaded:
         self._loads = [0] * num_cores
         self._knows: Counter[tuple[str, int]] = Counter()
 
-    def choose(self, opening: str | None) -> int:
-        least = min(self._loads)
-        cores = [core for core, load in enumerate(self._loads) if load <= least + self.SLACK]
+    def choose(self, opening: str | None, alive: Sequence[int]) -> int:
+        least = min(self._loads[core] for core in alive)
+        cores = [core for core in alive if self._loads[core] <= least + self.SLACK]
         known = [core for core in cores if opening is not None and self._knows[opening, core]]
         core = min(known or cores, key=lambda one: self._loads[one])
         self.stay(core, opening)

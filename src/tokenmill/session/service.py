@@ -13,14 +13,26 @@ from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.engine.request import Hints
-from tokenmill.errors import ConfigError, InvalidRequest, ModelNotLoaded, Overloaded
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotLoaded, Overloaded
 from tokenmill.outputs import FinishReason
-from tokenmill.params import SamplingParams
+from tokenmill.params import MAX_SEED, SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.master import Master
 from tokenmill.session.routing import Policy, make_routing
-from tokenmill.session.session import Input, Overflow, Session, SessionOptions, SessionState
+from tokenmill.session.session import (
+    Input,
+    Overflow,
+    Session,
+    SessionOptions,
+    SessionState,
+    check_template_options,
+    whole_number,
+)
+from tokenmill.text.delta import DeltaRenderer
+
+FORK_STEP = 0x1E3779B97F4A7C15
+"""Between the seeds of a session's forks: large and odd, so that they never meet."""
 
 
 class SessionService:
@@ -48,6 +60,9 @@ class SessionService:
         self._log_bytes = 0
         self._bytes_of: dict[str, int] = {}
         self._expiry: asyncio.Task[None] | None = None
+        self._lifecycle = asyncio.Lock()
+        """Around loading, reloading and closing: one of them at a time."""
+        self._is_closed = False
         if model is not None:
             self._loaded = _Loaded(model, options, num_workers, routing, client)
 
@@ -72,25 +87,37 @@ class SessionService:
     async def reload(self) -> None:
         """Close the model and open it again as it was. Sessions end."""
         before = self._model()
-        await self._unload()
-        await self.load_model_with_workers(before.source, before.options, before.num_workers)
+        async with self._lifecycle:
+            await self._unload()
+            await self._load(before.source, before.options, before.num_workers)
 
     async def load_model_with_workers(
         self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
     ) -> None:
         """Open a model on so many engine cores, in place of any before it; `params` are `EngineOptions`."""
-        options = EngineOptions(**(params or {}))  # type: ignore[typeddict-item]
+        async with self._lifecycle:
+            await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
+
+    async def _load(self, path: str | ModelHandle, options: EngineOptions, num_workers: int) -> None:
         loaded = await asyncio.to_thread(_Loaded, path, options, num_workers, self._policy, None)
         await self._unload()
+        if self._is_closed:
+            await loaded.close()
+            raise EngineDead("the service was closed")
         self._loaded = loaded
 
     async def close(self) -> None:
-        """End all sessions and free the engine."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-        await self._unload()
+        """End all sessions and free the engine, for good."""
+        self._is_closed = True
         if SessionService._current is self:
             SessionService._current = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        async with self._lifecycle:
+            await self._unload()
 
     async def _unload(self) -> None:
         loaded, self._loaded = self._loaded, None
@@ -116,18 +143,26 @@ class SessionService:
         loaded = self._model()
         if overflow not in ("error", "drop_oldest_turns"):
             raise ConfigError(f"overflow {overflow!r} is not known; known: 'error', 'drop_oldest_turns'")
-        self._check_room()
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest(f"the system prompt must be a text, not {type(system).__name__}")
+        Hints(key=key, priority=priority)
+        sampling = loaded.opened.text.sampling_params(max_tokens=None) if sampling_params is None else sampling_params
+        chosen = seed if seed is not None else getattr(sampling, "seed", None)
         options = SessionOptions(
-            sampling=sampling_params or loaded.opened.text.sampling_params(max_tokens=None),
-            seed=secrets.randbits(63) if seed is None else seed,
+            sampling=_changed(sampling, {"seed": secrets.randbits(63) if chosen is None else chosen}),
             overflow=overflow,
-            template_options=dict(template_options or {}),
+            template_options=check_template_options(template_options),
             key=key,
             priority=priority,
+            renderer=loaded.renderer(template_options),
         )
+        self._check_room()
         name, now = secrets.token_urlsafe(12), asyncio.get_running_loop().time()
-        loaded.master.add(Session(name, loaded.routing.choose(system), options, system, now))
-        if self.limits.ttl_s is not None and self._expiry is None:
+        core = loaded.routing.choose(system, loaded.cores_alive())
+        session = Session(name, core, options, system, now)
+        loaded.master.add(session)
+        self._used(session)
+        if self.limits.ttl_s is not None and (self._expiry is None or self._expiry.done()):
             self._expiry = asyncio.create_task(self._expire(self.limits.ttl_s), name="tokenmill-expiry")
         return name
 
@@ -185,6 +220,7 @@ class SessionService:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
 
         def operation(session: Session) -> LiveTurn | Answer:
+            self._used(session)
             found = session.live or session.answer
             if found is None:
                 raise InvalidRequest(f"session {session_id} has no answer to read")
@@ -219,7 +255,8 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> list[str]:
-            self._check_room()
+            if n is not None and whole_number("n", n) < 1:
+                raise InvalidRequest(f"n must be at least 1, not {n}")
             return [self._fork(loaded, session, at_turn, at_token) for _ in range(1 if n is None else n)]
 
         names = await loaded.master.ask(session_id, operation)
@@ -240,6 +277,7 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
+            self._check_room()
             num_tokens = session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
             self._used(session)
             return num_tokens
@@ -255,13 +293,15 @@ class SessionService:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _model(self) -> _Loaded:
+        if self._is_closed:
+            raise EngineDead("the service was closed")
         if self._loaded is None:
             raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
         return self._loaded
 
     def _generate(self, loaded: _Loaded, session: Session, changes: Mapping[str, Any]) -> LiveTurn:
         text, options = loaded.opened.text, session.options
-        params = _changed(options.sampling, {"seed": options.seed, "attempt": session.attempt, **changes})
+        params = _changed(options.sampling, {"attempt": session.attempt, **changes})
         session.commit_input(text)
         hints = Hints(key=options.key, priority=options.priority, owner=session.session_id)
         generation = loaded.intake.generation(session.log.tokens, params, session.session_id, hints)
@@ -272,6 +312,9 @@ class SessionService:
             self.limits.stall_timeout_s,
             self.limits.max_unread_bytes,
         )
+        if session.core not in loaded.cores_alive():  # its core is gone for good: it is a log, and goes on elsewhere
+            loaded.routing.leave(session.core, session.system)
+            session.core = loaded.routing.choose(session.system, loaded.cores_alive())
         loaded.client.submit(generation.choices[0].request, live.hear, session.core)
         session.live, session.state = live, SessionState.GENERATING
         return live
@@ -287,9 +330,12 @@ class SessionService:
         loaded.master.note_free(session)
 
     def _fork(self, loaded: _Loaded, session: Session, at_turn: int | None, at_token: int | None) -> str:
+        self._check_room()
         now = asyncio.get_running_loop().time()
-        child = Session(secrets.token_urlsafe(12), session.core, session.options, session.system, now)
-        child.log, child.inbox, child.state = session.log.copy(), session.inbox, session.state
+        session.num_forks += 1
+        options = replace(session.options, sampling=_with_next_seed(session.options.sampling, session.num_forks))
+        child = Session(secrets.token_urlsafe(12), session.core, options, session.system, now)
+        child.restore(session.snapshot())
         if at_turn is not None or at_token is not None:
             child.rewind(loaded.opened.text, at_turn, at_token)
         loaded.master.add(child)
@@ -323,8 +369,7 @@ class SessionService:
         """End sessions that nobody has used for long enough."""
         while True:
             await asyncio.sleep(ttl_s / 4)
-            loaded = self._loaded
-            if loaded is not None:
+            if self._loaded is not None:
                 self.end_idle(ttl_s)
 
     def end_idle(self, seconds: float) -> int:
@@ -357,7 +402,10 @@ class _Loaded:
         policy: Policy,
         client: EngineClient | None,
     ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
         self.source, self.options, self.num_workers = source, options, num_workers
+        self._renderers: dict[str, DeltaRenderer] = {}
         opened = self.opened = open_for_engine(source, options)
         try:
             self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
@@ -368,6 +416,22 @@ class _Loaded:
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
 
+    def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
+        """One for all sessions with these template options; None for a model without a template."""
+        if self.opened.text.template is None:
+            return None
+        name = repr(sorted((options or {}).items(), key=repr))
+        if name not in self._renderers:
+            self._renderers[name] = DeltaRenderer(self.opened.text.template, **(options or {}))
+        return self._renderers[name]
+
+    def cores_alive(self) -> list[int]:
+        """`EngineDead` if there is none left."""
+        alive = self.client.cores_alive
+        if not alive:
+            raise EngineDead("all engine cores are gone; reload the model")
+        return alive
+
     async def close(self) -> None:
         await self.master.close()
         await asyncio.to_thread(self.client.close)
@@ -375,9 +439,16 @@ class _Loaded:
 
 
 def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     unknown = set(changes) - set(SamplingParams.__dataclass_fields__)
     if unknown:
         raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
-    if changes.get("n", 1) != 1:
+    if changes.get("n", params.n) != 1:
         raise InvalidRequest("an answer of a session is one; fork it for more")
     return replace(params, **changes)
+
+
+def _with_next_seed(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of a session's fork: a seed that follows from its parent's, so that it draws otherwise."""
+    return replace(params, seed=((params.seed or 0) + number * FORK_STEP) % MAX_SEED)

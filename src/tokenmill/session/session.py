@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,12 +39,14 @@ class SessionOptions:
     """What a session is created with, and its forks inherit."""
 
     sampling: SamplingParams
-    seed: int
+    """With a seed: the same conversation draws the same answers."""
     overflow: Overflow = "error"
     template_options: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
     """Whose session it is, for fairness between keys."""
     priority: int = 0
+    renderer: DeltaRenderer | None = None
+    """Shared by the sessions of a service that have the same template options."""
 
 
 class Session:
@@ -57,6 +60,7 @@ class Session:
         "last_used",
         "live",
         "log",
+        "num_forks",
         "options",
         "session_id",
         "state",
@@ -74,6 +78,7 @@ class Session:
         self.inbox: tuple[Message, ...] = ()
         """Messages that came since the last answer: rendered together when it is asked for."""
         self.state = SessionState.IDLE
+        self.num_forks = 0
         self.attempt = 0
         """Counts regenerations, so that each draws anew."""
         self.live: LiveTurn | None = None
@@ -87,8 +92,8 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """What its log costs."""
-        pending = sum(len(str(message.get("content", ""))) for message in self.inbox)
-        return self.log.num_bytes + pending
+        pending = sum(len(str(message)) for message in self.inbox)
+        return self.log.num_bytes + pending + len(self.system or "")
 
     def snapshot(self) -> tuple[Any, ...]:
         """Everything that an operation may change, to be put back if it fails."""
@@ -105,7 +110,7 @@ class Session:
         if ids is not None:
             return self._append_raw(ids, text, max_model_len)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        checked = check_messages(messages)
+        checked = copy.deepcopy(check_messages(messages))  # the caller's own may change
         before = (self.log, self.inbox)
         self._reopen_input()
         self.inbox = (*self._opening(), *self.inbox, *checked)
@@ -134,7 +139,8 @@ class Session:
 
     def _raw_ids(self, given: Input, text: ModelText, raw: bool) -> list[int] | None:
         if isinstance(given, str):
-            return text.tokenizer.encode(given, add_special=not len(self.log)) if raw else None
+            is_first = not len(self.log) and not self.inbox
+            return text.tokenizer.encode(given, add_special=is_first) if raw else None
         if isinstance(given, Sequence) and len(given) and isinstance(given[0], Mapping):
             return None
         ids = token_ids("input", given)
@@ -147,21 +153,23 @@ class Session:
         """Ids that go in as they are, after any messages that wait."""
         if not ids:
             raise InvalidRequest("the input is empty")
+        if self._opening():
+            raise InvalidRequest("a session with a system prompt begins with a message, not with ids or raw text")
         waiting = self._continuation(self.inbox, text) if self.inbox else Continuation(len(self.log), [])
         total = waiting.keep + len(waiting.ids) + len(ids)
         if total >= max_model_len:
             raise ContextOverflow(f"{total} tokens; the context of {max_model_len} has no room for an answer")
         self._commit(waiting)
         turn = Turn("input", (), len(self.log) + len(ids))
-        if self.log.turns and self.log.turns[-1].kind == "input":  # one turn until it is answered
-            last = self.log.turns.pop()
-            turn = Turn("input", last.messages, turn.end)
+        last = self.log.turns[-1] if self.log.turns else None
+        if last is not None and last.kind == "input" and not last.messages:  # one turn until something else comes
+            self.log.turns.pop()
         self.log.add(len(self.log), ids, turn)
         self.state = SessionState.APPENDING
         return len(self.log)
 
     def _continuation(self, inbox: Sequence[Message], text: ModelText) -> Continuation:
-        renderer = DeltaRenderer(text.chat_template(), **self.options.template_options)
+        renderer = self.options.renderer or DeltaRenderer(text.chat_template(), **self.options.template_options)
         # Where something went in as it was, the messages are not all there is: nothing may be rendered anew from them.
         past = [] if self.log.has_raw_input else self.log.messages
         return renderer.extend(self.log.tokens, past, inbox, self.log.ended_with)
@@ -190,8 +198,6 @@ class Session:
         """Put the messages that wait into the log: an answer is asked for."""
         if self.inbox:
             self._commit(self._continuation(self.inbox, text))
-        elif not len(self.log) and self.log.turns:  # the template has rewritten what is left: render it
-            self._rebuild(text)
         if not len(self.log):
             raise InvalidRequest("the session is empty: append some input first")
         if self.log.ended_with is not None:
@@ -202,12 +208,18 @@ class Session:
             self.log.add(step.keep, step.ids, Turn("input", self.inbox, step.keep + len(step.ids)))
         self.inbox = ()
 
-    def _rebuild(self, text: ModelText) -> None:
-        """The ids of the messages, rendered anew: their own are no longer known."""
-        ids = text.chat_template().encode(self.log.messages, **self.options.template_options)
-        turns, self.log = self.log.turns, TokenLog()
-        messages = tuple(message for turn in turns for message in turn.messages)
-        self.log.add(0, ids, Turn("input", messages, len(ids)))
+    def _rebuilt(self, log: TokenLog, text: ModelText) -> TokenLog:
+        """A log that was cut to a turn which the template has rewritten since: its messages, rendered anew."""
+        if log.is_known:
+            return log
+        messages, template = log.messages, text.chat_template()
+        if log.turns[-1].kind == "input":
+            log.rebuild(template.encode(messages, **self.options.template_options))
+            return log
+        *asked, answer = messages
+        said = text.tokenizer.encode(str(answer["content"]), add_special=False)
+        log.rebuild([*template.encode(asked, **self.options.template_options), *said])
+        return log
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -215,16 +227,21 @@ class Session:
         """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
         if not output.token_ids:
             return  # it was ended before it said anything: its input is still to be answered
-        begin = len(self.log)
-        if self.log.turns and self.log.turns[-1].kind == "answer":
-            self.log.turns.pop()
-            begin = self.log.begin_of(len(self.log.turns))
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None
+        begin, said = self._answer_so_far()
         ids = [*self.log.tokens[begin:], *output.token_ids]
-        said = tokenizer.decode(ids[:-1] if stop is not None else ids)
+        said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
         turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason)
         self.log.add(len(self.log), output.token_ids, turn)
+
+    def _answer_so_far(self) -> tuple[int, str]:
+        """Take back the answer that was cut short: where its ids begin, or where they end and what they say."""
+        if not self.log.turns or self.log.turns[-1].kind != "answer":
+            return len(self.log), ""
+        begin = self.log.begin_of(len(self.log.turns) - 1)
+        last = self.log.turns.pop()
+        return (len(self.log), str(last.messages[0]["content"])) if begin is None else (begin, "")
 
     # -- going back ---------------------------------------------------------------------------------------------------
 
@@ -234,10 +251,10 @@ class Session:
             raise InvalidRequest("say at_turn or at_token, one of them")
         log = self.log.copy()
         if at_turn is not None:
-            log.cut_at_turn(at_turn)
+            log.cut_at_turn(whole_number("at_turn", at_turn))
         elif at_token is not None:
-            log.cut_at_token(at_token, self._text_before(at_token, text))
-        self.log, self.inbox = log, ()
+            log.cut_at_token(whole_number("at_token", at_token), self._text_before(at_token, text))
+        self.log, self.inbox = self._rebuilt(log, text), ()
         self.state = SessionState.APPENDING if self.is_unanswered else SessionState.IDLE
 
     def _text_before(self, count: int, text: ModelText) -> str:
@@ -251,7 +268,7 @@ class Session:
 
     def edit(self, turn: int, content: str, text: ModelText, max_model_len: int) -> int:
         """Another text for an input turn; everything after it is forgotten."""
-        if not 0 <= turn < len(self.log.turns) or self.log.turns[turn].kind != "input":
+        if not 0 <= whole_number("turn", turn) < len(self.log.turns) or self.log.turns[turn].kind != "input":
             raise InvalidRequest(f"turn {turn} is no input of this session")
         old = self.log.turns[turn].messages
         if not old or old[-1]["role"] != "user":
@@ -271,3 +288,25 @@ class Session:
             raise InvalidRequest("the last turn of the session is no answer; there is nothing to regenerate")
         self.rewind(text, len(self.log.turns) - 1, None)
         self.attempt += 1
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A number that a caller gave; `InvalidRequest` for anything else."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, not {value!r}")
+    return value
+
+
+RESERVED = frozenset({"messages", "add_generation_prompt", "template", "self"})
+
+
+def check_template_options(options: Any) -> dict[str, Any]:
+    """Options for a chat template, as a caller gave them."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InvalidRequest("template_options must map names to values")
+    taken = RESERVED & set(options)
+    if taken:
+        raise InvalidRequest(f"template_options can't set {', '.join(sorted(taken))}")
+    return copy.deepcopy(dict(options))

@@ -55,8 +55,7 @@ class TokenLog:
 
     @property
     def num_bytes(self) -> int:
-        texts = sum(len(str(message.get("content", ""))) for turn in self.turns for message in turn.messages)
-        return 4 * len(self.tokens) + texts
+        return 4 * len(self.tokens) + sum(len(str(message)) for message in self.messages)
 
     def add(self, keep: int, ids: Sequence[int], turn: Turn) -> None:
         """Keep the first `keep` ids and go on with these; turns beyond are known by their messages only."""
@@ -79,6 +78,18 @@ class TokenLog:
         end = self.turns[-1].end if self.turns else 0
         del self.tokens[0 if end is None else end :]
 
+    @property
+    def is_known(self) -> bool:
+        """Are the ids of its turns there? Not after a cut to a turn that was rewritten."""
+        return bool(self.tokens) or not self.turns
+
+    def rebuild(self, ids: Sequence[int]) -> None:
+        """These are the ids of all its turns, rendered anew; where each but the last one ends is not known."""
+        last = self.turns[-1]
+        self.tokens = array("i", ids)
+        self.turns = [_inexact(turn) for turn in self.turns[:-1]]
+        self.turns.append(Turn(last.kind, last.messages, len(ids), None, last.finish_reason))
+
     def cut_at_token(self, count: int, text: str) -> None:
         """Keep the first `count` tokens. A turn that they end inside is cut; `text` is what is left of an answer."""
         if not 0 <= count <= len(self.tokens):
@@ -96,9 +107,9 @@ class TokenLog:
             messages: tuple[Message, ...] = ({"role": "assistant", "content": text},) if is_answer else ()
             self.turns.append(Turn(left.kind, messages, count, None, "cut" if is_answer else None))
 
-    def begin_of(self, index: int) -> int:
-        """Tokens before a turn."""
-        return (self.turns[index - 1].end or 0) if index else 0
+    def begin_of(self, index: int) -> int | None:
+        """Tokens before a turn, if they are known."""
+        return self.turns[index - 1].end if index else 0
 
 
 def _inexact(turn: Turn) -> Turn:
