@@ -1,12 +1,13 @@
 # Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
 VENV   := .venv
+MINUTES ?= 5
 PROMPT ?= Write three sentences about the sea.
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test check format requirements clean
+.PHONY: help serve tour test soak check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,6 +34,9 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 
 test: $(VENV)/.dev  ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	@$(BIN)/ruff check .

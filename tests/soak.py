@@ -1,0 +1,59 @@
+"""`make soak`: what the property tests do, for as long as you like, with seeds that no test has seen.
+
+Walks over KV memory against the specification, workloads against requests alone, trees of sessions against fresh
+prefills. The first failure ends it and says how to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from tests.conformance.operations import RandomChooser
+from tests.conformance.random_driver import drive
+from tests.conformance.subjects import FAKE
+from tests.conformance.torch_subject import TORCH, make_deterministic
+from tests.engine.workload import play, workload
+from tests.session.tree import grow
+
+Walk = Callable[[int, int], object]
+WALKS: dict[str, Walk] = {
+    "KV of the fake backend": lambda seed, depth: drive(FAKE, seed, depth),
+    "KV of the torch backend": lambda seed, depth: drive(TORCH, seed, depth),
+    "workloads": lambda seed, depth: play(workload(RandomChooser(seed), depth)),
+    "workloads on torch": lambda seed, depth: play(workload(RandomChooser(seed), depth), make_deterministic),
+    "trees of sessions": lambda seed, depth: asyncio.run(
+        asyncio.wait_for(grow(RandomChooser(seed), depth, 60), 120)
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=None, help="begin with this one")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # engines die on purpose
+    first = random.randrange(1 << 40) if options.seed is None else options.seed
+    ends = time.monotonic() + 60 * options.minutes
+    count = dict.fromkeys(WALKS, 0)
+    for seed in itertools.count(first):
+        for name, walk in WALKS.items():
+            for depth in (0, 1):
+                try:
+                    walk(seed, depth)
+                except Exception as error:
+                    raise SystemExit(f"{name}: seed {seed}, depth {depth}: {error}") from error
+                count[name] += 1
+        if time.monotonic() > ends:
+            break
+    print(f"seeds {first} to {seed}: " + ", ".join(f"{number} {name}" for name, number in count.items()))
+
+
+if __name__ == "__main__":
+    main()
