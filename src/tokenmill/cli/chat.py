@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from tokenmill.cli import options as shared
 from tokenmill.cli.options import SamplingOptions, open_llm
 from tokenmill.cli.speed import Stopwatch
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import ContextOverflow, InvalidRequest
 
 if TYPE_CHECKING:
     from tokenmill.cli.conversation import Conversation
@@ -21,6 +22,8 @@ HELP = """  /new     forget this conversation and begin another
   /exit    leave (so does Ctrl-D)
 Enter sends; Alt-Enter begins a new line. Ctrl-C ends an answer and keeps the conversation."""
 
+COMMAND = re.compile(r"/[a-z]+")
+"""What looks like a command; a path is a message like any other."""
 Read = Callable[[], str]
 """The next thing the user says; `EOFError` when there is nothing more, `KeyboardInterrupt` to be asked again."""
 
@@ -39,13 +42,18 @@ def chat(
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
     context: shared.Context = None,
+    threads: shared.Threads = None,
 ) -> None:
     """Talk to a model. Each turn computes only what is new: the conversation's KV is kept."""
     from tokenmill.cli.conversation import Conversation
 
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
-    with open_llm(model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context) as llm:
+    sampling.check()
+    with open_llm(
+        model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context, num_threads=threads
+    ) as llm:
         params = sampling.params(llm)
+        llm.text.chat_template()  # a model that has none is told of before the first question
         is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             print(f"{model}. /help for help.")
@@ -68,10 +76,13 @@ def talk(begin: Callable[[str | None], Conversation], system: str | None, read: 
             return
         if command == "/new":
             conversation = begin(system)
+            print("(a new conversation)")
         elif command == "/system":
             system, conversation = _system(system, rest, conversation, begin)
-        elif command.startswith("/"):
+        elif command == "/help":
             print(HELP)
+        elif COMMAND.fullmatch(command):
+            print(f"no command {command}; /help lists them")
         elif said:
             _answer(conversation, said)
 
@@ -83,6 +94,7 @@ def _system(
     if not new:
         print(system or "(the model's own)")
         return system, conversation
+    print("(a new conversation)")
     return new, begin(new)
 
 
@@ -99,8 +111,11 @@ def _answer(conversation: Conversation, question: str) -> None:
     except KeyboardInterrupt:
         answer.close()  # type: ignore[attr-defined]
         print(" ...", flush=True)
-    except InvalidRequest as error:  # the context is full, most likely
+    except ContextOverflow as error:
         print(f"tokenmill: {error}; /new begins another conversation", file=sys.stderr)
+        return
+    except InvalidRequest as error:
+        print(f"tokenmill: {error}", file=sys.stderr)
         return
     if output is not None:
         if output.error is not None and output.outputs[0].finish_reason != "cancelled":

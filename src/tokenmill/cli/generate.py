@@ -39,6 +39,7 @@ def generate(
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
     context: shared.Context = None,
+    threads: shared.Threads = None,
 ) -> None:
     """Answer a prompt, or many of them.
 
@@ -46,8 +47,13 @@ def generate(
     run together, and each becomes a line of JSON, in the same order.
     """
     lines = _lines(prompt, file)
+    if raw and system is not None:
+        raise typer.BadParameter("--raw has no place for a --system prompt")
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
-    with open_llm(model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context) as llm:
+    sampling.check()
+    with open_llm(
+        model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context, num_threads=threads
+    ) as llm:
         params = sampling.params(llm)
         if prompt is not None:
             _stream(llm, _prompt(llm, prompt, system, raw), params)
@@ -69,7 +75,7 @@ def _lines(prompt: str | None, file: Path | None) -> list[str]:
         raise typer.BadParameter(f"{file or 'standard input'} can't be read: {error}") from None
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
-        raise typer.BadParameter("there is no prompt in it")
+        raise typer.BadParameter(f"there is no prompt in {file or 'standard input'}")
     return lines
 
 
@@ -77,7 +83,7 @@ def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[in
     """The text as the model expects it: as a question to it, unless it is to be continued as it is."""
     if raw or llm.text.template is None:
         if system is not None:
-            raise InvalidRequest("--system needs a chat template, and is not for --raw")
+            raise InvalidRequest("this model has no chat template, so there is no place for --system")
         return text
     messages = [{"role": "user", "content": text}]
     if system is not None:

@@ -1,4 +1,4 @@
-"""`tokenmill`: one command a file; this one puts them together. Exit codes: 2 usage, 3 load or start failure."""
+"""`tokenmill`: one command a file; this one puts them together. Exit: 1 request failed, 2 usage, 3 start failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from tokenmill import __version__
 from tokenmill.cli.chat import chat
 from tokenmill.cli.generate import generate
 from tokenmill.cli.pull import pull
+from tokenmill.cli.serve import serve
 from tokenmill.errors import EngineDead, ModelLoadError, RequestFailed, TokenmillError
 
 app = typer.Typer(name="tokenmill", help="A session-first LLM inference engine.", no_args_is_help=True)
 app.command()(generate)
 app.command()(chat)
 app.command()(pull)
+app.command()(serve)
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

@@ -15,16 +15,25 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A name, a Hugging Face directory or a .gguf file.")]
 MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token. Default: the model's own.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token. Default: the model's own, else 1.")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw only from the likeliest tokens that together have this probability.")
+]
 TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")]
-MinP = Annotated[float | None, typer.Option(help="Draw from tokens of at least this share of the likeliest one's.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Leave out tokens less likely than this share of the likeliest one's probability.")
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed draws the same answer (to the bit with --deterministic).")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. May be given several times.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Arithmetic that no neighbour can change.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same answer whatever else runs; slower.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Processor threads; fewer if others are at work.")]
 Context = Annotated[int | None, typer.Option("--context", help="Prompt and answer together, in tokens.")]
 
 DEFAULT: str = DEFAULT_MODEL
@@ -42,9 +51,17 @@ class SamplingOptions:
     seed: int | None
     stop: list[str] | None
 
+    def check(self) -> None:
+        """Raise `InvalidRequest` for a wrong value, before a model is loaded."""
+        from tokenmill.params import SamplingParams
+
+        SamplingParams(**self._given())
+
     def params(self, llm: LLM) -> SamplingParams:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return llm.get_default_sampling_params(**given)
+        return llm.get_default_sampling_params(**self._given())
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def open_llm(model: str, **options: Any) -> LLM:

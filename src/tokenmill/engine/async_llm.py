@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output
+from tokenmill.engine.inputs import Intake, Prompt, embedding_output
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
@@ -76,6 +76,11 @@ class AsyncLLM:
         self._intake = Intake("async", self._opened.text, self._opened.model.info, length, seed)
         self._closed = False
 
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output of one request together."""
+        return self._client.max_model_len
+
     def get_tokenizer(self) -> Tokenizer:
         return self._opened.text.tokenizer
 
@@ -86,7 +91,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The output so far, each time it has grown. Leaving the loop cancels the request."""
+        """The output so far, one object that grows, each time it has. Leaving the loop cancels the request."""
         self._check_open()
         generation = self._intake.generation(prompt, sampling_params, request_id)
         mailbox = Mailbox(asyncio.get_running_loop())
@@ -95,7 +100,7 @@ class AsyncLLM:
                 self._client.submit(choice.request, partial(mailbox.put, i))
             while not generation.output.finished:
                 for index, generated in await mailbox.take():
-                    self._take(generation, index, generated)
+                    generation.deliver(index, generated, self._client.finish)
                 yield generation.output
         finally:
             for choice in generation.choices:
@@ -133,12 +138,6 @@ class AsyncLLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the AsyncLLM was closed")
-
-    def _take(self, generation: Generation, index: int, generated: GeneratedToken) -> None:
-        delta = generation.take(index, generated)
-        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            with suppress(EngineDead):  # it is closing: the request has ended or is about to
-                self._client.finish(generated.request_id, delta.keep_tokens)
 
     def _cancel(self, request_id: str) -> None:
         with suppress(EngineDead):

@@ -6,14 +6,15 @@ import itertools
 import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.core import ModelInfo
 from tokenmill.engine.outputs import OutputStream, TextDelta
 from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request
-from tokenmill.errors import InvalidRequest, RequestFailed
+from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed
 from tokenmill.outputs import (
     ENDED_WELL,
     CompletionOutput,
@@ -99,6 +100,13 @@ class Generation:
             cached_tokens=self.choices[0].request.num_cached,
         )
         return delta
+
+    def deliver(self, index: int, generated: GeneratedToken, finish: Callable[[str, int], None]) -> None:
+        """As `take`; if that finds a stop string, the engine is told to finish the request."""
+        delta = self.take(index, generated)
+        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
+            with suppress(EngineDead):  # it is closing: the request has ended or is about to
+                finish(generated.request_id, delta.keep_tokens)
 
     def _end(self, choice: Choice, delta: TextDelta) -> None:
         output = choice.output

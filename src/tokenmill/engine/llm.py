@@ -108,7 +108,10 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """One prompt; the output so far after every step that added to it. Leaving the loop cancels the request."""
+        """One prompt; the output so far after every step that added to it, one object that grows.
+
+        Leaving the loop cancels the request.
+        """
         generation = self._intake.generation(prompt, sampling_params)
         with self._lock:
             self._check_open()
@@ -179,12 +182,7 @@ class LLM:
 
     def _submit(self, generation: Generation) -> None:
         for i, choice in enumerate(generation.choices):
-            self._client.submit(choice.request, partial(self._hear, generation, i))
-
-    def _hear(self, generation: Generation, index: int, generated: GeneratedToken) -> None:
-        delta = generation.take(index, generated)
-        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            self._client.finish(generated.request_id, delta.keep_tokens)
+            self._client.submit(choice.request, partial(generation.deliver, i, finish=self._client.finish))
 
     def __enter__(self) -> Self:
         return self

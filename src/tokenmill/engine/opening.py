@@ -35,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     """Prompt tokens one request gets in a step while others decode."""
     kv_cache_tokens: int | None
     """Size of the KV memory; the default takes a share of the memory that is free."""
+    num_threads: int | None
+    """Processor threads one step may use; the default takes all. Fewer are faster where other work is going on."""
     config: EngineConfig | None
     """Everything else about scheduling; the options above go before it."""
 
@@ -79,6 +81,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
         tokenizer = options.get("tokenizer")
         text = open_text(handle) if tokenizer is None else ModelText(tokenizer)
         limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
+        limits = replace(limits, num_threads=_threads(options.get("num_threads")))
     except BaseException:
         if isinstance(model, str):
             handle.close()
@@ -94,6 +97,12 @@ def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int
         raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
     defaults = BackendLimits()
     return replace(defaults, num_cells=kv_cache_tokens, max_seqs=max(defaults.max_seqs, 2 * config.max_num_seqs))
+
+
+def _threads(asked: int | None) -> int | None:
+    if asked is not None and asked < 1:
+        raise ConfigError(f"num_threads must be at least 1, not {asked}")
+    return asked
 
 
 def _default_kv_tokens(info: ModelInfo, config: EngineConfig, budget_bytes: int) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.outputs import FinishReason, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
 
@@ -208,7 +208,7 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
     room = 0 if request.pooling is not None else 1
     if request.num_prompt + room > longest:
         for_what = "a new one" if room else "them"
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for {for_what}"
         )
     prompt = request.token_array()

@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tokenmill.engine.client import EngineClient
@@ -107,9 +108,7 @@ class LiveTurn:
             self._watch_reader()
 
     def _take(self, generated: GeneratedToken) -> None:
-        delta = self.generation.take(0, generated)
-        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            self._tell_engine(lambda: self._client.finish(self.request_id, delta.keep_tokens or 0))
+        self.generation.deliver(0, generated, self._client.finish)
         if generated.is_finished:
             self._stop_alarm()
             self._on_end(self)
@@ -119,7 +118,8 @@ class LiveTurn:
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the answer; its terminal chunk comes when the engine has let go of it."""
-        self._tell_engine(lambda: self._client.cancel(self.request_id, reason))
+        with suppress(EngineDead):  # then its ending is on its way
+            self._client.cancel(self.request_id, reason)
 
     def answer(self) -> Answer:
         """It is over: all of it, without what only a running one needs."""
@@ -127,12 +127,6 @@ class LiveTurn:
         ends = array("i", (stream.num_chars(count + 1) for count in range(len(output.token_ids))))
         end = self._chunk("", [], 0, is_over=True)
         return Answer(output.text, array("i", output.token_ids), ends, replace(end, logprobs=output.logprobs))
-
-    def _tell_engine(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except EngineDead:
-            return  # then its ending is on its way
 
     @property
     def num_settled(self) -> int:
@@ -151,7 +145,7 @@ class LiveTurn:
         while True:
             grown = self._grown
             is_over, settled = self.is_over, self.num_settled
-            text = self._visible_text(settled)[num_chars:]
+            text = output.text[num_chars : self._num_visible(settled)]
             if is_over or text or settled > offset:
                 chunk = self._chunk(text, output.token_ids[offset:settled], offset, is_over)
                 offset, num_chars = settled, num_chars + len(text)
@@ -162,10 +156,9 @@ class LiveTurn:
             else:
                 await grown.wait()
 
-    def _visible_text(self, settled: int) -> str:
-        """The text of settled tokens: a chunk's text and its ids belong together, so that one can go on after it."""
-        text = self.generation.output.outputs[0].text
-        return text if self.is_over else text[: self.generation.choices[0].stream.num_chars(settled)]
+    def _num_visible(self, settled: int) -> int | None:
+        """Characters of settled tokens: a chunk's text and its ids belong together, so that one can go on after it."""
+        return None if self.is_over else self.generation.choices[0].stream.num_chars(settled)
 
     def _chunk(self, text: str, ids: list[int], offset: int, is_over: bool) -> Chunk:
         whole = self.generation.output

@@ -9,17 +9,16 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self, Unpack
 
 from tokenmill.core import ModelHandle
-from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Intake
-from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.engine.client import EngineClient
+from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.request import Hints
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotLoaded, Overloaded
 from tokenmill.outputs import FinishReason
 from tokenmill.params import MAX_SEED, SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.live import Answer, Chunk, LiveTurn
-from tokenmill.session.master import Master
-from tokenmill.session.routing import Policy, make_routing
+from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.routing import Policy
 from tokenmill.session.session import (
     Input,
     Overflow,
@@ -29,7 +28,6 @@ from tokenmill.session.session import (
     check_template_options,
     whole_number,
 )
-from tokenmill.text.delta import DeltaRenderer
 
 FORK_STEP = 0x1E3779B97F4A7C15
 """Between the seeds of a session's forks: large and odd, so that they never meet."""
@@ -56,7 +54,7 @@ class SessionService:
     ) -> None:
         self.limits = limits
         self._policy: Policy = routing
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedModel | None = None
         self._log_bytes = 0
         self._bytes_of: dict[str, int] = {}
         self._expiry: asyncio.Task[None] | None = None
@@ -64,7 +62,7 @@ class SessionService:
         """Around loading, reloading and closing: one of them at a time."""
         self._is_closed = False
         if model is not None:
-            self._loaded = _Loaded(model, options, num_workers, routing, client)
+            self._loaded = LoadedModel(model, options, num_workers, routing, client)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +97,7 @@ class SessionService:
             await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
 
     async def _load(self, path: str | ModelHandle, options: EngineOptions, num_workers: int) -> None:
-        loaded = await asyncio.to_thread(_Loaded, path, options, num_workers, self._policy, None)
+        loaded = await asyncio.to_thread(LoadedModel, path, options, num_workers, self._policy, None)
         await self._unload()
         if self._is_closed:
             await loaded.close()
@@ -292,14 +290,14 @@ class SessionService:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _model(self) -> _Loaded:
+    def _model(self) -> LoadedModel:
         if self._is_closed:
             raise EngineDead("the service was closed")
         if self._loaded is None:
             raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
         return self._loaded
 
-    def _generate(self, loaded: _Loaded, session: Session, changes: Mapping[str, Any]) -> LiveTurn:
+    def _generate(self, loaded: LoadedModel, session: Session, changes: Mapping[str, Any]) -> LiveTurn:
         text, options = loaded.opened.text, session.options
         params = _changed(options.sampling, {"attempt": session.attempt, **changes})
         session.commit_input(text)
@@ -319,7 +317,7 @@ class SessionService:
         session.live, session.state = live, SessionState.GENERATING
         return live
 
-    def _finished(self, loaded: _Loaded, session: Session, live: LiveTurn) -> None:
+    def _finished(self, loaded: LoadedModel, session: Session, live: LiveTurn) -> None:
         """The engine has let go of an answer, however it ended."""
         if session.state is SessionState.ENDED or session.live is not live:
             return
@@ -329,7 +327,7 @@ class SessionService:
         self._used(session)
         loaded.master.note_free(session)
 
-    def _fork(self, loaded: _Loaded, session: Session, at_turn: int | None, at_token: int | None) -> str:
+    def _fork(self, loaded: LoadedModel, session: Session, at_turn: int | None, at_token: int | None) -> str:
         self._check_room()
         now = asyncio.get_running_loop().time()
         session.num_forks += 1
@@ -343,7 +341,7 @@ class SessionService:
         self._used(child)
         return child.session_id
 
-    def _end(self, loaded: _Loaded, session: Session) -> None:
+    def _end(self, loaded: LoadedModel, session: Session) -> None:
         if session.live is not None:
             session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
         session.state = SessionState.ENDED
@@ -389,53 +387,6 @@ class SessionService:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-class _Loaded:
-    """A model, its engine and its sessions: what `reload` replaces."""
-
-    def __init__(
-        self,
-        source: str | ModelHandle,
-        options: EngineOptions,
-        num_workers: int,
-        policy: Policy,
-        client: EngineClient | None,
-    ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
-        self.source, self.options, self.num_workers = source, options, num_workers
-        self._renderers: dict[str, DeltaRenderer] = {}
-        opened = self.opened = open_for_engine(source, options)
-        try:
-            self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
-            self.routing = make_routing(policy, self.client.num_cores)
-        except BaseException:
-            opened.close()
-            raise
-        self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
-        self.master = Master()
-
-    def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
-        """One for all sessions with these template options; None for a model without a template."""
-        if self.opened.text.template is None:
-            return None
-        name = repr(sorted((options or {}).items(), key=repr))
-        if name not in self._renderers:
-            self._renderers[name] = DeltaRenderer(self.opened.text.template, **(options or {}))
-        return self._renderers[name]
-
-    def cores_alive(self) -> list[int]:
-        """`EngineDead` if there is none left."""
-        alive = self.client.cores_alive
-        if not alive:
-            raise EngineDead("all engine cores are gone; reload the model")
-        return alive
-
-    async def close(self) -> None:
-        await self.master.close()
-        await asyncio.to_thread(self.client.close)
-        self.opened.close()
 
 
 def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:

@@ -1,0 +1,63 @@
+"""`LoadedModel`: a model, its engine and its sessions: what `reload` replaces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmill.core import ModelHandle
+from tokenmill.engine.client import EngineClient, ThreadClient
+from tokenmill.engine.inputs import Intake
+from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.errors import ConfigError, EngineDead
+from tokenmill.session.master import Master
+from tokenmill.session.routing import Policy, make_routing
+from tokenmill.text.delta import DeltaRenderer
+
+
+class LoadedModel:
+    """One for each model that a service opens. Opening it takes as long as the model does."""
+
+    def __init__(
+        self,
+        source: str | ModelHandle,
+        options: EngineOptions,
+        num_workers: int,
+        policy: Policy,
+        client: EngineClient | None,
+    ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
+        self.source, self.options, self.num_workers = source, options, num_workers
+        self._renderers: dict[str, DeltaRenderer] = {}
+        opened = self.opened = open_for_engine(source, options)
+        try:
+            self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
+            self.routing = make_routing(policy, self.client.num_cores)
+        except BaseException:
+            opened.close()
+            raise
+        self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
+        self.master = Master()
+
+    def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
+        """One for all sessions with these template options; None for a model without a template."""
+        if self.opened.text.template is None:
+            return None
+        name = repr(sorted((options or {}).items(), key=repr))
+        if name not in self._renderers:
+            self._renderers[name] = DeltaRenderer(self.opened.text.template, **(options or {}))
+        return self._renderers[name]
+
+    def cores_alive(self) -> list[int]:
+        """`EngineDead` if there is none left."""
+        alive = self.client.cores_alive
+        if not alive:
+            raise EngineDead("all engine cores are gone; reload the model")
+        return alive
+
+    async def close(self) -> None:
+        await self.master.close()
+        await asyncio.to_thread(self.client.close)
+        self.opened.close()
