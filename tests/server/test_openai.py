@@ -257,3 +257,29 @@ def test_a_silent_stream_is_kept_alive(server: Running) -> None:
     assert read.endswith(b"data: [DONE]\n\n")
     assert b"\r" not in read
     assert read.count(b'"finish_reason":"length"') == 1
+
+
+def test_an_engine_that_hangs_is_not_ready(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.engine.async_llm.HANGS_AFTER_S", 0.05)
+
+    def status(path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status
+
+    assert status("/health") == 200
+    hold = Fault(FaultKind.STALL)
+    server.core.call(lambda core: core._executor.backend.faults.add(hold)).result(WAIT_S)
+    asking = threading.Thread(target=post, args=(server, "/v1/chat/completions", {"model": "fake", "messages": HI}))
+    asking.start()
+    while status("/health/ready") == 200:
+        pass
+    assert status("/health") == 503
+    assert status("/health/live") == 200
+    hold.release.set()
+    asking.join(WAIT_S)
+    while status("/health/ready") == 503:
+        pass

@@ -389,6 +389,10 @@ def test_the_oldest_turns_go_where_that_is_wanted() -> None:
 def test_raw_input_and_ids() -> None:
     async def play(service: SessionService) -> None:
         name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "waits")
+        assert [message["content"] for message in service.get(name).pending] == ["waits"]
+        await service.rewind(name, at_turn=0)
+        assert service.get(name).pending == ()
         assert await service.append_input(name, "abc", raw=True) == 3
         assert await service.append_input(name, [100, 101]) == 5
         _, ids, _ = await read(await service.generate_stream(name))

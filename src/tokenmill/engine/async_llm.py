@@ -23,6 +23,9 @@ from tokenmill.params import Pooling, SamplingParams
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 
+HANGS_AFTER_S = 5.0
+"""A step that takes longer has hung, as far as readiness goes."""
+
 
 class Mailbox:
     """What the engine's threads have for one generation, and the call that wakes its reader."""
@@ -80,6 +83,11 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Prompt and output of one request together."""
         return self._client.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Does it take requests, and do its steps end?"""
+        return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
 
     def get_tokenizer(self) -> Tokenizer:
         return self._opened.text.tokenizer

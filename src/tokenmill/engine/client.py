@@ -34,6 +34,11 @@ class EngineClient(Protocol):
         """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
         ...
 
+    @property
+    def seconds_silent(self) -> float:
+        """How long the slowest core has been inside one step; 0 when all are idle. Grows when one hangs."""
+        ...
+
     def release(self, owner: str) -> None:
         """A session has ended: KV that is parked for it is free."""
         ...
@@ -69,6 +74,10 @@ class InlineClient:
     @property
     def cores_alive(self) -> list[int]:
         return [] if self.core.closed or self.core.failure is not None else [0]
+
+    @property
+    def seconds_silent(self) -> float:
+        return 0.0  # it is the caller's own thread
 
     def release(self, owner: str) -> None:
         with deferred_interrupts():
@@ -131,6 +140,10 @@ class ThreadClient:
     @property
     def cores_alive(self) -> list[int]:
         return [i for i, core in enumerate(self.pool.cores) if core.is_alive]
+
+    @property
+    def seconds_silent(self) -> float:
+        return max(core.seconds_since_heartbeat() for core in self.pool.cores)
 
     def release(self, owner: str) -> None:
         self.pool.release(owner)

@@ -92,6 +92,10 @@ class ProcessClient:
     def cores_alive(self) -> list[int]:
         return list(range(self._num_cores)) if self._gone is None else []
 
+    @property
+    def seconds_silent(self) -> float:
+        return 0.0  # the process does not tell
+
     def release(self, owner: str) -> None:
         with self._lock:
             if self._gone is None:

@@ -87,8 +87,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> Response:
-        """Does it take requests?"""
-        return JSONResponse({"status": "ready"})
+        """Does it take requests, and do the engine's steps end?"""
+        if llm.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, 503, headers={"Retry-After": "5"})
 
     @app.get("/health/live")
     async def live() -> Response:

@@ -44,6 +44,8 @@ class SessionInfo:
     core: int
     num_tokens: int
     turns: tuple[TurnInfo, ...]
+    pending: tuple[Mapping[str, Any], ...] = ()
+    """Messages that wait for an answer: an input turn from the next `generate_stream` on."""
 
 
 def info_of(session: Session) -> SessionInfo:
@@ -53,4 +55,6 @@ def info_of(session: Session) -> SessionInfo:
         begin = session.log.begin_of(i)
         count = None if turn.end is None or begin is None else turn.end - begin
         turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
-    return SessionInfo(session.session_id, session.state.value, session.core, len(session.log), tuple(turns))
+    return SessionInfo(
+        session.session_id, session.state.value, session.core, len(session.log), tuple(turns), session.inbox
+    )
