@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,3 +75,15 @@ def continuation(
     while engine.has_work:
         engine.step()
     return request.output
+
+
+def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), make_service(**options) as service:
+            await play(service)
+
+    asyncio.run(run())
+
+
+def tokens_of(service: SessionService, name: str) -> list[int]:
+    return service._model().master.find(name).log.tokens.tolist()

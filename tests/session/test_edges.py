@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.session.helpers import GREEDY, continuation, make_service, read
-from tests.session.test_service import scene, tokens_of
+from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, SessionNotFound

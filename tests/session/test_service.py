@@ -1,43 +1,26 @@
-"""The session API on the fake model: turns, verbs, order, errors, bytes, time."""
+"""The session API on the fake model: turns, verbs, order, errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.session.helpers import GREEDY, continuation, make_service, read
+from tests.session.helpers import GREEDY, continuation, read, scene, tokens_of
 from tokenmill import SessionService
 from tokenmill.config import EngineConfig
 from tokenmill.core import Fault, FaultKind
 from tokenmill.errors import (
     ConfigError,
     ContextOverflow,
-    EngineDead,
     InvalidRequest,
-    ModelNotLoaded,
-    Overloaded,
     SessionBusy,
     SessionEnded,
     SessionNotFound,
 )
 from tokenmill.params import SamplingParams
-from tokenmill.session.info import SessionLimits
-
-
-def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(60), make_service(**options) as service:
-            await play(service)
-
-    asyncio.run(run())
-
-
-def tokens_of(service: SessionService, name: str) -> list[int]:
-    return service._model().master.find(name).log.tokens.tolist()
 
 
 @pytest.mark.req("R1", "R2", "R4", "B1")
@@ -233,70 +216,6 @@ def test_cancel_in_every_phase_keeps_the_session_and_its_kv(phase: str) -> None:
     scene(play, config=EngineConfig(max_num_seqs=1))
 
 
-@pytest.mark.req("R43", "B8")
-def test_reading_again_from_an_offset() -> None:
-    async def play(service: SessionService) -> None:
-        name = await service.create_session(sampling_params=GREEDY, seed=1)
-        with pytest.raises(InvalidRequest, match="no answer to read"):
-            await service.attach(name)
-        await service.append_input(name, "a")
-        stream = await service.generate_stream(name, max_new_tokens=60, ignore_eos=True)
-        first = await anext(stream)
-        again = asyncio.create_task(read(await service.attach(name, len(first.token_ids))))
-        whole = asyncio.create_task(read(await service.attach(name)))
-        text, ids, _ = await read(stream)
-        assert (await again)[1] == ids
-        assert (await whole)[0] == first.text + text
-        assert (await read(await service.attach(name)))[1] == [*first.token_ids, *ids]
-        await service.rewind(name, at_turn=1)
-        stop = (first.token_ids + ids)[4]
-        _, stopped, _ = await read(await service.generate_stream(name, stop_token_ids=(stop,)))
-        for offset in range(len(stopped) + 1):
-            text, ids, last = await read(await service.attach(name, offset))
-            assert ids == stopped[offset:]
-            assert last.finish_reason == "stop"
-        with pytest.raises(InvalidRequest, match="nothing at 999"):
-            await anext(await service.attach(name, 999))
-
-    scene(play)
-
-
-@pytest.mark.req("R43", "G1", "G18")
-def test_an_answer_that_nobody_reads_ends_and_the_session_keeps_it() -> None:
-    async def play(service: SessionService) -> None:
-        name = await service.create_session(sampling_params=GREEDY, seed=1)
-        await service.append_input(name, "a")
-        stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
-        live: Any = service._model().master.find(name).live
-        while not live.is_over:
-            await asyncio.sleep(0.01)
-        _, ids, last = await read(stream)
-        assert last.finish_reason == "timeout"
-        assert tokens_of(service, name)[-len(ids) :] == ids
-        await service.append_input(name, "go on")
-        await read(await service.generate_stream(name))
-
-    scene(play, limits=SessionLimits(stall_timeout_s=None, max_unread_bytes=64))
-
-
-def test_a_reader_that_stalls_for_too_long() -> None:
-    async def play(service: SessionService) -> None:
-        client: Any = service._model().client
-        hold = Fault(FaultKind.STALL, after=5)
-        client.pool.cores[0].core._executor.backend.faults.add(hold)
-        name = await service.create_session(sampling_params=GREEDY, seed=1)
-        await service.append_input(name, "a")
-        stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
-        live: Any = service._model().master.find(name).live
-        cancelled = asyncio.Event()
-        live.cancel = lambda reason: (type(live).cancel(live, reason), cancelled.set())
-        await cancelled.wait()  # the alarm rings while the engine stands still
-        hold.release.set()
-        assert (await read(stream))[2].finish_reason == "timeout"
-
-    scene(play, limits=SessionLimits(stall_timeout_s=0.05))
-
-
 @pytest.mark.req("R49")
 def test_errors_are_typed_and_change_nothing() -> None:
     async def play(service: SessionService) -> None:
@@ -400,103 +319,3 @@ def test_raw_input_and_ids() -> None:
         assert [turn.kind for turn in service.get(name).turns] == ["input", "answer"]
 
     scene(play)
-
-
-@pytest.mark.req("R4")
-def test_bytes_and_time_bound_the_logs() -> None:
-    async def play(service: SessionService) -> None:
-        names = []
-        while service._log_bytes < service.limits.max_log_bytes:
-            names.append(await service.create_session(sampling_params=GREEDY))
-            await service.append_input(names[-1], "x" * 100, raw=True)
-        assert len(names) > 5
-        with pytest.raises(Overloaded, match="end some sessions first"):
-            await service.create_session()
-        with pytest.raises(Overloaded):
-            await service.append_input(names[0], "y")
-        await service.end_session(names[0])
-        await service.create_session()
-        assert service.end_idle(0.0) == len(names)
-        assert service._log_bytes == 0
-
-    scene(play, limits=SessionLimits(max_log_bytes=4000, stall_timeout_s=None))
-
-
-@pytest.mark.req("R4")
-def test_sessions_expire() -> None:
-    async def play(service: SessionService) -> None:
-        name = await service.create_session()
-        while service.list():
-            await asyncio.sleep(0.01)
-        with pytest.raises(SessionEnded):
-            service.get(name)
-
-    scene(play, limits=SessionLimits(ttl_s=0.05))
-
-
-@pytest.mark.req("R1")
-def test_the_services_life() -> None:
-    async def play() -> None:
-        with pytest.raises(ModelNotLoaded, match=r"call SessionService\.init first"):
-            SessionService.current()
-        service = await SessionService.init()
-        assert SessionService.current() is service
-        with pytest.raises(ModelNotLoaded, match="load_model_with_workers"):
-            await service.create_session()
-        await service.load_model_with_workers("fake", {"max_num_seqs": 4}, num_workers=2)
-        name = await service.create_session(sampling_params=GREEDY)
-        await service.append_input(name, "hi")
-        await read(await service.generate_stream(name))
-        await service.reload()
-        assert service._model().client.num_cores == 2
-        assert service._model().opened.config.max_num_seqs == 4
-        with pytest.raises(SessionNotFound):
-            service.get(name)
-        other = await SessionService.init("fake")
-        assert SessionService.current() is other
-        await other.close()
-        with pytest.raises(ModelNotLoaded):
-            SessionService.current()
-        with pytest.raises(EngineDead, match="was closed"):
-            await other.create_session()
-        await service.close()
-
-    asyncio.run(play())
-
-
-@pytest.mark.req("R9")
-def test_a_core_that_dies_costs_its_answers_and_no_session() -> None:
-    async def play(service: SessionService) -> None:
-        client: Any = service._model().client
-        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(4)]
-        for name in names:
-            await service.append_input(name, f"hello {name}")
-            await read(await service.generate_stream(name))
-        client.pool.cores[0].core._executor.backend.faults.add(Fault(FaultKind.FATAL, after=3))
-        for name in names:
-            await service.append_input(name, "more")
-        results = await asyncio.gather(*[read(await service.generate_stream(name)) for name in names])
-        assert "error" in {last.finish_reason for _, _, last in results}
-        for name in names:
-            total = await service.append_input(name, "and more")
-            _, ids, last = await read(await service.generate_stream(name))
-            assert last.error is None
-            assert ids == continuation(tokens_of(service, name)[:total], GREEDY, seed=1)
-
-    scene(play)
-
-
-def test_after_close() -> None:
-    async def play() -> None:
-        service = make_service()
-        name = await service.create_session(sampling_params=GREEDY)
-        await service.append_input(name, "a")
-        stream = await service.generate_stream(name, max_new_tokens=400, ignore_eos=True)
-        await anext(stream)
-        await service.close()
-        _, _, last = await read(stream)
-        assert last.finish_reason in ("cancelled", "shutdown")
-        with pytest.raises((ModelNotLoaded, EngineDead)):
-            await service.append_input(name, "b")
-
-    asyncio.run(play())

@@ -55,7 +55,7 @@ class Alias:
     wheel_bytes: int
     """About; for the progress line."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """What its authors recommend, where the file does not say."""
+    """How it is sampled unless told otherwise: small models wander at temperature 1, and the file does not say."""
 
     @property
     def file_name(self) -> str:
@@ -87,8 +87,8 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "tokenmill"
 
 
-def recommended_sampling(path: Path) -> Mapping[str, float]:
-    """How the authors of a model from this library would sample it; nothing for any other file."""
+def default_sampling(path: Path) -> Mapping[str, float]:
+    """How a model of this library is sampled unless told otherwise; nothing for any other file."""
     found = [alias for alias in ALIASES.values() if path == cache_folder() / "models" / alias.file_name]
     return found[0].sampling if found else {}
 

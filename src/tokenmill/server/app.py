@@ -101,7 +101,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
 
 
 class RequestIds:
-    """A name for every request, in its answer: the client's own, if it has sent one that is harmless."""
+    """A name for every request, in the headers of its answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

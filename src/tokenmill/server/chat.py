@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.outputs import RequestOutput, TokenLogprobs
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.engine import Deltas, defaults_of, first_output, last_output, raise_if_bad, usage
+from tokenmill.server.engine import Deltas, first_output, last_output, raise_if_bad, usage
 from tokenmill.server.errors import ApiError, model_not_found, to_api_error
 from tokenmill.server.requests import ChatRequest
 from tokenmill.server.sse import DONE, EventStream, event
@@ -27,7 +27,7 @@ async def chat_completions(http: HttpRequest, body: ChatRequest, llm: AsyncLLM, 
     body.check(config)
     if not 1 <= len(body.messages) <= config.max_messages:
         raise ApiError(400, f"messages must be 1 to {config.max_messages}", param="messages")
-    params = body.sampling(defaults_of(llm), max_tokens=body.limit, logprobs=body.num_logprobs())
+    params = body.sampling(llm.get_default_sampling_params(), max_tokens=body.limit, logprobs=body.num_logprobs())
     messages = [message.model_dump() for message in body.messages]
     request_id = f"chatcmpl-{secrets.token_hex(12)}"
     outputs: Any = llm.chat(messages, params, request_id, chat_template_kwargs=body.chat_template_kwargs)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.outputs import RequestOutput
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.engine import Delta, Deltas, defaults_of, first_output, last_output, raise_if_bad, usage
+from tokenmill.server.engine import Delta, Deltas, first_output, last_output, raise_if_bad, usage
 from tokenmill.server.errors import ApiError, model_not_found, to_api_error
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.sse import DONE, EventStream, event
@@ -34,7 +34,7 @@ async def completions(http: HttpRequest, body: CompletionRequest, llm: AsyncLLM,
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens is not None:
         more["max_tokens"] = body.max_tokens
-    params = body.sampling(defaults_of(llm), **more)
+    params = body.sampling(llm.get_default_sampling_params(), **more)
     name = f"cmpl-{secrets.token_hex(12)}"
     requests: list[Any] = [llm.generate(prompt, params, f"{name}-{i}") for i, prompt in enumerate(prompts)]
     answer = _Answer(name, int(time.time()), body, llm)

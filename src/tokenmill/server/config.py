@@ -29,7 +29,6 @@ class ServerConfig:
     max_prompts: int = 64
     """In one call of /v1/completions or /v1/embeddings."""
     max_messages: int = 2048
-    request_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
     """A client that takes nothing for so long is given up."""
     keep_alive_s: float = 15.0

@@ -9,9 +9,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from tokenmill.params import SamplingParams
 from tokenmill.server.errors import ended_badly
 
 CLIENT_CLOSED = 499
@@ -115,7 +113,3 @@ def usage(output: RequestOutput) -> dict[str, Any]:
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
     }
-
-
-def defaults_of(llm: AsyncLLM) -> SamplingParams:
-    return llm.get_default_sampling_params()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.library import recommended_sampling
+from tokenmill.backends.library import default_sampling
 from tokenmill.core import ModelHandle
 from tokenmill.errors import InvalidRequest
 from tokenmill.files import read_json
@@ -90,7 +90,7 @@ def _from_gguf(path: Path) -> ModelText:
     tokenizer = gguf_tokenizer(file)
     source, variables = chat_source(file), chat_variables(file)
     template = None if source is None else ChatTemplate(source, tokenizer, variables)
-    return ModelText(tokenizer, template, dict(recommended_sampling(path)), variables)
+    return ModelText(tokenizer, template, dict(default_sampling(path)), variables)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
