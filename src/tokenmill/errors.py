@@ -50,6 +50,11 @@ class ModelNotFound(ModelLoadError):
 class InvalidRequest(TokenmillError, ValueError):
     """A request asks for something impossible; nothing was run."""
 
+    def __init__(self, reason: str, *, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.param = param
+        """The parameter that is wrong, if it is one."""
+
 
 class TokenizeFailed(InvalidRequest):
     """A text can't be turned into tokens."""
@@ -81,6 +86,10 @@ class SessionBusy(TokenmillError):
 
 class RequestFailed(TokenmillError):
     """A request ended otherwise than by being complete, and the caller asked only for complete ones."""
+
+    def __init__(self, what: str, *, finish_reason: str | None = None) -> None:
+        super().__init__(what)
+        self.finish_reason = finish_reason
 
 
 class IllegalTransition(TokenmillError):

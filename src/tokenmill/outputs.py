@@ -67,6 +67,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, if one did."""
     logprobs: list[TokenLogprobs] | None = None
+    num_settled: int = 0
+    """Tokens whose text is all in `text`: no stop string can take them back."""
 
 
 @dataclass(frozen=True)
@@ -98,4 +100,5 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each prompt token, None for the first, if they were asked for."""
+    """One for each prompt token, None for the first, if they were asked for; there from the first token on, or from the
+    end on if the engine is another process."""

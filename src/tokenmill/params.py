@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -85,15 +86,13 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
-            raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
+            raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", param="allowed_token_ids")
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` if a token that is named here is none of the model's."""
         for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias"):
-            most = max(getattr(self, name) or (0,))
-            if most >= vocab_size:
-                raise InvalidRequest(f"{name}: token {most} is outside the vocabulary of {vocab_size}")
+            check_ids(name, getattr(self, name) or (), vocab_size)
 
     @property
     def is_greedy(self) -> bool:
@@ -146,15 +145,23 @@ def _check_numbers(params: SamplingParams) -> None:
         value = getattr(params, name)
         if not _is_number(value) or not (low <= value <= high) or (value == low and not with_low):
             bounds = f"{'[' if with_low else '('}{low}, {high}]"
-            raise InvalidRequest(f"{name} must be in {bounds}, not {value!r}")
+            raise InvalidRequest(f"{name} must be in {bounds}, not {_shown(value)}", param=name)
     for name, (least, most) in {**_COUNTS, **_OPTIONAL_COUNTS}.items():
         value = getattr(params, name)
         if value is None and name in _OPTIONAL_COUNTS:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise InvalidRequest(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+            what = f"a whole number from {least} to {most}"
+            raise InvalidRequest(f"{name} must be {what}, not {_shown(value)}", param=name)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest(f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}")
+        raise InvalidRequest(f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}", param="min_tokens")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python does not write out numbers of thousands of digits
+        return "a number of that size"
 
 
 def _is_number(value: Any) -> bool:
@@ -167,14 +174,15 @@ def _is_number(value: Any) -> bool:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) for string in strings):
-        raise InvalidRequest(f"stop must be a string or a list of strings, not {type(stop).__name__}")
+        raise InvalidRequest(f"stop must be a string or a list of strings, not {type(stop).__name__}", param="stop")
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"{len(strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
+        raise InvalidRequest(f"{len(strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
     for string in strings:
         if not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
-            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, not {len(string)}")
+            what = f"1 to {MAX_STOP_STRING_LENGTH} characters"
+            raise InvalidRequest(f"a stop string must have {what}, not {len(string)}", param="stop")
         if any("\ud800" <= character <= "\udfff" for character in string):
-            raise InvalidRequest(f"the stop string {string!r} is no valid Unicode")
+            raise InvalidRequest(f"the stop string {string!r} is no valid Unicode", param="stop")
     return tuple(strings)
 
 
@@ -186,11 +194,19 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         is_plain = False
     if not is_plain:
-        raise InvalidRequest(f"{name} must be a list of token ids, not {ids!r:.60}")
+        raise InvalidRequest(f"{name} must be a list of token ids, not {_shown(ids)}", param=name)
     for number in numbers:
         if not 0 <= number <= MAX_TOKEN_ID:
-            raise InvalidRequest(f"{name}: a token id must not be negative or over {MAX_TOKEN_ID}, but one is {number}")
+            what = f"a token id must not be negative or over {MAX_TOKEN_ID}, but one is {_shown(number)}"
+            raise InvalidRequest(f"{name}: {what}", param=name)
     return numbers
+
+
+def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise `InvalidRequest` if one of them is none of the model's tokens."""
+    most = max(ids, default=0)
+    if most >= vocab_size:
+        raise InvalidRequest(f"{name}: token {most} is outside the vocabulary of {vocab_size}", param=name)
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
@@ -198,10 +214,12 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     if bias is None:
         return {}
     if not isinstance(bias, dict):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not be {type(bias).__name__}")
+        what = f"must map token ids to numbers, not be {type(bias).__name__}"
+        raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     names = [int(name) if isinstance(name, str) and name.isdecimal() else name for name in bias]
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
         if not _is_number(value) or abs(value) > MAX_BIAS:
-            raise InvalidRequest(f"logit_bias of token {token} must be a number up to {MAX_BIAS:g}, not {value!r}")
+            what = f"must be a number up to {MAX_BIAS:g}, not {_shown(value)}"
+            raise InvalidRequest(f"logit_bias of token {token} {what}", param="logit_bias")
     return dict(zip(ids, map(float, bias.values()), strict=True))

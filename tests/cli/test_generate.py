@@ -71,7 +71,7 @@ def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:
         (("generate",), "there is no prompt in standard input"),
         (("generate", "a", "-m", "fake", "--temperature", "-1"), "temperature must be in"),
         (("generate", "a", "-m", "fake", "--max-tokens", "0"), "max_tokens must be a whole number from 1"),
-        (("generate", "a" * 5000, "-m", "fake"), "no room for a new one"),
+        (("generate", "a" * 5000, "-m", "fake"), "maximum context length is"),
         (("generate", "a", "-m", "fake", "--dtype", "float16"), "no backend, dtype or device"),
         (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "no place for a --system prompt"),
         (("generate", "a", "-m", "fake", "--colour"), "No such option"),

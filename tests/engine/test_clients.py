@@ -101,7 +101,7 @@ def test_verbs_and_errors(kind: str) -> None:
     with client_of(kind) as client:
         with pytest.raises(InvalidRequest, match="outside the vocabulary"):
             client.submit(Request("bad", [64], Limits()), Listener())
-        with pytest.raises(InvalidRequest, match="no room"):
+        with pytest.raises(InvalidRequest, match="maximum context length"):
             client.submit(Request("long", [1] * 4000, Limits()), Listener())
         cancelled, stopped = Listener(), Listener()
         client.submit(request("cancelled", 3500), cancelled)

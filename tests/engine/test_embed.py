@@ -143,7 +143,7 @@ def test_from_text_to_vectors() -> None:
 def test_a_text_as_long_as_the_context() -> None:
     with LLM("fake", max_model_len=64) as llm:
         assert len(llm.embed([[1] * 64])) == 1
-        with pytest.raises(InvalidRequest, match="no room for them"):
+        with pytest.raises(InvalidRequest, match="maximum context length is"):
             llm.embed([[1] * 65])
 
 

@@ -13,10 +13,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.conftest import KEY, WAIT_S, Running
+from tests.server.serving import HI, KEY, WAIT_S, Running
 from tokenmill.core import Fault, FaultKind
-
-HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def test_models(server: Running) -> None:
@@ -91,21 +89,21 @@ def post(server: Running, path: str, body: Any, **headers: str) -> tuple[int, An
         ({"model": "other"}, 404, "model"),
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, 400, None),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
         ({"n": 1_000_000}, 400, "n"),
         ({"n": 0}, 400, "n"),
         ({"n": True}, 400, "n"),
         ({"n": "3"}, 400, "n"),
         ({"temperature": "hot"}, 400, "temperature"),
-        ({"temperature": -1}, 400, None),
-        ({"top_p": 2}, 400, None),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 2}, 400, "top_p"),
         ({"stop": ["a"] * 5}, 400, "stop"),
-        ({"max_tokens": 0}, 400, None),
-        ({"logit_bias": {"99999": 1}}, 400, None),
-        ({"logit_bias": {"a": 1}}, 400, None),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias"),
         ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, None),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, None),
     ],

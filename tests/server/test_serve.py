@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
+from tests.server.serving import HI, TOKENMILL, WAIT_S, child, request
 
 
-def test_it_starts_answers_and_drains() -> None:
-    process = subprocess.Popen([TOKENMILL, "serve", "fake", "--port", "0"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        found = re.search(r"fake on http://127\.0\.0\.1:(\d+)/v1", line)
-        assert found is not None, line
-        connection = http.client.HTTPConnection("127.0.0.1", int(found.group(1)), timeout=60)
-        body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000, "stream": True,
-                "ignore_eos": True}  # fmt: skip
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read1(100)
-        process.send_signal(signal.SIGTERM)
-        rest = answer.read()  # what runs may end by itself
-        assert rest.endswith(b"data: [DONE]\n\n")
-        assert b'"finish_reason":"length"' in rest
-        connection.close()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+def test_it_starts_answers_and_stops(tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake") as served:
+        assert request(served.port, "GET", "/health", key=None).status == 200
+        body = {"model": "fake", "messages": HI, "max_tokens": 5}
+        assert request(served.port, "POST", "/v1/chat/completions", body, key=None).status == 200
+        assert served.stop() == 0
+        assert " POST /v1/chat/completions 200 " in served.said()
+        assert "Traceback" not in served.said()
 
 
-def test_what_can_not_start_says_why() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = subprocess.run([TOKENMILL, "serve", "fake", "--port", port], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3
-    assert re.fullmatch(r"tokenmill: can't listen on 127\.0\.0\.1:\d+: Address already in use\n", done.stderr)
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake") as served:
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(WAIT_S) == 0
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
@@ -55,3 +34,20 @@ def test_it_does_not_listen_wider_without_a_key(host: str) -> None:
     done = subprocess.run([TOKENMILL, "serve", "fake", "--host", host], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "give --api-key, or --insecure" in done.stderr
+
+
+def test_l01_what_cannot_start_says_why_in_one_line_and_exits_with_3(tmp_path: Path) -> None:
+    empty = tmp_path / "model"
+    empty.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, reason in (
+            (["fake", "--port", port], rf"can't listen on 127\.0\.0\.1:{port}: Address already in use"),
+            ([str(tmp_path / "none"), "--port", "0"], r".*none.*"),
+            ([str(empty), "--port", "0"], r".*config\.json.*"),
+        ):
+            done = subprocess.run([TOKENMILL, "serve", *arguments], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 3, done.stderr
+            lines = [line for line in done.stderr.splitlines() if "; http://" not in line]
+            assert len(lines) == 1, done.stderr
+            assert re.fullmatch(f"tokenmill: {reason}", lines[0]), done.stderr

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Intake, Prompt, embedding_output
+from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output
 from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.engine.request import Hints
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
@@ -27,21 +28,42 @@ HANGS_AFTER_S = 5.0
 """A step that takes longer has hung, as far as readiness goes."""
 
 
-class Mailbox:
-    """What the engine's threads have for one generation, and the call that wakes its reader."""
+class Bell:
+    """Wakes an event loop from the engine's threads: once for all that has come since it last woke."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
+        self._rung: deque[asyncio.Event] = deque()
+        self._is_on_its_way = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """On an engine's thread: set the event, on the loop."""
+        self._rung.append(event)
+        if not self._is_on_its_way:
+            self._is_on_its_way = True
+            try:
+                self.loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                return  # the loop is closed: nobody reads any more
+
+    def _wake(self) -> None:
+        self._is_on_its_way = False  # before looking: what comes now rings again
+        while self._rung:
+            self._rung.popleft().set()
+
+
+class Mailbox:
+    """What the engine's threads have for one generation, and the event that wakes its reader."""
+
+    def __init__(self, bell: Bell) -> None:
+        self._bell = bell
         self._letters: deque[tuple[int, GeneratedToken]] = deque()
         self._filled = asyncio.Event()
 
     def put(self, index: int, generated: GeneratedToken) -> None:
         """On an engine's thread."""
         self._letters.append((index, generated))
-        try:
-            self._loop.call_soon_threadsafe(self._filled.set)
-        except RuntimeError:
-            return  # the loop is closed: nobody reads any more
+        self._bell.ring(self._filled)
 
     async def take(self) -> list[tuple[int, GeneratedToken]]:
         """On the loop: all there is, at least one."""
@@ -77,6 +99,9 @@ class AsyncLLM:
             raise
         length = self._client.max_model_len
         self._intake = Intake("async", self._opened.text, self._opened.model.info, length, seed)
+        self._bell: Bell | None = None
+        self._running: dict[str, list[Generation]] = {}
+        """By the caller's id: more than one may have the same."""
         self._closed = False
 
     @property
@@ -96,13 +121,34 @@ class AsyncLLM:
         """What the model's authors recommend: used where a call gives no parameters."""
         return self._opened.text.sampling_params()
 
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt. Safe on any thread: a long text is better not tokenised on an event loop's."""
+        return self._intake.prompt(prompt)[1]
+
+    def chat_ids(
+        self, messages: Sequence[Message], chat_template: str | None = None, /, **template_options: Any
+    ) -> list[int]:
+        """The ids of a conversation up to where the model answers. Safe on any thread."""
+        return self._intake.chat_ids(messages, chat_template, **template_options)
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """The output so far, one object that grows, each time it has. Leaving the loop cancels the request."""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        hints: Hints = Hints(),
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The output so far, one object that grows, each time it has. Leaving the loop cancels the request.
+
+        `hints` say whose request it is; after `timeout_s` it ends with `timeout`.
+        """
         self._check_open()
-        generation = self._intake.generation(prompt, sampling_params, request_id)
-        mailbox = Mailbox(asyncio.get_running_loop())
+        generation = self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s)
+        mailbox = self._mailbox()
+        name = generation.output.request_id
+        self._running.setdefault(name, []).append(generation)
         try:
             for i, choice in enumerate(generation.choices):
                 self._client.submit(choice.request, partial(mailbox.put, i))
@@ -111,9 +157,17 @@ class AsyncLLM:
                     generation.deliver(index, generated, self._client.finish)
                 yield generation.output
         finally:
-            for choice in generation.choices:
-                if choice.output.finish_reason is None:
-                    self._cancel(choice.request.request_id)
+            self._running[name].remove(generation)
+            if not self._running[name]:
+                del self._running[name]
+            self._cancel_all(generation)
+
+    def cancel(self, request_id: str) -> bool:
+        """End what runs under this id, wherever it is: its readers see `cancelled`. False if nothing does."""
+        running = self._running.get(request_id, [])
+        for generation in running:
+            self._cancel_all(generation)
+        return bool(running)
 
     def chat(
         self,
@@ -123,18 +177,24 @@ class AsyncLLM:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """The answer to a conversation, as `generate` gives it."""
-        ids = self._intake.chat_ids(messages, chat_template, **(chat_template_kwargs or {}))
+        ids = self.chat_ids(messages, chat_template, **(chat_template_kwargs or {}))
         return self.generate(ids, sampling_params, request_id)
 
     async def embed(
-        self, prompt: Prompt, *, pooling: str | Pooling = "last", normalize: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        pooling: str | Pooling = "last",
+        normalize: bool = True,
+        hints: Hints = Hints(),
+        timeout_s: float | None = None,
     ) -> EmbeddingRequestOutput:
         """The embedding of a text: the last token's hidden state, or the mean of all; of length 1 unless told."""
         self._check_open()
-        request = self._intake.embedding(prompt, pooling)
-        mailbox = Mailbox(asyncio.get_running_loop())
+        request = self._intake.embedding(prompt, pooling, hints, timeout_s)
+        mailbox = self._mailbox()
         self._client.submit(request, partial(mailbox.put, 0))
         try:
             ((_, end),) = await mailbox.take()
@@ -143,9 +203,20 @@ class AsyncLLM:
             raise
         return embedding_output(request, end, normalize=normalize)
 
+    def _mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._bell is None or self._bell.loop is not loop:
+            self._bell = Bell(loop)
+        return Mailbox(self._bell)
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the AsyncLLM was closed")
+
+    def _cancel_all(self, generation: Generation) -> None:
+        for choice in generation.choices:
+            if choice.output.finish_reason is None:
+                self._cancel(choice.request.request_id)
 
     def _cancel(self, request_id: str) -> None:
         with suppress(EngineDead):

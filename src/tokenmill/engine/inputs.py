@@ -58,12 +58,16 @@ class Generation:
         max_model_len: int,
         seed: int,
         hints: Hints,
+        timeout_s: float | None,
     ) -> None:
         # A tokenizer may know ends that the model has no logit for.
         ends = () if params.ignore_eos else (i for i in tokenizer.eos_ids if i < vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *ends))
         limits = Limits(
-            max_new_tokens=params.max_tokens or max_model_len, min_new_tokens=params.min_tokens, stop_ids=stop_ids
+            max_new_tokens=params.max_tokens or max_model_len,
+            min_new_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            timeout_s=timeout_s,
         )
         self.choices = [
             Choice(
@@ -92,8 +96,11 @@ class Generation:
             output.token_ids.append(delta.token_id)
             if output.logprobs is not None and delta.logprobs is not None:
                 output.logprobs.append(delta.logprobs)
+        output.num_settled = choice.stream.num_settled
         if delta.finish_reason is not None:
             self._end(choice, delta)
+        if choice is self.choices[0] and self.output.prompt_logprobs is None:
+            self._take_prompt_logprobs(choice.request)
         self.output.usage = Usage(
             prompt_tokens=len(self.output.prompt_token_ids),
             completion_tokens=self.num_generated,
@@ -118,9 +125,13 @@ class Generation:
                 del output.logprobs[delta.keep_tokens :]
         if delta.finish_reason not in ENDED_WELL:
             self.output.error = delta.error or output.finish_reason
-        if choice.request.draw.params.prompt_logprobs is not None and choice is self.choices[0]:
-            self.output.prompt_logprobs = [None, *choice.request.prompt_logprobs]
+        output.num_settled = len(output.token_ids)
         self.output.finished = all(one.output.finish_reason is not None for one in self.choices)
+
+    def _take_prompt_logprobs(self, request: Request) -> None:
+        is_asked = request.draw.params.prompt_logprobs is not None
+        if is_asked and (self.output.finished or len(request.prompt_logprobs) == len(self.output.prompt_token_ids) - 1):
+            self.output.prompt_logprobs = [None, *request.prompt_logprobs]
 
 
 class Intake:
@@ -140,12 +151,13 @@ class Intake:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         hints: Hints = Hints(),
+        timeout_s: float | None = None,
     ) -> Generation:
         """A request for the tokens that follow a prompt; without parameters, the model's own."""
         params = self.text.sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        text, ids = self._prompt(prompt)
+        text, ids = self.prompt(prompt)
         # The engine's name for it is its own, so that a caller's can be used again, or twice at a time.
         name = self._name()
         generation = Generation(
@@ -159,19 +171,26 @@ class Intake:
             max_model_len=self._max_model_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             hints=hints,
+            timeout_s=timeout_s,
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation
 
-    def embedding(self, prompt: Prompt, pooling: str | Pooling) -> Request:
+    def embedding(
+        self,
+        prompt: Prompt,
+        pooling: str | Pooling,
+        hints: Hints = Hints(),
+        timeout_s: float | None = None,
+    ) -> Request:
         """A request for the embedding of a text."""
         try:
             kind = Pooling(pooling)
         except ValueError:
             known = ", ".join(repr(one.value) for one in Pooling)
-            raise InvalidRequest(f"pooling {pooling!r} is not known; known: {known}") from None
-        _, ids = self._prompt(prompt)
-        request = Request(self._name(), ids, Limits(max_new_tokens=1), pooling=kind)
+            raise InvalidRequest(f"pooling {pooling!r} is not known; known: {known}", param="pooling") from None
+        _, ids = self.prompt(prompt)
+        request = Request(self._name(), ids, Limits(max_new_tokens=1, timeout_s=timeout_s), hints, pooling=kind)
         check_request(request, self._model, self._max_model_len)
         return request
 
@@ -179,13 +198,14 @@ class Intake:
         """The prompt of a conversation, as the model's template (or the caller's) writes it."""
         return self.text.template_of(chat_template).encode(messages, **options)
 
-    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its ids."""
         if isinstance(prompt, Mapping):
-            return self._prompt(_from_mapping(prompt))
+            return self.prompt(_from_mapping(prompt))
         text = prompt if isinstance(prompt, str) else None
         ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(token_ids("prompt", prompt))
         if not ids:
-            raise InvalidRequest("the prompt is empty")
+            raise InvalidRequest("the prompt is empty", param="prompt")
         return text, ids
 
     def _name(self) -> str:
@@ -205,7 +225,8 @@ def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:
 def embedding_output(request: Request, end: GeneratedToken, *, normalize: bool) -> EmbeddingRequestOutput:
     """What an embedding request came to; `RequestFailed` if it failed."""
     if end.finish_reason not in ENDED_WELL:
-        raise RequestFailed(f"{request.request_id}: {end.error or end.finish_reason}")
+        reason = end.finish_reason.value if end.finish_reason else None
+        raise RequestFailed(f"{request.request_id}: {end.error or reason}", finish_reason=reason)
     values = request.embedding
     length = math.sqrt(math.fsum(value * value for value in values)) if normalize else 1.0
     output = EmbeddingOutput([value / length for value in values] if length > 0 else values)

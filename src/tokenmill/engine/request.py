@@ -207,14 +207,21 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
     longest = min(max_model_len, request.limits.max_context or max_model_len)
     room = 0 if request.pooling is not None else 1
     if request.num_prompt + room > longest:
-        for_what = "a new one" if room else "them"
-        raise ContextOverflow(
-            f"the prompt has {request.num_prompt} tokens; the context of {longest} has no room for {for_what}"
-        )
+        raise ContextOverflow(context_overflow(longest, request.num_prompt, room))
     prompt = request.token_array()
     if prompt.max() >= model.vocab_size:
-        raise InvalidRequest(f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}")
+        what = f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}"
+        raise InvalidRequest(what, param="prompt")
     request.draw.params.check_vocabulary(model.vocab_size)
+
+
+def context_overflow(longest: int, num_prompt: int, num_new: int) -> str:
+    """The words that clients look for."""
+    wanted = f"{num_prompt} of the prompt and {num_new} to be generated" if num_new else f"{num_prompt} of the prompt"
+    return (
+        f"This model's maximum context length is {longest} tokens, but {num_prompt + num_new} are needed: {wanted}. "
+        "Shorten the prompt or ask for less."
+    )
 
 
 def _checked_array(request_id: str, tokens: list[int]) -> IntArray:

@@ -7,10 +7,13 @@ import hmac
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokenmill.server.config import hash_key
+from tokenmill.server.config import fingerprint, hash_key
+from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError
 
 PUBLIC = frozenset({"/health", "/health/live", "/health/ready"})
+KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Where some clients put the key instead."""
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
@@ -22,22 +25,37 @@ class ApiKeys:
         self._key_hashes = key_hashes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._key_hashes or scope["path"] in PUBLIC:
+        # A browser asks with OPTIONS, without a key, whether it may send one; no route of ours answers to it.
+        is_open = scope["type"] != "http" or scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
+        if is_open or not self._key_hashes:
             await self._app(scope, receive, send)
             return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) == 1 and self._is_known(given[0]):
-            await self._app(scope, receive, send)
+        known = self._known(_given(scope))
+        if known is None:
+            refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            await JSONResponse(refusal.body(), refusal.status, headers=CHALLENGE)(scope, receive, send)
             return
-        refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        response = JSONResponse(refusal.body(), refusal.status, headers=CHALLENGE)
-        await response(scope, receive, send)
+        caller_of(scope).key = fingerprint(known)
+        await self._app(scope, receive, send)
 
-    def _is_known(self, header: bytes) -> bool:
-        scheme, _, key = header.decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        found = False
+    def _known(self, key: str | None) -> bytes | None:
+        """The hash of a key that may come in."""
+        if key is None:
+            return None
+        given, found = hash_key(key), None
         for known in self._key_hashes:
-            found |= hmac.compare_digest(known, hash_key(key))
+            if hmac.compare_digest(known, given):
+                found = known
         return found
+
+
+def _given(scope: Scope) -> str | None:
+    """The one key that a request has; none if it has several that differ."""
+    keys = set()
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.decode("latin-1").partition(" ")
+            keys.add(key if scheme.lower() == "bearer" else None)
+        elif name in KEY_HEADERS:
+            keys.add(value.decode("latin-1"))
+    return keys.pop() if len(keys) == 1 else None

@@ -2,120 +2,106 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-
-from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.engine.request import context_overflow
+from tokenmill.errors import ContextOverflow
 from tokenmill.outputs import RequestOutput, TokenLogprobs
+from tokenmill.server.calls import Call
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.engine import Deltas, first_output, last_output, raise_if_bad, usage
-from tokenmill.server.errors import ApiError, model_not_found, to_api_error
+from tokenmill.server.deltas import Delta, usage, whole
+from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import ChatRequest
-from tokenmill.server.sse import DONE, EventStream, event
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.server.sse import event
+from tokenmill.server.tokens import TokenForms
 
 
-async def chat_completions(http: HttpRequest, body: ChatRequest, llm: AsyncLLM, config: ServerConfig) -> Response:
-    """An answer to a conversation, whole or as a stream."""
-    if body.model != config.model_name:
-        raise model_not_found(body.model)
+async def start_chat(call: Call, body: ChatRequest, config: ServerConfig, forms: TokenForms) -> ChatAnswer:
+    """Check it, turn the messages into a prompt, and add its generation to the call."""
     body.check(config)
-    if not 1 <= len(body.messages) <= config.max_messages:
-        raise ApiError(400, f"messages must be 1 to {config.max_messages}", param="messages")
-    params = body.sampling(llm.get_default_sampling_params(), max_tokens=body.limit, logprobs=body.num_logprobs())
-    messages = [message.model_dump() for message in body.messages]
-    request_id = f"chatcmpl-{secrets.token_hex(12)}"
-    outputs: Any = llm.chat(messages, params, request_id, chat_template_kwargs=body.chat_template_kwargs)
-    answer = _Answer(request_id, int(time.time()), body, llm.get_tokenizer())
-    if not body.stream:
-        return JSONResponse(answer.whole(await last_output(http, outputs)))
-    first = await first_output(outputs)
-    return EventStream(
-        answer.events(first, outputs), keep_alive_s=config.keep_alive_s, send_timeout_s=config.send_timeout_s
-    )
+    defaults = call.llm.get_default_sampling_params()
+    params = body.sampling(defaults, max_tokens=body.limit, logprobs=body.num_logprobs())
+    options = body.template_options(config)
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    size = sum(len(str(message.get("content"))) for message in messages)
+    ids = await call.tokens(size, lambda: call.llm.chat_ids(messages, **options))
+    check_room(ids, body.limit, call.llm.max_model_len)
+    call.generate(ids, params)
+    return ChatAnswer(call, body, forms)
 
 
-class _Answer:
+def check_room(ids: Sequence[int], wanted: int | None, max_model_len: int) -> None:
+    """An answer's length that is asked for must fit; one that is not is what is left."""
+    if wanted is not None and len(ids) + wanted > max_model_len:
+        raise ContextOverflow(context_overflow(max_model_len, len(ids), wanted))
+
+
+class ChatAnswer:
     """One answer's identity, and its two forms."""
 
-    def __init__(self, request_id: str, created: int, body: ChatRequest, tokenizer: Tokenizer) -> None:
-        self._id = request_id
-        self._created = created
+    def __init__(self, call: Call, body: ChatRequest, forms: TokenForms) -> None:
+        self._call = call
         self._body = body
-        self._tokenizer = tokenizer
+        self._forms = forms
+        self._head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": body.model}
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Without streaming."""
+        (output,) = outputs
         choices = []
         for choice in output.outputs:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
-            made = {
-                "index": choice.index,
-                "message": message,
-                "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            choices.append(made if not self._body.return_token_ids else {**made, "token_ids": choice.token_ids})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage(output)}
+            choices.append(self._choice(whole(choice), {"message": message}))
+        answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(outputs)}
+        return {**answer, **self._about_prompt(output)}
 
-    async def events(self, first: RequestOutput, outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[bytes]:
-        """The first chunk of each choice has its role; the last one its finish reason; then usage, if asked for."""
-        deltas, output = Deltas(), first
-        try:
-            for choice in first.outputs:
-                yield event(self._chunk(choice.index, {"role": "assistant", "content": ""}))
-            while True:
-                for delta in deltas.take(output):
-                    if delta.finish_reason is not None:
-                        raise_if_bad(output)
-                    said = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-                    yield event(self._chunk(delta.index, said, delta.token_ids, delta.logprobs, delta.finish_reason))
-                if output.finished:
-                    break
-                output = await anext(outputs)
-            if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(output)})
-        except Exception as error:  # the status has been sent: the error goes into the stream
-            yield event(to_api_error(error).body())
-        finally:
-            await outputs.aclose()
-        yield DONE
+    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The first chunk of each choice has its role."""
+        (output,) = outputs
+        said = {"role": "assistant", "content": ""}
+        more = self._about_prompt(output)
+        chunks = []
+        for choice in output.outputs:
+            made = self._choice(Delta(choice.index, "", 0, [], None, None), {"delta": said})
+            chunks.append(self._chunk([made], output, **more))
+        return b"".join(chunks)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        token_ids: list[int] | None = None,
-        logprobs: list[TokenLogprobs] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(token_ids or [], logprobs),
-            "finish_reason": finish_reason,
+    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:  # noqa: ARG002
+        """The last one has the finish reason."""
+        said = {"content": delta.text} if delta.text else {}
+        return self._chunk([self._choice(delta, {"delta": said})], output)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Usage, if it was asked for."""
+        return event({**self._head, "choices": [], "usage": usage(outputs)}) if self._body.wants_usage else b""
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def _chunk(self, choices: list[dict[str, Any]], output: RequestOutput, **more: Any) -> bytes:
+        made = {**self._head, "choices": choices, **more}
+        if self._body.wants_usage:
+            made["usage"] = usage([output]) if self._body.wants_usage_always else None
+        return event(made)
+
+    def _choice(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+        made = {
+            "index": delta.index,
+            **said,
+            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
         }
-        if self._body.return_token_ids and token_ids is not None:
-            made["token_ids"] = token_ids
-        return {**self._head("chat.completion.chunk"), "choices": [made]}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
+        return {**made, "token_ids": delta.token_ids} if self._body.return_token_ids else made
 
     def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        pairs = zip(token_ids, logprobs, strict=False)
-        content = [
-            {**self._token(token, score.logprob), "top_logprobs": [self._token(*one) for one in score.top]}
-            for token, score in pairs
-        ]
-        return {"content": content, "refusal": None}
+        return None if logprobs is None else {"content": self._forms.for_chat(token_ids, logprobs), "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token], skip_special=False)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Extensions: the prompt's ids and log-probabilities, if they were asked for."""
+        about: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            about["prompt_token_ids"] = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            about["prompt_logprobs"] = self._forms.for_prompt(output.prompt_token_ids, output.prompt_logprobs)
+        return about

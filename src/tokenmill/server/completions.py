@@ -2,160 +2,126 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import secrets
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-
-from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.outputs import RequestOutput
+from tokenmill.outputs import RequestOutput, TokenLogprobs
+from tokenmill.server.calls import Call
+from tokenmill.server.chat import check_room
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.engine import Delta, Deltas, first_output, last_output, raise_if_bad, usage
-from tokenmill.server.errors import ApiError, model_not_found, to_api_error
+from tokenmill.server.deltas import Delta, usage, whole
+from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import CompletionRequest
-from tokenmill.server.sse import DONE, EventStream, event
+from tokenmill.server.sse import event
+from tokenmill.server.tokens import TokenForms
 
 Prompt = str | list[int]
 
 
-async def completions(http: HttpRequest, body: CompletionRequest, llm: AsyncLLM, config: ServerConfig) -> Response:
-    """What follows each of the prompts, whole or as a stream."""
-    if body.model != config.model_name:
-        raise model_not_found(body.model)
+async def start_completions(
+    call: Call, body: CompletionRequest, config: ServerConfig, forms: TokenForms
+) -> CompletionAnswer:
+    """Check it, and add a generation for each prompt to the call."""
     body.check(config)
-    prompts = prompts_of(body.prompt, config.max_prompts)
-    if body.echo:
-        raise ApiError(400, "echo is not offered yet", param="echo")
+    prompts = as_prompts(body.prompt, config.max_prompts, "prompt")
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens is not None:
-        more["max_tokens"] = body.max_tokens
-    params = body.sampling(llm.get_default_sampling_params(), **more)
-    name = f"cmpl-{secrets.token_hex(12)}"
-    requests: list[Any] = [llm.generate(prompt, params, f"{name}-{i}") for i, prompt in enumerate(prompts)]
-    answer = _Answer(name, int(time.time()), body, llm)
-    if not body.stream:
-        outputs = await _all(http, requests)
-        return JSONResponse(answer.whole(outputs))
-    first = await asyncio.gather(*(first_output(request) for request in requests))
-    events = answer.events(list(first), requests)
-    return EventStream(events, keep_alive_s=config.keep_alive_s, send_timeout_s=config.send_timeout_s)
+        more["max_tokens"] = 1 if body.scores_only else body.max_tokens
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        more["prompt_logprobs"] = body.logprobs
+    params = body.sampling(call.llm.get_default_sampling_params(), **more)
+    wanted = None if body.scores_only else body.max_tokens
+    for prompt in prompts:
+        ids = await call.tokens(len(prompt), lambda prompt=prompt: call.llm.prompt_ids(prompt))  # type: ignore[misc]
+        check_room(ids, wanted, call.llm.max_model_len)
+        call.generate(ids, params)
+    return CompletionAnswer(call, body, prompts, params.n, forms)
 
 
-async def _all(http: HttpRequest, requests: Sequence[Any]) -> list[RequestOutput]:
-    """All answers; if one of them fails the others are cancelled."""
-    tasks = [asyncio.ensure_future(last_output(http, request)) for request in requests]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def prompts_of(prompt: Any, most: int) -> list[Prompt]:
+def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
     """One prompt or several, as texts or as ids."""
-    several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else [prompt]
+    several = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
     if not 1 <= len(several) <= most:
-        raise ApiError(400, f"at most {most} prompts, not {len(several)}", param="prompt")
+        raise ApiError(400, f"at most {most} in one request, not {len(several)}", param=param)
+    if not all(several):
+        raise ApiError(400, "an input is empty", param=param)
     return several
 
 
-class _Answer:
+class CompletionAnswer:
     """The answer to one call: choice i of prompt p has the index p * n + i."""
 
-    def __init__(self, name: str, created: int, body: CompletionRequest, llm: AsyncLLM) -> None:
-        self._name = name
-        self._created = created
+    def __init__(
+        self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt], n: int, forms: TokenForms
+    ) -> None:
         self._body = body
-        self._n = body.n or 1
-        self._tokenizer = llm.get_tokenizer()
+        self._prompts = prompts
+        self._n = n
+        self._forms = forms
+        self._head = {"id": call.id, "object": "text_completion", "created": call.created, "model": body.model}
+        self._offsets: dict[tuple[int, int], int] = {}
+        """Characters of each choice that have been shown, where offsets are asked for."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = []
-        for place, output in enumerate(outputs):
-            for choice in output.outputs:
-                whole = Delta(choice.index, choice.text, 0, choice.token_ids, choice.logprobs, choice.finish_reason)
-                choices.append(self._choice(place, whole))
-        return {**self._head(), "choices": choices, "usage": _sum([usage(output) for output in outputs])}
-
-    async def events(
-        self, outputs: list[RequestOutput], requests: Sequence[AsyncGenerator[RequestOutput]]
-    ) -> AsyncGenerator[bytes]:
-        """Chunks of all prompts as they come; then usage, if asked for."""
-        queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue()
-        readers = [
-            asyncio.ensure_future(_read(place, output, requests[place], queue)) for place, output in enumerate(outputs)
+        """Without streaming."""
+        choices = [
+            self._choice(place, whole(choice), output)
+            for place, output in enumerate(outputs)
+            for choice in output.outputs
         ]
-        deltas, ended = [Deltas() for _ in outputs], set[int]()
-        try:
-            while len(ended) < len(outputs):
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                place, outputs[place] = item[0], item[1]
-                for delta in deltas[place].take(outputs[place]):
-                    if delta.finish_reason is not None:
-                        raise_if_bad(outputs[place])
-                    yield event({**self._head(), "choices": [self._choice(place, delta)]})
-                if outputs[place].finished:  # an output grows in place, so more than one look may find it so
-                    ended.add(place)
-            if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield event({**self._head(), "choices": [], "usage": _sum([usage(one) for one in outputs])})
-        except Exception as error:  # the status has been sent: the error goes into the stream
-            yield event(to_api_error(error).body())
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-            for request in requests:
-                await request.aclose()
-        yield DONE
+        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "text_completion", "created": self._created, "model": self._body.model}
+    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:  # noqa: ARG002
+        return b""
 
-    def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
+    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:
+        made = {**self._head, "choices": [self._choice(place, delta, output)]}
+        if self._body.wants_usage:
+            made["usage"] = self._usage([output]) if self._body.wants_usage_always else None
+        return event(made)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Usage, if it was asked for."""
+        return event({**self._head, "choices": [], "usage": self._usage(outputs)}) if self._body.wants_usage else b""
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def _choice(self, place: int, delta: Delta, output: RequestOutput) -> dict[str, Any]:
+        is_first = delta.first_token == 0 and (place, delta.index) not in self._offsets
+        text, ids, scores = delta.text, delta.token_ids, list[TokenLogprobs | None](delta.logprobs or [])
+        if self._body.scores_only:
+            text, ids, scores = "", [], []
+        echo, before = "", self._offsets.get((place, delta.index), 0)
+        if self._body.echo and is_first:
+            echo = self._echo(place, output)
+            ids = [*output.prompt_token_ids, *ids]
+            scores = [*(output.prompt_logprobs or []), *scores]
+        self._offsets[place, delta.index] = before + len(echo) + len(text)
         made: dict[str, Any] = {
             "index": place * self._n + delta.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "text": echo + text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(ids, scores, before),
+            "finish_reason": "length" if self._body.scores_only and delta.finish_reason else delta.finish_reason,
         }
-        return {**made, "token_ids": delta.token_ids} if self._body.return_token_ids else made
+        if self._body.return_token_ids:
+            made["token_ids"] = delta.token_ids
+            made["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        if self._body.prompt_logprobs is not None and is_first and output.prompt_logprobs is not None:
+            made["prompt_logprobs"] = self._forms.for_prompt(output.prompt_token_ids, output.prompt_logprobs)
+        return made
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        tokens = [self._text(token) for token in delta.token_ids]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(score.logprob, -9999.0) for score in delta.logprobs],
-            "top_logprobs": [
-                {self._text(token): max(value, -9999.0) for token, value in score.top} for score in delta.logprobs
-            ],
-            "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=delta.offset)) if tokens else [],
-        }
+    def _logprobs(self, ids: Sequence[int], scores: Sequence[TokenLogprobs | None], before: int) -> dict[str, Any]:
+        offsets = [before + offset for offset in self._forms.offsets(ids)[:-1]]
+        return self._forms.for_completion(ids, scores, offsets)
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
+    def _echo(self, place: int, output: RequestOutput) -> str:
+        """The prompt's text: as it was given, or what its ids say."""
+        prompt = self._prompts[place]
+        return prompt if isinstance(prompt, str) else self._forms.join(output.prompt_token_ids)
 
-
-async def _read(place: int, output: RequestOutput, request: AsyncGenerator[RequestOutput], queue: Any) -> None:
-    """Bring the outputs of one prompt to where they are sent from."""
-    try:
-        queue.put_nowait((place, output))
-        async for grown in request:
-            queue.put_nowait((place, grown))
-    except Exception as error:
-        queue.put_nowait(error)
-
-
-def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    total = {name: sum(part[name] for part in parts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        used = usage(outputs)
+        if self._body.scores_only:
+            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+        return used

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+TEMPLATE_OPTIONS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+"""What well-known chat templates ask for by name, beyond the messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +25,59 @@ class ServerConfig:
     """SHA-256 of each API key; none: everybody who can reach the server may use it."""
     insecure: bool = False
     """Listen beyond this machine without a key."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may use the server from a browser."""
+    template_options: frozenset[str] = TEMPLATE_OPTIONS
+    """Names that `chat_template_kwargs` may have."""
+
+    # How a request may come in.
+    max_header_bytes: int = 64 * KIB
+    max_headers: int = 100
+    header_timeout_s: float = 15.0
+    body_timeout_s: float = 60.0
     max_body_bytes: int = 8 * MIB
+
+    # What it may ask for.
     max_n: int = 8
     max_stops: int = 4
+    max_stop_chars: int = 256
+    max_completion_logprobs: int = 5
+    """In /v1/completions; chats may have 20."""
+    max_logit_bias: int = 1024
     max_prompts: int = 64
     """In one call of /v1/completions or /v1/embeddings."""
     max_messages: int = 2048
+    max_content_parts: int = 64
+
+    # How long things may take.
+    max_request_s: float = 600.0
+    """From arrival to the last token. Clients may ask for less."""
     send_timeout_s: float = 30.0
     """A client that takes nothing for so long is given up."""
     keep_alive_s: float = 15.0
     """A comment is sent when a stream was silent for so long."""
+    drain_s: float = 30.0
+    """What runs when the server is told to stop may go on for so long."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.key_hashes and not self.insecure:
             raise ConfigError(
                 f"listening on {self.host} lets others in: give --api-key, or --insecure if that is what you want"
             )
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"a port is 0 to 65535, not {self.port}")
+        for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
 
 
 def hash_key(key: str) -> bytes:
     """What is kept of an API key."""
     return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def fingerprint(key_hash: bytes) -> str:
+    """Enough of a key's hash to tell keys apart in a log."""
+    return key_hash.hex()[:8]

@@ -9,22 +9,29 @@ from typing import Any
 import numpy as np
 
 from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.params import token_ids
-from tokenmill.server.completions import prompts_of
+from tokenmill.params import check_ids, token_ids
+from tokenmill.server.calls import Call, off_the_loop
+from tokenmill.server.completions import as_prompts
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.errors import model_not_found
+from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 
-async def embeddings(body: EmbeddingRequest, llm: AsyncLLM, config: ServerConfig) -> dict[str, Any]:
+async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -> dict[str, Any]:
     """One vector for each input, as numbers or as base64 of little-endian float32."""
-    if body.model != config.model_name:
-        raise model_not_found(body.model)
-    inputs = prompts_of(body.input, config.max_prompts)
-    outputs = await asyncio.gather(*(llm.embed(one, pooling=body.pooling) for one in inputs))
+    inputs = as_prompts(body.input, config.max_prompts, "input")
+    prompts = [
+        await call.tokens(len(one), lambda one=one: call.llm.prompt_ids(one))  # type: ignore[misc]
+        for one in inputs
+    ]
+    options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
+    work = asyncio.gather(*(call.llm.embed(one, **options) for one in prompts))
+    outputs = await call.do(work)
     data = []
     for index, output in enumerate(outputs):
         vector: Any = output.outputs.embedding
+        if body.dimensions is not None and body.dimensions != len(vector):
+            raise ApiError(400, f"this model's embeddings have {len(vector)} dimensions", param="dimensions")
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": vector})
@@ -33,12 +40,15 @@ async def embeddings(body: EmbeddingRequest, llm: AsyncLLM, config: ServerConfig
     return {"object": "list", "data": data, "model": body.model, "usage": used}
 
 
-def tokenize(body: TokenizeRequest, llm: AsyncLLM, max_model_len: int) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
     """The ids of a text."""
-    ids = llm.get_tokenizer().encode(body.prompt, add_special=body.add_special_tokens)
-    return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    encode = llm.get_tokenizer().encode
+    ids = await off_the_loop(len(body.prompt), lambda: encode(body.prompt, add_special=body.add_special_tokens))
+    return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids}
 
 
 def detokenize(body: DetokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
     """The text of ids."""
-    return {"prompt": llm.get_tokenizer().decode(token_ids("tokens", body.tokens), skip_special=False)}
+    ids = token_ids("tokens", body.tokens)
+    check_ids("tokens", ids, llm.get_tokenizer().vocab_size)
+    return {"prompt": llm.get_tokenizer().decode(ids, skip_special=False)}

@@ -6,10 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.engine.lifecycle import ENDINGS
-from tokenmill.errors import ContextOverflow, EngineDead, InvalidRequest, ModelNotFound, TokenmillError
+from tokenmill.errors import (
+    ContextOverflow,
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestFailed,
+    TokenmillError,
+)
 from tokenmill.outputs import ENDED_WELL, FinishReason
 
-RETRY_AFTER_S = "1"
+RETRY_SOON = {"Retry-After": "1"}
+RETRY_LATER = {"Retry-After": "5"}
 
 
 @dataclass(eq=False)
@@ -27,35 +36,55 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def to_api_error(error: Exception) -> ApiError:
+def to_api_error(error: BaseException) -> ApiError:
     """What a client is told. The words are ours; an exception that is not is only a number."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(400, str(error), code="context_length_exceeded", param=error.param)
     if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=error.param)
     if isinstance(error, ModelNotFound):
-        return ApiError(404, str(error), code="model_not_found")
+        return ApiError(404, str(error), code="model_not_found", param="model")
+    if isinstance(error, Overloaded):
+        return _overloaded(str(error))
     if isinstance(error, EngineDead):
-        return ApiError(503, "the engine is not available; try again", "server_error", headers={"Retry-After": "5"})
+        return unavailable("the engine is not available; try again", "engine_dead")
+    if isinstance(error, RequestFailed) and error.finish_reason is not None:
+        return ended_badly(error.finish_reason, str(error), num_tokens=0) or _internal()
     if isinstance(error, TokenmillError):
-        return ApiError(500, str(error), "server_error")
-    return ApiError(500, "internal error", "server_error")
+        return ApiError(500, str(error), "server_error", "internal_error")
+    return _internal()
 
 
-def ended_badly(reason: str, detail: str | None) -> ApiError | None:
+def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | None:
     """The error of a request that ended otherwise than by being complete; None for one that did not."""
     ended = FinishReason(reason)
     if ended in ENDED_WELL:
         return None
-    status = ENDINGS[ended].http_status
     if ended is FinishReason.OVERLOAD:
-        headers = {"Retry-After": RETRY_AFTER_S}
-        return ApiError(429, detail or "too many requests", "rate_limit_error", "rate_limit_exceeded", headers=headers)
-    headers = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
-    return ApiError(status, detail or f"the request ended with {reason}", "server_error", reason, headers=headers)
+        return _overloaded(detail or "too many requests")
+    message = f"the request ended: {detail or reason}"
+    if ended is FinishReason.TIMEOUT and num_tokens == 0:  # its time went by in the queue: later there may be room
+        return unavailable(message, reason, RETRY_SOON)
+    status = ENDINGS[ended].http_status
+    headers = RETRY_SOON if status == 503 else {}
+    kind = "invalid_request_error" if ended is FinishReason.CANCELLED else "server_error"
+    return ApiError(status, message, kind, reason, headers=headers)
+
+
+def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:
+    """Not now, but perhaps soon."""
+    return ApiError(503, message, "server_error", code, headers=headers)
 
 
 def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"the model {model!r} does not exist", code="model_not_found", param="model")
+    return ApiError(404, f"the model {model!r:.200} does not exist", code="model_not_found", param="model")
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(429, message, "rate_limit_error", "rate_limit_exceeded", headers=RETRY_SOON)
+
+
+def _internal() -> ApiError:
+    return ApiError(500, "internal error", "server_error", "internal_error")

@@ -1,88 +1,225 @@
-"""Bodies of OpenAI's requests, checked by pydantic; from their fields to `SamplingParams`.
+"""Bodies of requests, checked by pydantic; from their fields to `SamplingParams`.
 
 Unknown fields are ignored, as OpenAI does. What is wrong in type is refused here, what is wrong in value by
-`SamplingParams` itself.
+`SamplingParams` itself; the limits of this server are in `ServerConfig`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
-from tokenmill.params import SamplingParams
+from tokenmill.engine.request import Hints
+from tokenmill.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Flag = StrictBool | None
+
+TEXTS_OR_IDS = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
+    ]
+}
 
 
-class StreamOptions(BaseModel):
-    include_usage: StrictBool = False
+def _texts_or_ids(value: Any) -> Any:
+    """One prompt or several, as texts or as ids."""
+    several = value if isinstance(value, list) else [value]
+    kinds = {type(one) for one in several}
+    if kinds == {list}:
+        kinds = {type(number) for one in several for number in one}
+        if kinds == {int}:
+            return value
+    elif kinds == {str} or (kinds == {int} and isinstance(value, list)):
+        return value
+    raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
-class SamplingFields(BaseModel):
-    """What all generating endpoints understand."""
+TextsOrIds = Annotated[Any, AfterValidator(_texts_or_ids), WithJsonSchema(TEXTS_OR_IDS)]
 
+
+class Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    model: str
-    stream: StrictBool = False
-    stream_options: StreamOptions | None = None
-    n: StrictInt | None = None
+
+class StreamOptions(Body):
+    include_usage: Flag = None
+    continuous_usage_stats: Flag = None
+    """Usage so far in every chunk."""
+
+
+class Shared(Body):
+    """What all endpoints that generate understand."""
+
+    model: StrictStr
+    stream: Flag = None
     temperature: Number | None = None
     top_p: Number | None = None
+    # Extensions.
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
     seed: StrictInt | None = None
-    stop: str | list[str] | None = None
+    timeout_s: Annotated[Number, Field(gt=0)] | None = Field(None, description="Give up after so many seconds.")
+    priority: Annotated[StrictInt, Field(ge=0, le=100)] | None = Field(
+        None, description="Greater ones wait for smaller ones."
+    )
+    cache_salt: StrictStr | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only between requests with the same salt."
+    )
+
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """The parameters of the request; where it says nothing, the model's own."""
+        given = {name: getattr(self, name) for name in self._sampling_names() if getattr(self, name) is not None}
+        if self.seed is not None:
+            given["seed"] = self._seed(self.seed)
+        own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
+        return SamplingParams(**{**own, **given, **more})
+
+    def hints(self, key: str, *, separate: bool) -> Hints:
+        """Whose request it is. Keys that are `separate` share no KV: what is cached can't be found out by timing."""
+        salts = (*((key,) if separate else ()), *((self.cache_salt,) if self.cache_salt is not None else ()))
+        return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
+
+    @classmethod
+    def _sampling_names(cls) -> tuple[str, ...]:
+        return tuple(name for name in cls.model_fields if name in _PLAIN)
+
+    @staticmethod
+    def _seed(seed: int) -> int:
+        """OpenAI's seeds may be negative; ours are their lower bits."""
+        if not -MAX_SEED - 1 <= seed <= MAX_SEED:
+            raise ApiError(400, "seed must be a whole number of 64 bits", param="seed")
+        return seed & MAX_SEED
+
+
+_PLAIN = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "seed", "attempt"}
+"""Fields that mean the same in a request and in `SamplingParams`."""
+
+
+class SamplingFields(Shared):
+    """What chats and completions understand."""
+
+    stream_options: StreamOptions | None = None
+    n: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     # Extensions that other servers have under these names.
-    top_k: StrictInt | None = None
-    min_p: Number | None = None
     typical_p: Number | None = None
     repetition_penalty: Number | None = None
     min_tokens: StrictInt | None = None
     stop_token_ids: list[StrictInt] | None = None
-    ignore_eos: StrictBool | None = None
-    skip_special_tokens: StrictBool | None = None
-    include_stop_str_in_output: StrictBool | None = None
-    return_token_ids: StrictBool = False
+    ignore_eos: Flag = None
+    skip_special_tokens: Flag = None
+    include_stop_str_in_output: Flag = None
+    allowed_token_ids: list[StrictInt] | None = None
+    dry_multiplier: Number | None = None
+    dry_base: Number | None = None
+    dry_allowed_length: StrictInt | None = None
+    xtc_probability: Number | None = None
+    xtc_threshold: Number | None = None
+    prompt_logprobs: StrictInt | None = None
+    return_token_ids: Flag = None
 
     def check(self, config: ServerConfig) -> None:
         """Limits of this server, beyond those of `SamplingParams`."""
         if self.n is not None and not 1 <= self.n <= config.max_n:
-            raise ApiError(400, f"n must be 1 to {config.max_n}, not {self.n}", param="n")
+            raise ApiError(400, f"n must be 1 to {config.max_n}", param="n")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > config.max_stops:
-            raise ApiError(400, f"at most {config.max_stops} stop strings, not {len(stops)}", param="stop")
+        if len(stops) > config.max_stops or any(len(one) > config.max_stop_chars for one in stops):
+            what = f"at most {config.max_stops} stop strings of at most {config.max_stop_chars} characters"
+            raise ApiError(400, what, param="stop")
+        bias = self.logit_bias or {}
+        if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
+            what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"
+            raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """The parameters of the request; where it says nothing, the model's own."""
-        names = ("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
-                 "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
-                 "include_stop_str_in_output", "stop", "stop_token_ids", "logit_bias")  # fmt: skip
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-        return SamplingParams(**{**own, **given, **more})
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
+        raise ValueError("must be a text or a list of text parts")
+    other = next((part for part in value if part.get("type") != "text" or not isinstance(part.get("text"), str)), None)
+    if other is not None:
+        raise ValueError(f"parts of type {other.get('type')!r:.40} are not supported: only text is")
+    return value
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    role: str
-    content: Any = None
+    role: Role
+    content: Annotated[Any, AfterValidator(_content), WithJsonSchema(CONTENT)] = None
 
 
 class ChatRequest(SamplingFields):
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
-    logprobs: StrictBool | None = None
+    logprobs: Flag = None
     top_logprobs: StrictInt | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    functions: list[dict[str, Any]] | None = None
+    # Extensions.
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = Field(None, description="Not accepted: a template is a program of the model's authors.")
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m",
+                    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                    "max_tokens": 32,
+                }
+            ]
+        },
+    )
 
     @property
     def limit(self) -> int | None:
@@ -92,33 +229,144 @@ class ChatRequest(SamplingFields):
         """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise ApiError(400, f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, config: ServerConfig) -> None:
+        super().check(config)
+        if len(self.messages) > config.max_messages:
+            raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
+        for message in self.messages:
+            if isinstance(message.content, list) and len(message.content) > config.max_content_parts:
+                what = f"at most {config.max_content_parts} parts in a message's content"
+                raise ApiError(400, what, param="messages")
+            if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
+                raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
+        if self.chat_template is not None:
+            raise ApiError(400, "a chat template can't be given in a request", param="chat_template")
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} are not supported", param=name)
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise ApiError(400, "only the response format text is supported", param="response_format")
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
+            raise ApiError(400, f"{what}: not both", param="continue_final_message")
+
+    def template_options(self, config: ServerConfig) -> dict[str, Any]:
+        """What the template is told beyond the messages: only what it is known to ask for."""
+        options = dict(self.chat_template_kwargs or {})
+        unknown = sorted(set(options) - config.template_options)
+        if unknown:
+            known = ", ".join(sorted(config.template_options))
+            raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
+        if self.continue_final_message:
+            return {**options, "continue_final_message": True}
+        return {**options, "add_generation_prompt": self.add_generation_prompt is not False}
+
+
+# -- the others -------------------------------------------------------------------------------------------------------
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+    prompt: TextsOrIds
     max_tokens: StrictInt | None = None
-    echo: StrictBool = False
+    echo: Flag = None
     logprobs: StrictInt | None = None
+    best_of: StrictInt | None = None
+    suffix: str | None = None
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={"examples": [{"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 16}]},
+    )
+
+    @property
+    def scores_only(self) -> bool:
+        """Is nothing to be generated? Then the prompt is wanted back, with its log-probabilities perhaps."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def check(self, config: ServerConfig) -> None:
+        super().check(config)
+        if self.logprobs is not None and not 0 <= self.logprobs <= config.max_completion_logprobs:
+            raise ApiError(400, f"logprobs must be 0 to {config.max_completion_logprobs}", param="logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of other than n is not supported", param="best_of")
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported", param="suffix")
 
 
-class EmbeddingRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    model: str
-    input: str | list[StrictInt] | list[str] | list[list[StrictInt]]
-    encoding_format: Literal["float", "base64"] = "float"
+class EmbeddingRequest(Body):
+    model: StrictStr
+    input: TextsOrIds
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: StrictInt | None = None
     pooling: Literal["last", "mean"] = "last"
 
+    model_config = ConfigDict(
+        extra="ignore", json_schema_extra={"examples": [{"model": "smollm2-135m", "input": ["a text", "another"]}]}
+    )
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore")
 
-    prompt: str
+class TokenizeRequest(Body):
+    model: StrictStr | None = None
+    prompt: StrictStr
     add_special_tokens: StrictBool = True
 
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"prompt": "Hello there"}]})
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore")
 
+class DetokenizeRequest(Body):
+    model: StrictStr | None = None
     tokens: list[StrictInt]
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"tokens": [19556, 665]}]})
+
+
+class ResponsesRequest(Shared):
+    """OpenAI's newer form of a chat. Nothing is stored: every request brings its whole conversation."""
+
+    input: Annotated[
+        Any,
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}),
+    ]
+    instructions: StrictStr | None = None
+    max_output_tokens: StrictInt | None = None
+    top_logprobs: StrictInt | None = None
+    include: list[StrictStr] | None = None
+    metadata: dict[str, StrictStr] | None = None
+    previous_response_id: StrictStr | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    background: Flag = None
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "examples": [{"model": "smollm2-135m", "input": "What is the capital of France?", "max_output_tokens": 32}]
+        },
+    )
+
+    def check(self, config: ServerConfig) -> None:
+        """Limits of this server, and what it does not do."""
+        if isinstance(self.input, list) and len(self.input) > config.max_messages:
+            raise ApiError(400, f"at most {config.max_messages} items", param="input")
+        if self.previous_response_id is not None:
+            what = f"the response {self.previous_response_id!r:.80} is not stored here"
+            raise ApiError(404, what, code="previous_response_not_found", param="previous_response_id")
+        if self.tools:
+            raise ApiError(400, "tools are not supported", param="tools")
+        if self.background:
+            raise ApiError(400, "background responses are not supported", param="background")
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type", "text") != "text":
+            raise ApiError(400, "only the text format text is supported", param="text")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
+            return self.top_logprobs or 0
+        return None

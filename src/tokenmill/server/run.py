@@ -1,12 +1,21 @@
-"""Runs the application with uvicorn: start, ready line, drain on SIGTERM."""
+"""Runs the application with uvicorn: listen, load, serve, drain.
+
+The port is taken first, so that one that is not free is known at once. While the model is loaded, requests are
+answered with 503. When the server is told to stop it lets nobody in any more, and what runs may end by itself for a
+while; what is left then is ended by us, each with its own terminal event.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,45 +25,136 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.errors import EngineDead
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig
+from tokenmill.server.protocol import GuardedProtocol
+from tokenmill.server.served import Served
 
 BACKLOG = 2048
+MAX_CONNECTIONS = 4096
+LAST_WORDS_S = 2.0
+"""For the terminal events of what was cut off."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(llm: AsyncLLM, config: ServerConfig, *, drain_s: float = 30.0) -> None:
-    """Serve until SIGTERM or Ctrl-C. What runs then may end by itself for `drain_s`; after that it is cut off."""
+def serve(load: Callable[[], AsyncLLM], config: ServerConfig) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one ends it at once."""
     listener = _listen(config)
-    host, port = listener.getsockname()[:2]
-    print(f"tokenmill: {config.model_name} on http://{host}:{port}/v1", file=sys.stderr, flush=True)
-    settings = uvicorn.Config(
-        create_app(llm, config),
-        http="h11",  # it counts the bytes of headers; httptools does not
-        log_level="warning",
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-        server_header=False,
-    )
-    asyncio.run(_run(_Server(settings), listener, llm))
+    server = Server(Served(config))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        try:
+            is_loaded = runner.run(server.run(load, listener))
+        finally:
+            listener.close()
+        if not is_loaded:  # the model is still being loaded by a thread that can't be stopped
+            sys.stderr.flush()
+            os._exit(0)
 
 
-class _Server(uvicorn.Server):
-    """Ends well when it is told to: uvicorn would raise the signal once more when all is done."""
+class Server(uvicorn.Server):
+    """Uvicorn with a drain of our own."""
+
+    def __init__(self, served: Served) -> None:
+        config = served.config
+        settings = uvicorn.Config(
+            create_app(served),
+            http=GuardedProtocol.with_limits(config),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # ours has the requests' names
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=max(1, round(LAST_WORDS_S)),
+            server_header=False,
+        )
+        super().__init__(settings)
+        self._served = served
+        self._llm: AsyncLLM | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.started and self._served.is_ready
+
+    async def run(self, load: Callable[[], AsyncLLM], listener: socket.socket) -> bool:  # type: ignore[override]
+        """Load the model and serve it; False if it was told to stop before that was done."""
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"loading {self._served.config.model_name}; {where} answers 503 until then")
+        began = time.monotonic()
+        loading = asyncio.wrap_future(_in_thread(load))
+        serving = asyncio.ensure_future(self.serve(sockets=[listener]))
+        both: set[asyncio.Future[Any]] = {loading, serving}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return False
+        try:
+            self._llm = loading.result()  # what could not be loaded ends it all
+            self._served.open(self._llm)
+            say(f"{self._served.config.model_name} on {where}/v1 ({time.monotonic() - began:.1f} s)")
+            await serving
+        finally:
+            self.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            if self._llm is not None:
+                await self._llm.close()
+        return True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        """Uvicorn's own would raise the signal once more when all is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._stop)
         try:
             yield
         finally:
-            for number in signals:
+            for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
+    def _stop(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.should_exit = self.force_exit = True
 
-async def _run(server: Any, listener: socket.socket, llm: AsyncLLM) -> None:
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        await llm.close()
+    async def _drain(self) -> None:
+        """Wait for what is inside; then end what is left, and tell it so."""
+        self._served.drain()
+        inside = self._served.gate
+        if inside.num_inside:
+            say(f"stopping; {inside.num_inside} requests may go on for {self._served.config.drain_s:g} s")
+        await self._until_empty(self._served.config.drain_s)
+        if self._llm is not None:
+            await self._llm.close()
+        await self._until_empty(LAST_WORDS_S)
+        self.should_exit = True
+
+    async def _until_empty(self, most_s: float) -> None:
+        deadline = time.monotonic() + most_s
+        while self._served.gate.num_inside and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def say(what: str) -> None:
+    print(f"tokenmill: {what}", file=sys.stderr, flush=True)
+
+
+def _in_thread(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
+    """Load on a thread that nobody has to wait for."""
+    loaded: Future[AsyncLLM] = Future()
+
+    def run() -> None:
+        try:
+            llm = load()
+        except BaseException as error:
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(llm)
+
+    threading.Thread(target=run, name="tokenmill-load", daemon=True).start()
+    return loaded
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -9,6 +9,7 @@ itself. If these are all that the text holds, it is encoded as it is, else with 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,9 +95,17 @@ class ChatTemplate:
         return compile_template(self.source)
 
     def encode(
-        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> list[int]:
-        """Ids of the whole conversation."""
+        """Ids of the whole conversation; with `continue_final_message` they end where the last message's text does."""
+        if continue_final_message:
+            return self.encode_rendered(self._rendered_open(messages, **options))
         return self.encode_rendered(self.rendered(messages, add_generation_prompt, **options))
 
     def render(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> str:
@@ -134,6 +143,18 @@ class ChatTemplate:
                 return ids[len(before) :]
         return self._encode(tail)
 
+    def _rendered_open(self, messages: Sequence[Message], /, **options: Any) -> Rendered:
+        """The conversation up to the last character of its last message, which is an answer's beginning."""
+        *past, last = check_messages(messages)
+        if last["role"] != "assistant" or not last.get("content"):
+            raise InvalidRequest("the message to go on with must be an assistant's, with a text", param="messages")
+        mark = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+        whole = self.rendered([*past, {**last, "content": last["content"] + mark}], False, **options)
+        end = whole.text.rfind(mark)
+        if end < 0:
+            raise InvalidRequest("this chat template does not show the last message as it is", param="messages")
+        return Rendered(whole.text[:end], [(at, until) for at, until in whole.special if until <= end])
+
     def _encode(self, rendered: Rendered) -> list[int]:
         text, special = rendered.text, rendered.special
         if not text:
@@ -149,11 +170,17 @@ class ChatTemplate:
     def _checked(self, messages: Sequence[Message], options: Mapping[str, Any]) -> _Input:
         if "messages" in options:
             raise InvalidRequest("the options of a chat template can't set 'messages'")
-        checked = [message_with_strings(message, _check_text) for message in check_messages(messages)]
+        checked = [message_with_strings(self._known(message), _check_text) for message in check_messages(messages)]
         for role in {message["role"] for message in checked} - ROLES:
             if self._special is not None and self._special.search(role):
                 raise InvalidRequest(f"the role {role!r:.80} holds a special token")
         return _Input(checked, {name: with_strings(value, _check_text) for name, value in options.items()})
+
+    def _known(self, message: Message) -> Message:
+        """OpenAI's newer name for the system's role, in words that older templates know."""
+        if message["role"] != "developer" or "developer" in self.source:
+            return message
+        return {**message, "role": "system"}
 
     def _run(self, given: _Input, add_generation_prompt: bool) -> str:
         own = {"messages": given.messages, "add_generation_prompt": bool(add_generation_prompt)}

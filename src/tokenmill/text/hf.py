@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.text.tokenizer import Places, to_utf8
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How SentencePiece vocabularies spell a single byte."""
 
 
 class HuggingFaceTokenizer:
@@ -77,9 +81,32 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self._for_templates.decode(list(ids), skip_special_tokens=skip_special))
 
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._for_templates.id_to_token(token)
+        if piece is None:
+            return b""
+        # Twice, since decoders strip a first space.
+        text = self.decode([token, token], skip_special=False).removeprefix(self.decode([token], skip_special=False))
+        if "\ufffd" not in text:
+            return text.encode()
+        if found := BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        known = [_BYTE_OF.get(character) for character in piece]
+        return text.encode() if None in known else bytes(byte for byte in known if byte is not None)
+
     def _encode(self, tokenizer: Any, text: str, add_special: bool) -> list[int]:
         to_utf8(text)
         return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:

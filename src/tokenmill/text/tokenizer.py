@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
         """Text of the ids; what is no valid UTF-8 becomes U+FFFD."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for inside a text; part of a character, it may be. Empty if there is no such token."""
+        ...
+
 
 def to_utf8(text: str) -> bytes:
     """The text's bytes; `TokenizeFailed` if it has lone surrogates."""
@@ -93,3 +97,6 @@ class ByteTokenizer:
                 pieces.append(f"<|{token}|>")
         pieces.append(run.decode("utf-8", errors="replace"))
         return "".join(pieces)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else f"<|{token}|>".encode()

@@ -1,0 +1,55 @@
+"""No body is larger than it may be, and none is packed: one that unpacks to gigabytes is never unpacked."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokenmill.server.errors import ApiError
+
+CLOSE = {"Connection": "close"}
+"""What is left of the body is not read."""
+
+
+class BodyLimit:
+    """Refuses a body that says it is too large, and stops reading one that turns out to be."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            response = JSONResponse(refusal.body(), refusal.status, headers=CLOSE)
+            await response(scope, receive, send)
+            return
+        num_read = 0
+
+        async def counted() -> Message:
+            nonlocal num_read
+            message = await receive()
+            if message["type"] == "http.request":
+                num_read += len(message.get("body", b""))
+                if num_read > self._max_body_bytes:
+                    raise HTTPException(413, self._too_large, headers=CLOSE)
+            return message
+
+        await self._app(scope, counted, send)
+
+    @property
+    def _too_large(self) -> str:
+        return f"a body may have {self._max_body_bytes} bytes"
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
+            return ApiError(413, self._too_large)
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return ApiError(415, "a body must not be compressed")
+        return None

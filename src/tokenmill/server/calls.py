@@ -1,0 +1,296 @@
+"""`Call`: what one HTTP request runs in the engine, until it has ended or its client has gone.
+
+An endpoint makes a call, starts generations in it and reads them to the end, or as a stream. Whatever happens on the
+way, nothing is left running: a client that leaves, in the queue, in prefill or in between two tokens, cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.engine.request import Hints
+from tokenmill.outputs import RequestOutput
+from tokenmill.params import SamplingParams
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.context import Caller, caller_of
+from tokenmill.server.deltas import Delta, Deltas
+from tokenmill.server.errors import ApiError, ended_badly, to_api_error
+from tokenmill.server.sse import DONE, EventStream
+
+T = TypeVar("T")
+LONG_TEXT = 16_384
+"""Characters; longer texts are tokenised off the event loop."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Answer(Protocol):
+    """How an endpoint writes a stream: each method gives whole events."""
+
+    def opening(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+
+    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes: ...
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes: ...
+
+
+class OpenCalls:
+    """The calls that run now, by every name that their clients know them by."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+
+    def add(self, call: Call) -> None:
+        self._calls.add(call)
+
+    def remove(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    def cancel(self, name: str, key: str) -> int:
+        """Cancel the calls of this name that were made with the same API key; how many there were."""
+        found = [call for call in self._calls if name in call.names and call.caller.key == key]
+        for call in found:
+            call.cancel()
+        return len(found)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+class Call:
+    """One HTTP request's generations."""
+
+    def __init__(
+        self,
+        http: HttpRequest,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        calls: OpenCalls,
+        prefix: str,
+        hints: Hints,
+        timeout_s: float,
+    ) -> None:
+        self.caller: Caller = caller_of(http.scope)
+        self.id = f"{prefix}{secrets.token_hex(16)}"
+        self.caller.call_id = self.id
+        self.names = frozenset({self.id, self.caller.request_id})
+        self.created = int(time.time())
+        self.llm = llm
+        self._http = http
+        self._config = config
+        self._calls = calls
+        self.hints = hints
+        self._generations: list[AsyncGenerator[RequestOutput]] = []
+        self.timeout_s = timeout_s
+        self._is_cancelled = False
+        self._work: asyncio.Future[Any] | None = None
+        """What is no generation, and is cancelled by itself."""
+        self._is_streaming = False
+
+    def __enter__(self) -> Call:
+        self._calls.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_streaming:  # a stream goes on after its endpoint has returned
+            self._calls.remove(self)
+
+    # -- before it runs -----------------------------------------------------------------------------------------------
+
+    async def tokens(self, size: int, work: Callable[[], T]) -> T:
+        """Turn a text of this size into tokens."""
+        done = await off_the_loop(size, work)
+        if await self._http.is_disconnected():
+            raise ClientGone
+        return done
+
+    def generate(self, prompt: list[int], params: SamplingParams) -> None:
+        """Add a generation; it starts when it is read."""
+        name = f"{self.id}/{len(self._generations)}"
+        stream = self.llm.generate(prompt, params, name, hints=self.hints, timeout_s=self.timeout_s)
+        self._generations.append(stream)
+
+    def cancel(self) -> None:
+        """End it, whatever it is doing."""
+        self._is_cancelled = True
+        if self._work is not None:
+            self._work.cancel()
+        for place in range(len(self._generations)):
+            self.llm.cancel(f"{self.id}/{place}")
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> list[RequestOutput]:
+        """All answers, whole; if one of them fails the others are cancelled."""
+        self._check_cancelled()
+        reading = asyncio.gather(*(_last(one) for one in self._generations))
+        try:
+            await self._while_there(reading)
+            return list(reading.result())
+        finally:
+            await self._close()
+
+    async def do(self, work: asyncio.Future[T]) -> T:
+        """The result of other work in the engine."""
+        self._check_cancelled()
+        self._work = work
+        await self._while_there(work)
+        if work.cancelled():
+            self._check_cancelled()
+        return work.result()
+
+    async def stream(self, answer: Answer) -> EventStream:
+        """The answers as events. What can be refused is refused before the first byte.
+
+        The status is sent with the first output, or after a while without one: from then on errors are events.
+        """
+        self._check_cancelled()
+        first = asyncio.ensure_future(_all_first(self._generations))
+        try:
+            await self._while_there(first, timeout_s=self._config.keep_alive_s)
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await self._close()
+            raise
+        self._is_streaming = True
+        events = self._events(answer, first)
+        timeouts = {"keep_alive_s": self._config.keep_alive_s, "send_timeout_s": self._config.send_timeout_s}
+        return EventStream(events, self._end_stream, **timeouts)
+
+    async def _events(self, answer: Answer, first: asyncio.Future[list[RequestOutput]]) -> AsyncGenerator[bytes]:
+        deltas = [Deltas() for _ in self._generations]
+        try:
+            outputs = await first
+            yield answer.opening(outputs) + _grown(answer, deltas, enumerate(outputs))
+            async for place, output in _merged(self._generations, outputs):
+                outputs[place] = output
+                if piece := _grown(answer, deltas, [(place, output)]):
+                    yield piece
+            yield answer.closing(outputs)
+        except Exception as error:  # the status has been sent: the error goes into the stream
+            yield answer.failed(to_api_error(error))
+        finally:
+            first.cancel()
+        yield DONE
+
+    async def _end_stream(self) -> None:
+        self._calls.remove(self)
+        await self._close()
+
+    async def _while_there(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+        """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
+        leaving = asyncio.ensure_future(_leaves(self._http))
+        waited_for: set[asyncio.Future[Any]] = {work, leaving}
+        try:
+            await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                raise ClientGone
+        finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise ended_badly("cancelled", None, num_tokens=0) or AssertionError
+
+    async def _close(self) -> None:
+        for generation in self._generations:
+            await generation.aclose()
+
+
+async def off_the_loop(size: int, work: Callable[[], T]) -> T:
+    """Do some work on a text of this size: if it is long, without holding up everybody else."""
+    return work() if size < LONG_TEXT else await asyncio.to_thread(work)
+
+
+def _grown(answer: Answer, deltas: Sequence[Deltas], outputs: Iterable[tuple[int, RequestOutput]]) -> bytes:
+    """Events of what is new; raises if a choice has ended badly."""
+    events = []
+    for place, output in outputs:
+        for delta in deltas[place].take(output):
+            if delta.finish_reason is not None:
+                _raise_if_bad(output)
+            events.append(answer.delta(place, delta, output))
+    return b"".join(events)
+
+
+async def _all_first(generations: Sequence[AsyncGenerator[RequestOutput]]) -> list[RequestOutput]:
+    """The first output of each; raises if one of them can't be run."""
+    outputs = await asyncio.gather(*(anext(one) for one in generations))
+    for output in outputs:
+        _raise_if_bad(output)
+    return list(outputs)
+
+
+async def _last(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    async for output in generation:
+        _raise_if_bad(output)
+        last = output
+    return last
+
+
+def _raise_if_bad(output: RequestOutput) -> None:
+    """Raise an `ApiError` if a choice has ended otherwise than by being complete."""
+    for choice in output.outputs:
+        if choice.finish_reason is not None:
+            error = ended_badly(choice.finish_reason, output.error, len(choice.token_ids))
+            if error is not None:
+                raise error
+
+
+async def _merged(
+    generations: Sequence[AsyncGenerator[RequestOutput]], outputs: Sequence[RequestOutput]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """What all of them still have, as it comes: which one, and its output."""
+    if len(generations) == 1:
+        if not outputs[0].finished:
+            async for output in generations[0]:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+    readers = [asyncio.ensure_future(_read(place, one, queue)) for place, one in enumerate(generations)]
+    try:
+        num_left = len(readers)
+        while num_left:
+            place, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield place, item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(place: int, generation: AsyncGenerator[RequestOutput], queue: asyncio.Queue[Any]) -> None:
+    try:
+        async for output in generation:
+            queue.put_nowait((place, output))
+        queue.put_nowait((place, None))
+    except Exception as error:
+        queue.put_nowait((place, error))
+
+
+async def _leaves(http: HttpRequest) -> None:
+    """Until the client is gone. The body has been read, so nothing else can come."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

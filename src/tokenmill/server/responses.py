@@ -1,0 +1,185 @@
+"""`POST /v1/responses`: OpenAI's newer form of a chat, for text. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.server.calls import Call
+from tokenmill.server.chat import check_room
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.deltas import Delta
+from tokenmill.server.errors import ApiError
+from tokenmill.server.requests import ResponsesRequest, Role
+from tokenmill.server.sse import event
+from tokenmill.server.tokens import TokenForms
+
+TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+
+
+async def start_response(call: Call, body: ResponsesRequest, config: ServerConfig, forms: TokenForms) -> ResponseAnswer:
+    """Check it, turn the items into a prompt, and add its generation to the call."""
+    body.check(config)
+    defaults = call.llm.get_default_sampling_params()
+    params = body.sampling(defaults, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    messages = as_messages(body)
+    size = sum(len(message["content"]) for message in messages)
+    ids = await call.tokens(size, lambda: call.llm.chat_ids(messages))
+    check_room(ids, body.max_output_tokens, call.llm.max_model_len)
+    call.generate(ids, params)
+    return ResponseAnswer(call, body, params.temperature, params.top_p, forms)
+
+
+def as_messages(body: ResponsesRequest) -> list[dict[str, str]]:
+    """The conversation as messages."""
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not isinstance(items, list) or not items:
+        raise ApiError(400, "input must be a text or a list of items", param="input")
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    return [*system, *(_message(item) for item in items)]
+
+
+def _message(item: Any) -> dict[str, str]:
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        kind = item.get("type") if isinstance(item, dict) else type(item).__name__
+        raise ApiError(400, f"input items of type {kind!r:.40} are not supported: only messages are", param="input")
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or role not in get_args(Role):
+        raise ApiError(400, f"the role {role!r:.40} is not known", param="input")
+    if isinstance(content, str):
+        return {"role": role, "content": content}
+    if not isinstance(content, list):
+        raise ApiError(400, "the content of an item must be a text or a list of parts", param="input")
+    texts = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
+        if not is_text:
+            raise ApiError(400, "only parts that are text are supported", param="input")
+        texts.append(part["text"])
+    return {"role": role, "content": "".join(texts)}
+
+
+class ResponseAnswer:
+    """One response: whole, or as a sequence of numbered events."""
+
+    def __init__(self, call: Call, body: ResponsesRequest, temperature: float, top_p: float, forms: TokenForms) -> None:
+        self._call = call
+        self._body = body
+        self._temperature, self._top_p = temperature, top_p
+        self._forms = forms
+        self._item_id = f"msg_{call.id.removeprefix('resp_')}"
+        self._number = -1
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Without streaming."""
+        (output,) = outputs
+        (choice,) = output.outputs
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        return self._response(status, [self._item(choice, status)], output)
+
+    # -- as a stream --------------------------------------------------------------------------------------------------
+
+    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:  # noqa: ARG002
+        begun = self._response("in_progress", [])
+        item = {"type": "message", "id": self._item_id, "status": "in_progress", "role": "assistant", "content": []}
+        return b"".join(
+            [
+                self._event("response.created", response=begun),
+                self._event("response.in_progress", response=begun),
+                self._event("response.output_item.added", output_index=0, item=item),
+                self._event("response.content_part.added", **self._place(), part=self._part("", [])),
+            ]
+        )
+
+    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:  # noqa: ARG002
+        if not delta.text:
+            return b""
+        scores = [] if delta.logprobs is None else self._forms.for_chat(delta.token_ids, delta.logprobs)
+        return self._event("response.output_text.delta", **self._place(), delta=delta.text, logprobs=scores)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        response = self.whole(outputs)
+        item = response["output"][0]
+        part = item["content"][0]
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        return b"".join(
+            [
+                self._event("response.output_text.done", **self._place(), **text),
+                self._event("response.content_part.done", **self._place(), part=part),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(f"response.{response['status']}", response=response),
+            ]
+        )
+
+    def failed(self, error: ApiError) -> bytes:
+        response = self._response("failed", [])
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **data}, kind)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _item(self, choice: CompletionOutput, status: str) -> dict[str, Any]:
+        scores = [] if choice.logprobs is None else self._forms.for_chat(choice.token_ids, choice.logprobs)
+        content = [self._part(choice.text, scores)]
+        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
+
+    def _part(self, text: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+
+    def _response(
+        self, status: str, items: list[dict[str, Any]], output: RequestOutput | None = None
+    ) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._call.id,
+            "object": "response",
+            "created_at": self._call.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": body.model,
+            "output": items,
+            "usage": None if output is None else _usage(output),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "temperature": self._temperature,
+            "top_p": self._top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "text": {"format": {"type": "text"}},
+            "previous_response_id": None,
+            "store": False,
+            "background": False,
+            "truncation": "disabled",
+            "reasoning": None,
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "max_tool_calls": None,
+            "service_tier": "default",
+            "safety_identifier": None,
+            "prompt_cache_key": None,
+        }
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    used = output.usage
+    return {
+        "input_tokens": used.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": used.cached_tokens},
+        "output_tokens": used.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+    }

@@ -1,0 +1,175 @@
+"""The shapes of answers, for the OpenAPI document. Answers themselves are plain dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+    model_config = {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "error": {
+                        "message": "temperature must be in [0, 100], not -1",
+                        "type": "invalid_request_error",
+                        "param": "temperature",
+                        "code": None,
+                    }
+                }
+            ]
+        }
+    }
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class Cancelled(BaseModel):
+    id: str
+    object: Literal["request.cancelled"]
+    cancelled: int
+
+
+class Health(BaseModel):
+    status: Literal["ready", "not ready", "live"]
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors that an endpoint may answer with; all of them have the same shape."""
+    meanings = {
+        400: "The request is wrong: `param` and `message` say where and why.",
+        401: "An API key is needed.",
+        404: "There is no such thing.",
+        413: "The body is too large.",
+        429: "Too many requests: try again after `Retry-After` seconds.",
+        499: "The request was cancelled.",
+        500: "The request failed.",
+        503: "Not now: loading, stopping, or too long in the queue. Try again after `Retry-After` seconds.",
+        504: "The request took longer than it may.",
+    }
+    return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
+
+
+def generated(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The answers of an endpoint that generates: whole, as a stream, or an error."""
+    stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: events as they come."}}}
+    return {200: {"model": model, "content": stream}, **errors(400, 401, 404, 413, 429, 499, 500, 503, 504)}

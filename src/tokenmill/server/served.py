@@ -1,0 +1,84 @@
+"""`Served`: what the endpoints work with: the model once it is loaded, the settings, and what runs."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from starlette.requests import Request as HttpRequest
+
+from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.engine.request import Hints
+from tokenmill.server.auth import PUBLIC
+from tokenmill.server.calls import Call, OpenCalls
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.context import Gate, caller_of
+from tokenmill.server.errors import ApiError, model_not_found, unavailable
+from tokenmill.server.requests import EmbeddingRequest, Shared
+from tokenmill.server.tokens import TokenForms
+
+TIMEOUT_HEADER = "x-request-timeout"
+"""A client's own deadline, in seconds."""
+
+
+class Served:
+    """A server's state. Its gate is closed until the model is there, and again when it stops."""
+
+    def __init__(self, config: ServerConfig, llm: AsyncLLM | None = None) -> None:
+        self.config = config
+        self.started = int(time.time())
+        self.calls = OpenCalls()
+        self.gate = Gate(unavailable("the model is being loaded", "loading"), stays_open=PUBLIC)
+        self._llm: AsyncLLM | None = None
+        if llm is not None:
+            self.open(llm)
+
+    def open(self, llm: AsyncLLM) -> None:
+        """The model is there: let requests in."""
+        self._llm = llm
+        self.forms = TokenForms(llm.get_tokenizer())
+        self.gate.closed = None
+
+    def drain(self) -> None:
+        """Let nobody in any more; who is inside may stay."""
+        self.gate.closed = unavailable("the server is stopping", "stopping")
+
+    @property
+    def is_ready(self) -> bool:
+        """Does it take requests, and do the engine's steps end?"""
+        return self.gate.closed is None and self._llm is not None and self._llm.is_ready
+
+    @property
+    def llm(self) -> AsyncLLM:
+        assert self._llm is not None, "the gate is open"
+        return self._llm
+
+    def find(self, model: str | None) -> AsyncLLM:
+        """The model of this name; the only one there is, where none is named."""
+        if model is not None and model != self.config.model_name:
+            raise model_not_found(model)
+        return self.llm
+
+    def call(self, http: HttpRequest, body: Shared | EmbeddingRequest, prefix: str) -> Call:
+        """A call of the engine for a request."""
+        llm, key = self.find(body.model), caller_of(http.scope).key
+        deadlines, hints = [self.config.max_request_s, _timeout(http)], Hints(key=key)
+        if isinstance(body, Shared):
+            deadlines.append(body.timeout_s)
+            hints = body.hints(key, separate=len(self.config.key_hashes) > 1)
+        timeout_s = min(one for one in deadlines if one is not None)
+        return Call(http, llm, self.config, self.calls, prefix, hints, timeout_s)
+
+
+def _timeout(http: HttpRequest) -> float | None:
+    """The deadline in the header, if there is one."""
+    given = http.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(400, f"{TIMEOUT_HEADER} is a number of seconds, not {given!r:.40}", param=TIMEOUT_HEADER)
+    return seconds

@@ -1,0 +1,70 @@
+"""The clients and their versions, and how each gets an environment of its own under `.clients`."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".clients"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A script and what it needs; the first requirement is the client itself."""
+
+    script: str
+    requirements: tuple[str, ...]
+    checkpoint: bool = False
+    """It talks to a server of a small random checkpoint, not of the usual model."""
+
+    @property
+    def version(self) -> str:
+        return self.requirements[0].partition("==")[2]
+
+
+CLIENTS = {
+    "openai": Client("check_openai", ("openai==3.49.0",)),
+    "openai-2": Client("check_openai", ("openai==2.20.0",)),
+    "litellm": Client("check_litellm", ("litellm==1.104.5",)),
+    "langchain": Client("check_langchain", ("langchain-openai==1.7.3",)),
+    "llm": Client("check_llm", ("llm==0.36",)),
+    "lm-eval": Client("check_lm_eval", ("lm-eval[api]==0.4.13", "transformers==5.22.2"), checkpoint=True),
+}
+
+
+class InstallFailed(Exception):
+    """pip could not make an environment; the message is what it said."""
+
+
+def environment(name: str) -> Path:
+    """The interpreter of a client's environment. Made if it is not there, or was made for other versions."""
+    folder = FOLDER / name
+    python, stamp = folder / "bin" / "python", folder / ".stamp"
+    wanted = _fingerprint(CLIENTS[name])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"setting up .clients/{name}: {' '.join(CLIENTS[name].requirements)}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=False)
+    _install(python, CLIENTS[name].requirements)
+    stamp.write_text(wanted)
+    return python
+
+
+def _fingerprint(client: Client) -> str:
+    parts = (sys.version, *client.requirements)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _install(python: Path, requirements: tuple[str, ...]) -> None:
+    """With the pip of this interpreter; what is never imported is never compiled."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "-qq", "--no-compile", *requirements], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise InstallFailed(done.stderr.strip()[-600:])
