@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV   := .venv
 MINUTES ?= 5
-PROMPT ?= Write three sentences about the sea.
+MODEL  ?= smollm2-135m
+PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test soak check format requirements clean
+.PHONY: help serve tour test soak clients check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -15,9 +16,9 @@ help:  ## show this list
 $(VENV)/.base: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
-	@echo "setting up $(VENV): torch and what the engine needs, about a minute"
+	@echo "setting up $(VENV): torch and what engine and server need, about a minute"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e '.[server]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
@@ -25,8 +26,8 @@ $(VENV)/.dev: $(VENV)/.base
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-serve: $(VENV)/.base  ## run the main job: stream an answer of the default model
-	@$(BIN)/tokenmill generate "$(PROMPT)"
+serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): OpenAI's API
+	@exec $(BIN)/tokenmill serve $(MODEL) --port $(PORT) $(ARGS)
 
 tour: $(VENV)/.base  ## see the contract and the engine at work on the fake backend, tick by tick
 	@$(BIN)/python examples/contract_tour.py
@@ -37,6 +38,9 @@ test: $(VENV)/.dev  ## run all tests
 
 soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+clients: $(VENV)/.dev  ## real clients, each in its own environment
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	@$(BIN)/ruff check .
@@ -51,5 +55,5 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 requirements: $(VENV)/.dev  ## print requirement -> tests; fails if a delivered one has no test
 	@$(BIN)/python -m tests.requirements
 
-clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## remove .venv, .clients and caches
+	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -60,7 +60,7 @@ def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:
     code, out, err = run("generate", *FAKE, stdin="fine\n" + "x" * 5000 + "\n")
     assert code == 2
     assert out == ""
-    assert err.startswith("tokenmill: prompt 2: the prompt has")
+    assert err.startswith("tokenmill: prompt 2: This model's maximum context length is")
 
 
 @pytest.mark.parametrize(

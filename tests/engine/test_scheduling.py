@@ -78,7 +78,7 @@ def test_a_request_has_a_quota_of_tokens_a_step_and_of_context() -> None:
     assert [tick.plan.num_tokens for tick in ticks][:3] == [4, 4, 2]
     assert transcript.tokens["a"] == alone(tuple(range(10)), 3)
     assert transcript.reasons["a"] is FinishReason.LENGTH
-    with pytest.raises(InvalidRequest, match="13 tokens; the context of 13 has no room"):
+    with pytest.raises(InvalidRequest, match="is 13 tokens, but 14 are needed: 13 of the prompt"):
         engine.add(request("b", tuple(range(13)), max_context=13))
 
 
@@ -283,7 +283,7 @@ def test_depth_must_be_one_the_backend_has() -> None:
         ({"prompt": (1,), "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"prompt": (1,), "min_new_tokens": -1}, "min_new_tokens must not be negative"),
         ({"prompt": (1,), "timeout_s": 0.0}, "timeout_s must be positive"),
-        ({"prompt": tuple([1] * 256)}, "256 tokens; the context of 256 has no room"),
+        ({"prompt": tuple([1] * 256)}, "length is 256 tokens, but 257 are needed"),
     ],
 )
 def test_impossible_requests_are_named(options: dict[str, Any], saying: str) -> None:

@@ -81,6 +81,14 @@ def bench_agreement(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("http", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_http(context: typer.Context) -> None:
+    """What HTTP costs: many clients that stream, beside the same work offline."""
+    from tokenmill.bench.http import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("sessions", context_settings=PASS_THROUGH, add_help_option=False)
 def bench_sessions(context: typer.Context) -> None:
     """What a session saves at its last turn, and what a reader that stops costs the others."""
