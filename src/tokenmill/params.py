@@ -13,6 +13,7 @@ from tokenmill.errors import InvalidRequest
 
 MAX_N = 64
 MAX_LOGPROBS = 20
+MAX_TOKENS = 1 << 30
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_SEED = (1 << 63) - 1
@@ -134,7 +135,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
 }
 _OPTIONAL_COUNTS: dict[str, tuple[int, int]] = {
     "seed": (0, MAX_SEED),
-    "max_tokens": (1, 1 << 30),
+    "max_tokens": (1, MAX_TOKENS),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }

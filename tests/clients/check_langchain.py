@@ -15,8 +15,10 @@ from tests.clients.checking import PROMPT, TOO_LONG, Target, raises, run_checks
 
 
 def connect(target: Target, **more: Any) -> ChatOpenAI:
-    settings: Any = {"temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 45, **more}
-    return ChatOpenAI(model=target.model, base_url=target.base_url, api_key=target.api_key, **settings)
+    """A model; short and greedy if nothing else is asked for."""
+    where = {"model": target.model, "base_url": target.base_url, "api_key": target.api_key}
+    settings: Any = {"temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 45}
+    return ChatOpenAI(**{**where, **settings, **more})
 
 
 def check_invoke(target: Target) -> None:

@@ -106,10 +106,10 @@ def check_n_of_two(target: Target) -> None:
 
 
 def a_stop(target: Target) -> tuple[str, str]:
-    """Two letters from the middle of the answer to ASK, and what comes before them."""
+    """A letter or two from the middle of the answer to ASK, and what comes before."""
     text = chat(target).choices[0].message.content
-    for i in range(len(text) // 2, len(text) - 1):
-        stop = text[i : i + 2]
+    for size, i in itertools.product((2, 1), range(len(text) // 2, len(text) - 1)):
+        stop = text[i : i + size]
         if stop.isascii() and text.index(stop) == i:
             return stop, text[:i]
     raise AssertionError(f"nothing to stop at in {text!r}")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import json
-import socket
 import threading
 from typing import Any
 
@@ -13,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.serving import HI, KEY, WAIT_S, Running
-from tokenmill.core import Fault, FaultKind
+from tests.server.serving import HI, WAIT_S, Running, raw_request
+from tokenmill.core import FaultKind
 
 
 def test_models(server: Running) -> None:
@@ -69,99 +66,8 @@ def test_embeddings_and_tokens(server: Running) -> None:
     vector = np.frombuffer(base64.b64decode(raw), dtype="<f4") if isinstance(raw, str) else np.asarray(raw)
     assert np.allclose(vector, numbers.data[0].embedding, atol=1e-6)
     assert numbers.usage.prompt_tokens == 2
-    assert post(server, "/tokenize", {"prompt": "ab"})[1]["tokens"] == [97, 98]
-    assert post(server, "/detokenize", {"tokens": [97, 98]})[1] == {"prompt": "ab"}
-
-
-def post(server: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **headers}
-    connection.request("POST", path, body if isinstance(body, (str, bytes)) else json.dumps(body), sent)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer.status, json.loads(content)
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "param"),
-    [
-        ({"model": "other"}, 404, "model"),
-        ({"messages": []}, 400, "messages"),
-        ({"messages": "hi"}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
-        ({"n": 1_000_000}, 400, "n"),
-        ({"n": 0}, 400, "n"),
-        ({"n": True}, 400, "n"),
-        ({"n": "3"}, 400, "n"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"top_p": 2}, 400, "top_p"),
-        ({"stop": ["a"] * 5}, 400, "stop"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
-        ({"logit_bias": {"a": 1}}, 400, "logit_bias"),
-        ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, None),
-    ],
-)
-def test_wrong_requests_get_openais_errors_and_run_nothing(
-    server: Running, change: dict[str, Any], status: int, param: str | None
-) -> None:
-    server.wait_until_idle()
-    before = server.core.call(lambda core: core.scheduler.tick).result(WAIT_S)
-    for stream in (False, True):
-        body = {"model": "fake", "messages": HI, "stream": stream, **change}
-        if "stream_options" in change and stream:
-            continue
-        got, answer = post(server, "/v1/chat/completions", body)
-        assert got == status, answer
-        assert set(answer["error"]) == {"message", "type", "param", "code"}
-        assert answer["error"]["param"] == param
-    assert server.core.call(lambda core: core.scheduler.tick).result(WAIT_S) == before
-
-
-def test_bodies_that_are_none(server: Running) -> None:
-    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"a":' * 50_000):
-        status, answer = post(server, "/v1/chat/completions", body)
-        assert status == 400, (body[:20], answer)
-        assert "error" in answer
-    assert post(server, "/v1/nothing", {})[0] == 404
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    connection.request("GET", "/v1/chat/completions", headers={"Authorization": f"Bearer {KEY}"})
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    assert answer.status == 405
-
-
-def test_the_context_is_named(server: Running) -> None:
-    with pytest.raises(openai.BadRequestError) as found:
-        server.client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x" * 5000}])
-    assert found.value.code == "context_length_exceeded"
-
-
-@pytest.mark.parametrize("header", [None, "Bearer ", "Bearer wrong", "Basic c2s=", KEY])
-def test_without_a_key_only_health_is_open(server: Running, header: str | None) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    headers = {} if header is None else {"Authorization": header}
-    for path in ("/v1/models", "/openapi.json", "/v1/nothing", "//v1/models", "/tokenize"):
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        body = answer.read()
-        assert answer.status == 401, path
-        assert answer.headers["WWW-Authenticate"] == "Bearer"
-        assert b"invalid_api_key" in body
-    for path in ("/health", "/health/live", "/health/ready"):
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        answer.read()
-        assert answer.status == 200
-        assert answer.headers["x-request-id"].startswith("req-")
-    connection.close()
+    assert server.post("/tokenize", {"prompt": "ab"}).json()["tokens"] == [97, 98]
+    assert server.post("/detokenize", {"tokens": [97, 98]}).json() == {"prompt": "ab"}
 
 
 # -- clients that go, requests that end badly -------------------------------------------------------------------------
@@ -169,21 +75,13 @@ def test_without_a_key_only_health_is_open(server: Running, header: str | None) 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_request(server: Running, stream: bool) -> None:
-    body = json.dumps({"model": "fake", "messages": HI, "max_tokens": 4000, "ignore_eos": True, "stream": stream})
-    hold = Fault(FaultKind.STALL, after=5)
-    server.core.call(lambda core: core._executor.backend.faults.add(hold)).result(WAIT_S)
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall((head + body).encode())
-    assert hold.stalled.wait(WAIT_S)
-    connection.close()
+    body = {"model": "fake", "messages": HI, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    hold = server.inject(FaultKind.STALL, after=5)
+    with server.connect() as connection:
+        connection.sendall(raw_request("/v1/chat/completions", body))
+        assert hold.stalled.wait(WAIT_S)
     hold.release.set()
     server.wait_until_idle()
-    stats = server.core.call(lambda core: core.stats()).result(WAIT_S)
-    assert stats.num_running == 0
     said = server.client.chat.completions.create(model="fake", messages=HI, max_tokens=3)
     assert said.usage is not None
     assert said.usage.completion_tokens <= 3
@@ -200,7 +98,7 @@ def test_leaving_the_clients_loop_cancels(server: Running) -> None:
 
 
 def test_an_engine_that_fails_ends_streams_with_one_error(server: Running) -> None:
-    server.core.call(lambda core: core._executor.backend.faults.add(Fault(FaultKind.FATAL, after=4))).result(WAIT_S)
+    server.inject(FaultKind.FATAL, after=4)
 
     def read() -> None:
         """Before the first token it is a status, after that an event in the stream."""
@@ -216,15 +114,9 @@ def test_an_engine_that_fails_ends_streams_with_one_error(server: Running) -> No
 
 
 def test_a_queue_that_is_full_answers_429(server: Running) -> None:
-    hold = Fault(FaultKind.STALL)
-    server.core.call(lambda core: core._executor.backend.faults.add(hold)).result(WAIT_S)
+    hold = server.inject(FaultKind.STALL)
     statuses: list[int] = []
-
-    def ask() -> None:
-        status, _ = post(server, "/v1/chat/completions", {"model": "fake", "messages": HI, "max_tokens": 4})
-        statuses.append(status)
-
-    threads = [threading.Thread(target=ask) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: statuses.append(server.chat().status)) for _ in range(20)]
     threads[0].start()
     assert hold.stalled.wait(WAIT_S)
     for thread in threads[1:]:
@@ -237,47 +129,18 @@ def test_a_queue_that_is_full_answers_429(server: Running) -> None:
     server.wait_until_idle()
 
 
-def test_a_silent_stream_is_kept_alive(server: Running) -> None:
-    hold = Fault(FaultKind.STALL, after=3)
-    server.core.call(lambda core: core._executor.backend.faults.add(hold)).result(WAIT_S)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    body = {"model": "fake", "messages": HI, "max_tokens": 10, "stream": True, "ignore_eos": True}
-    sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), sent)
-    answer = connection.getresponse()
-    assert answer.headers["Content-Type"].startswith("text/event-stream")
-    read = b""
-    while b": keep-alive\n\n" not in read:
-        read += answer.read1(4096)
-    hold.release.set()
-    read += answer.read()
-    connection.close()
-    assert read.endswith(b"data: [DONE]\n\n")
-    assert b"\r" not in read
-    assert read.count(b'"finish_reason":"length"') == 1
-
-
 def test_an_engine_that_hangs_is_not_ready(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.engine.async_llm.HANGS_AFTER_S", 0.05)
 
-    def status(path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        return answer.status
-
-    assert status("/health") == 200
-    hold = Fault(FaultKind.STALL)
-    server.core.call(lambda core: core._executor.backend.faults.add(hold)).result(WAIT_S)
-    asking = threading.Thread(target=post, args=(server, "/v1/chat/completions", {"model": "fake", "messages": HI}))
+    assert server.get("/health").status == 200
+    hold = server.inject(FaultKind.STALL)
+    asking = threading.Thread(target=server.chat)
     asking.start()
-    while status("/health/ready") == 200:
+    while server.get("/health/ready").status == 200:
         pass
-    assert status("/health") == 503
-    assert status("/health/live") == 200
+    assert server.get("/health").status == 503
+    assert server.get("/health/live").status == 200
     hold.release.set()
     asking.join(WAIT_S)
-    while status("/health/ready") == 503:
+    while server.get("/health/ready").status == 503:
         pass

@@ -40,6 +40,8 @@ class Choice:
     request: Request
     stream: OutputStream
     output: CompletionOutput
+    num_generated: int = 0
+    """Tokens that were computed for it; a stop string takes some of them out of the output again."""
 
 
 class Generation:
@@ -82,7 +84,7 @@ class Generation:
 
     @property
     def num_generated(self) -> int:
-        return sum(len(choice.output.token_ids) for choice in self.choices)
+        return sum(choice.num_generated for choice in self.choices)
 
     def take(self, index: int, generated: GeneratedToken) -> TextDelta | None:
         """Add what the engine gave for a choice; None if that choice has ended already."""
@@ -94,6 +96,7 @@ class Generation:
         output.text += delta.text
         if delta.token_id is not None:
             output.token_ids.append(delta.token_id)
+            choice.num_generated += 1
             if output.logprobs is not None and delta.logprobs is not None:
                 output.logprobs.append(delta.logprobs)
         output.num_settled = choice.stream.num_settled

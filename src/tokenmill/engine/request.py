@@ -220,7 +220,7 @@ def context_overflow(longest: int, num_prompt: int, num_new: int) -> str:
     wanted = f"{num_prompt} of the prompt and {num_new} to be generated" if num_new else f"{num_prompt} of the prompt"
     return (
         f"This model's maximum context length is {longest} tokens, but {num_prompt + num_new} are needed: {wanted}. "
-        "Shorten the prompt or ask for less."
+        "The prompt is too long: shorten it, or ask for less."
     )
 
 

@@ -57,15 +57,15 @@ def create_app(served: Served) -> FastAPI:
     # The last one is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
     app.add_middleware(ApiKeys, key_hashes=config.key_hashes)
+    app.add_middleware(RequestContext, gate=served.gate)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestContext, gate=served.gate)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     router = _openai(served)

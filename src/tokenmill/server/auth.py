@@ -32,7 +32,11 @@ class ApiKeys:
             return
         known = self._known(_given(scope))
         if known is None:
-            refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            refusal = ApiError(
+                401,
+                "Incorrect API key provided. A valid one is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
             await JSONResponse(refusal.body(), refusal.status, headers=CHALLENGE)(scope, receive, send)
             return
         caller_of(scope).key = fingerprint(known)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -134,10 +135,10 @@ class Call:
     async def finish(self) -> list[RequestOutput]:
         """All answers, whole; if one of them fails the others are cancelled."""
         self._check_cancelled()
-        reading = asyncio.gather(*(_last(one) for one in self._generations))
+        reading = asyncio.ensure_future(together(_last(one) for one in self._generations))
         try:
             await self._while_there(reading)
-            return list(reading.result())
+            return reading.result()
         finally:
             await self._close()
 
@@ -180,6 +181,7 @@ class Call:
                 outputs[place] = output
                 if piece := _grown(answer, deltas, [(place, output)]):
                     yield piece
+                _raise_if_bad(output)
             yield answer.closing(outputs)
         except Exception as error:  # the status has been sent: the error goes into the stream
             yield answer.failed(to_api_error(error))
@@ -219,23 +221,35 @@ async def off_the_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size < LONG_TEXT else await asyncio.to_thread(work)
 
 
+async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; when one fails, or nobody waits any more, the others have ended before this does."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _grown(answer: Answer, deltas: Sequence[Deltas], outputs: Iterable[tuple[int, RequestOutput]]) -> bytes:
-    """Events of what is new; raises if a choice has ended badly."""
+    """Events of what is new. A choice that has ended badly has no end here: the stream has, and it is an error."""
     events = []
     for place, output in outputs:
         for delta in deltas[place].take(output):
-            if delta.finish_reason is not None:
-                _raise_if_bad(output)
-            events.append(answer.delta(place, delta, output))
+            if delta.is_bad_end:
+                events += [answer.delta(place, replace(delta, finish_reason=None), output)] if delta.text else []
+            else:
+                events.append(answer.delta(place, delta, output))
     return b"".join(events)
 
 
 async def _all_first(generations: Sequence[AsyncGenerator[RequestOutput]]) -> list[RequestOutput]:
     """The first output of each; raises if one of them can't be run."""
-    outputs = await asyncio.gather(*(anext(one) for one in generations))
+    outputs = await together(anext(one) for one in generations)
     for output in outputs:
         _raise_if_bad(output)
-    return list(outputs)
+    return outputs
 
 
 async def _last(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:

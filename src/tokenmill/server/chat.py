@@ -21,7 +21,7 @@ async def start_chat(call: Call, body: ChatRequest, config: ServerConfig, forms:
     """Check it, turn the messages into a prompt, and add its generation to the call."""
     body.check(config)
     defaults = call.llm.get_default_sampling_params()
-    params = body.sampling(defaults, max_tokens=body.limit, logprobs=body.num_logprobs())
+    params = body.sampling(defaults, logprobs=body.num_logprobs())
     options = body.template_options(config)
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     size = sum(len(str(message.get("content"))) for message in messages)

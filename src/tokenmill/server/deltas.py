@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from tokenmill.outputs import ENDED_WELL, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,11 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
+
+    @property
+    def is_bad_end(self) -> bool:
+        """Did it end otherwise than by being complete?"""
+        return self.finish_reason is not None and FinishReason(self.finish_reason) not in ENDED_WELL
 
 
 def whole(choice: CompletionOutput) -> Delta:

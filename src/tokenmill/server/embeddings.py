@@ -10,7 +10,7 @@ import numpy as np
 
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.params import check_ids, token_ids
-from tokenmill.server.calls import Call, off_the_loop
+from tokenmill.server.calls import Call, off_the_loop, together
 from tokenmill.server.completions import as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -25,8 +25,7 @@ async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -
         for one in inputs
     ]
     options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
-    work = asyncio.gather(*(call.llm.embed(one, **options) for one in prompts))
-    outputs = await call.do(work)
+    outputs = await call.do(asyncio.ensure_future(together(call.llm.embed(one, **options) for one in prompts)))
     data = []
     for index, output in enumerate(outputs):
         vector: Any = output.outputs.embedding

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
 from tokenmill.engine.request import Hints
-from tokenmill.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 
@@ -156,6 +156,12 @@ class SamplingFields(Shared):
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+def _positive(name: str, count: int | None) -> int | None:
+    if count is not None and not 1 <= count <= MAX_TOKENS:
+        raise ApiError(400, f"{name} must be a whole number from 1 to {MAX_TOKENS}", param=name)
+    return count
+
+
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -224,6 +230,10 @@ class ChatRequest(SamplingFields):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().sampling(defaults, max_tokens=_positive(name, self.limit), **more)
 
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
@@ -364,6 +374,9 @@ class ResponsesRequest(Shared):
         form = (self.text or {}).get("format")
         if isinstance(form, dict) and form.get("type", "text") != "text":
             raise ApiError(400, "only the text format text is supported", param="text")
+
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        return super().sampling(defaults, max_tokens=_positive("max_output_tokens", self.max_output_tokens), **more)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -23,7 +23,7 @@ async def start_response(call: Call, body: ResponsesRequest, config: ServerConfi
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
     defaults = call.llm.get_default_sampling_params()
-    params = body.sampling(defaults, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    params = body.sampling(defaults, logprobs=body.num_logprobs)
     messages = as_messages(body)
     size = sum(len(message["content"]) for message in messages)
     ids = await call.tokens(size, lambda: call.llm.chat_ids(messages))
@@ -115,8 +115,11 @@ class ResponseAnswer:
 
     def failed(self, error: ApiError) -> bytes:
         response = self._response("failed", [])
-        response["error"] = {"code": error.code or "server_error", "message": error.message}
-        return self._event("response.failed", response=response)
+        # The type of the codes is closed; what there is no word for is the server's error.
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response["error"] = {"code": code, "message": error.message}
+        begun = b"" if self._number >= 0 else self.opening([])  # clients wait for the beginning first
+        return begun + self._event("response.failed", response=response)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     used = output.usage
     return {
         "input_tokens": used.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": used.cached_tokens},
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": used.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": used.prompt_tokens + used.completion_tokens,

@@ -13,6 +13,7 @@ from tokenmill.text.tokenizer import Tokenizer
 LEAST = -9999.0
 """Instead of minus infinity, which JSON can't say."""
 KEPT_TOKENS = 16_384
+PART_OF_A_CHARACTER = "bytes:"
 
 
 class TokenForms:
@@ -28,7 +29,7 @@ class TokenForms:
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            return PART_OF_A_CHARACTER + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -49,8 +50,8 @@ class TokenForms:
             "tokens": [self.text(token) for token in token_ids],
             "token_logprobs": [None if score is None else finite(score.logprob) for score in logprobs],
             "top_logprobs": [
-                None if score is None else {self.text(token): finite(value) for token, value in score.top}
-                for score in logprobs
+                None if score is None else self._likeliest(token, score)
+                for token, score in zip(token_ids, logprobs, strict=False)
             ],
             "text_offset": list(offsets),
         }
@@ -67,10 +68,20 @@ class TokenForms:
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Characters before each token, and in all at the end."""
         reader, found = Detokenizer(self._tokenizer), [0]
+        total = 0
         for token in token_ids:
-            found.append(found[-1] + len(reader.push(token)))
+            total += len(reader.push(token))
+            text = self.text(token)
+            if not text.startswith(PART_OF_A_CHARACTER):  # what came out with it is text that was held back
+                found[-1] = max(found[-1], total - len(text))
+            found.append(total)
         found[-1] += len(reader.flush())
         return found
+
+    def _likeliest(self, token: int, score: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that was drawn, by their texts."""
+        likeliest = {self.text(one): finite(value) for one, value in score.top}
+        return {**likeliest, self.text(token): finite(score.logprob)} if score.top else likeliest
 
     def _ranked(self, token: int, score: TokenLogprobs) -> dict[str, Any]:
         ranked = {

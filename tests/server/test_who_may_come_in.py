@@ -1,0 +1,618 @@
+"""Who may come in, what a web page may do, and what is written down of it. By the fault matrix."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import hmac
+import inspect
+import json
+import os
+import re
+import socket
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+
+import tokenmill
+from tests.server.serving import HI, KEY, WAIT_S, Child, Reply, Running, child, raw_request, request, running
+from tokenmill import AsyncLLM
+from tokenmill.config import EngineConfig
+from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.server import auth
+from tokenmill.server.app import create_app
+from tokenmill.server.config import ServerConfig, fingerprint, hash_key
+from tokenmill.server.served import Served
+
+SOURCES = sorted(Path(tokenmill.__file__).parent.rglob("*.py"))
+OPEN = {"/health", "/health/live", "/health/ready"}
+OPENAI = ["/models", "/models/{name:path}", "/chat/completions", "/completions", "/responses", "/embeddings"]
+OPENAI += ["/requests/{request_id}/cancel"]
+WITH_KEY = {"/openapi.json", "/tokenize", "/detokenize", *OPENAI, *(f"/v1{path}" for path in OPENAI)}
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "fake", "messages": HI, "max_tokens": 2}
+
+
+def routes() -> Iterator[tuple[str, str]]:
+    """Every method and path of the server, as the application has them."""
+    app = create_app(Served(ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))))
+    for route in app.routes:
+        yield from ((method, route.path) for method in sorted(route.methods or ()))  # type: ignore[attr-defined]
+
+
+def filled(path: str) -> str:
+    return path.replace("{name:path}", "fake").replace("{request_id}", "x")
+
+
+def check_401(reply: Reply) -> None:
+    assert reply.status == 401, reply.body[:200]
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.headers["x-request-id"]
+    assert reply.error["code"] == "invalid_api_key"
+    assert KEY not in reply.body.decode()
+
+
+# -- S01: keys --------------------------------------------------------------------------------------------------------
+
+NO_KEYS: dict[str, dict[str, str]] = {
+    "no key": {},
+    "a wrong key": {"Authorization": "Bearer wrong"},
+    "part of the key": {"Authorization": f"Bearer {KEY[:-1]}"},
+    "more than the key": {"Authorization": f"Bearer {KEY}x"},
+    "the key in capitals": {"Authorization": f"Bearer {KEY.upper()}"},
+    "no key after Bearer": {"Authorization": "Bearer"},
+    "an empty key": {"Authorization": "Bearer "},
+    "an empty header": {"Authorization": ""},
+    "Basic": {"Authorization": "Basic c2stdGVzdA=="},
+    "the key as Basic": {"Authorization": f"Basic {KEY}"},
+    "the key alone": {"Authorization": KEY},
+    "no space": {"Authorization": f"Bearer{KEY}"},
+    "two spaces": {"Authorization": f"Bearer  {KEY}"},
+    "a tab": {"Authorization": f"Bearer\t{KEY}"},
+    "more words": {"Authorization": f"Bearer {KEY} {KEY}"},
+    "a list": {"Authorization": f"Bearer {KEY}, Bearer wrong"},
+    "a wrong key in small letters": {"Authorization": "bearer wrong"},
+    "a wrong key and a space": {"Authorization": "Bearer wrong "},
+    "letters beyond ASCII": {"Authorization": "Bearer schl\xfcssel"},
+    "letters beyond ASCII as UTF-8": {"Authorization": "Bearer schlüssel".encode().decode("latin-1")},
+    "the hash of the key": {"Authorization": f"Bearer {hash_key(KEY).hex()}"},
+    "the fingerprint of the key": {"Authorization": f"Bearer {fingerprint(hash_key(KEY))}"},
+    "a wrong key elsewhere": {"x-api-key": "wrong"},
+    "an empty key elsewhere": {"api-key": ""},
+    "a right and a wrong key": {"Authorization": f"Bearer {KEY}", "x-api-key": "wrong"},
+    "the key in a cookie": {"Cookie": f"Authorization=Bearer {KEY}; api_key={KEY}"},
+    "the key for a proxy": {"Proxy-Authorization": f"Bearer {KEY}"},
+    "another path": {"X-Original-URL": "/health", "X-Rewrite-URL": "/health", "X-Forwarded-Prefix": "/health"},
+    "from this machine": {"X-Forwarded-For": "127.0.0.1", "X-Real-IP": "127.0.0.1", "Forwarded": "for=127.0.0.1"},
+    "another method": {"X-HTTP-Method-Override": "OPTIONS"},
+}
+
+
+def test_s01_every_route_has_a_rule() -> None:
+    assert {path for _, path in routes()} == OPEN | WITH_KEY
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(routes()))
+def test_s01_a_key_is_needed_everywhere_but_for_health(server: Running, method: str, path: str) -> None:
+    body = BODY if method == "POST" else None
+    for headers in NO_KEYS.values():
+        reply = request(server.port, method, filled(path), body, None, headers)
+        if path in OPEN and method != "HEAD":
+            assert reply.status == 200
+        elif method != "HEAD":
+            check_401(reply)
+    for query in (f"key={KEY}", f"api_key={KEY}", f"access_token={KEY}", f"Authorization=Bearer%20{KEY}"):
+        reply = request(server.port, method, f"{filled(path)}?{query}", body, None)
+        assert reply.status == (200 if path in OPEN else 401)
+    assert request(server.port, method, filled(path), body).status in (200, 400, 404)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(OPEN | WITH_KEY | {"/", "/nothing", "/v1/nothing", "/docs", "/health/x", "/healthz"})
+)
+def test_s01_other_methods_need_a_key_as_well(server: Running, path: str) -> None:
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND"):
+        reply = request(server.port, method, filled(path), None, None)
+        assert reply.status in ((200, 405) if path in OPEN else (401,)), method
+    reply = request(server.port, "OPTIONS", filled(path), None, None)  # open, and tells nothing
+    assert reply.status in (404, 405)
+    assert set(reply.error) == {"message", "type", "param", "code"}
+
+
+def test_s01_the_same_key_said_otherwise(server: Running) -> None:
+    """The scheme has no case, and spaces around a header's value are no part of it."""
+    for headers in (
+        {"Authorization": f"Bearer {KEY}"},
+        {"Authorization": f"bearer {KEY}"},
+        {"Authorization": f"BEARER {KEY}"},
+        {"authorization": f"  Bearer {KEY}  "},
+        {"Authorization": "Bearer other"},
+        {"x-api-key": KEY},
+        {"api-key": KEY},
+        {"Authorization": f"Bearer {KEY}", "x-api-key": KEY},
+    ):
+        assert request(server.port, "GET", "/v1/models", key=None, headers=headers).status == 200, headers
+
+
+def test_s01_no_websocket_gets_around_it(server: Running) -> None:
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "eA==",
+    }
+    for path in ("/v1/models", "/", "/ws"):
+        check_401(request(server.port, "GET", path, None, None, upgrade))
+    h2 = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
+    check_401(request(server.port, "GET", "/v1/models", None, None, h2))
+
+
+# -- S02: paths that look like others ---------------------------------------------------------------------------------
+
+TARGETS = [
+    "/v1/models",
+    "//v1/models",
+    "/v1//models",
+    "/V1/models",
+    "/v1/models/",
+    "/v1/%2e%2e/v1/models",
+    "/v1/../health",
+    "/v1/%2e%2e/health",
+    "/health/../v1/models",
+    "/health/%2e%2e/v1/models",
+    "/health%2f..%2fv1%2fmodels",
+    "/health/..;/v1/models",
+    "/health;/v1/models",
+    "/health%00/v1/models",
+    "/health%3f/v1/models",
+    "/health%23",
+    "/health/",
+    "/Health",
+    "//health",
+    "/./health",
+    "/%2fhealth",
+    "/v1/models%20",
+    "/v1/models?/health",
+    "/v1/models#/health",
+    "/v1/models;/health",
+    "/v1%5cmodels",
+    "/%76%31/models",
+    "/tokenize",
+    "/openapi.json",
+    "http://x/v1/models",
+    "http://x/health/../v1/models",
+    "http://health/v1/models",
+    "http://x:1/health@y/v1/models",
+    "HTTP://127.0.0.1/openapi.json",
+]
+HOSTS = [
+    "x/v1/../health?",
+    "x/health",
+    "x/health?",
+    "x/health#",
+    "health",
+    "a@b",
+    "a:b@c/health",
+    "[::1]/health",
+    "x:0",
+]
+HOSTS += ["x\\health", "evil.example", "127.0.0.1", "", "*", "/health", "?", "#", "%2fhealth", "x%2fhealth%3f"]
+
+
+def raw(server: Running, content: bytes) -> bytes:
+    """All that is answered."""
+    with server.connect() as connection:
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+        return connection.makefile("rb").read()
+
+
+def check_raw(answer: bytes, statuses: tuple[int, ...], what: Any) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head.split(b" ")[1])
+    assert status in statuses, (what, answer)
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, what
+    if status == 401:
+        assert b"www-authenticate: Bearer" in head
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_s02_paths_that_look_like_others(server: Running, target: str) -> None:
+    for method, body in (("GET", ""), ("POST", json.dumps(BODY))):
+        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        answer = raw(server, f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        check_raw(answer, (401,), target)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_s02_hosts_that_look_like_paths(server: Running, host: str) -> None:
+    for target in ("/v1/models", "/openapi.json", "/v1/../health", "/nothing"):
+        answer = raw(server, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        check_raw(answer, (401, 400, 421), (host, target))
+
+
+def test_s02_two_of_something(server: Running) -> None:
+    for headers in (
+        "Host: x\r\nHost: x/health\r\n",
+        "Host: x/health?\r\nHost: y\r\n",
+        "",
+        "Host: x\r\nAuthorization: Bearer wrong\r\nAuthorization: Bearer sk-test\r\n",
+        "Host: x\r\nAuthorization: Bearer sk-test\r\nAuthorization: Bearer wrong\r\n",
+        "Host: x\r\nAuthorization: Bearer\r\nAuthorization: sk-test\r\n",
+        "Host: x\r\nAuthorization : Bearer sk-test\r\n",
+        "Host: x\r\nAuthorization: Bearer\r\n sk-test\r\n",
+    ):
+        answer = raw(server, f"GET /v1/models HTTP/1.1\r\n{headers}Connection: close\r\n\r\n".encode())
+        check_raw(answer, (401, 400), headers)
+
+
+def test_s02_a_connection_that_was_let_in_is_asked_again(server: Running) -> None:
+    first, then = raw_request("/v1/models", b"", method="GET"), raw_request("/v1/models", b"", key=None, method="GET")
+    answers = raw(server, first + then + first.replace(b"Host: test", b"Host: test\r\nConnection: close"))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"401", b"200"]
+
+
+# -- S03: how keys are compared ---------------------------------------------------------------------------------------
+
+
+def test_s03_all_keys_are_compared_in_constant_time() -> None:
+    """A loop over all keys that nothing leaves early, with compare_digest of hashes; no other comparison of keys."""
+    (method,) = ast.parse(textwrap.dedent(inspect.getsource(auth.ApiKeys._known))).body
+    loops = [node for node in ast.walk(method) if isinstance(node, ast.For)]
+    assert [ast.unparse(loop.iter) for loop in loops] == ["self._key_hashes"]
+    inside = [node for statement in loops[0].body for node in ast.walk(statement)]
+    assert not any(isinstance(node, ast.Return | ast.Break | ast.Continue | ast.Raise) for node in inside)
+    calls = [ast.unparse(node.func) for node in inside if isinstance(node, ast.Call)]
+    assert calls == ["hmac.compare_digest"]
+    compared = [node for node in ast.walk(method) if isinstance(node, ast.Compare)]
+    assert all(isinstance(node.ops[0], ast.Is | ast.IsNot) for node in compared)
+    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(auth))) if isinstance(node, ast.Attribute)}
+    assert "compare_digest" in names
+
+
+def test_s03_every_key_is_looked_at_whichever_is_right(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+
+    def compare(known: bytes, given: bytes) -> bool:
+        seen.append((known, given))
+        return real(known, given)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for key, status in (("other", 200), (KEY, 200), ("wrong", 401), ("", 401)):
+        seen.clear()
+        assert request(server.port, "GET", "/v1/models", key=None, headers={"x-api-key": key}).status == status
+        assert [known for known, _ in seen] == [hash_key("other"), hash_key(KEY)]
+        assert {given for _, given in seen} == {hash_key(key)}  # as long as all others, whatever was sent
+
+
+def test_s03_what_is_kept_of_a_key_is_not_the_key(server: Running) -> None:
+    for key in ("a", "12345678", "deadbeef", KEY, "schlüssel", "x" * 1000):
+        assert hash_key(key) == hashlib.sha256(key.encode()).digest()
+        assert fingerprint(hash_key(key)) == hashlib.sha256(key.encode()).hexdigest()[:8] != key
+    assert KEY not in repr(server.served.config)
+
+
+# -- S04, S07: web pages ----------------------------------------------------------------------------------------------
+
+PAGE = "https://app.example"
+OTHER_PAGES = ["https://evil.com", "null", "http://localhost.evil.com", "http://localhost", "http://127.0.0.1:8000"]
+OTHER_PAGES += [f"{PAGE}.evil.com", "http://app.example", f"{PAGE}:8443", "https://x.app.example", f"{PAGE}/", "*", ""]
+OTHER_PAGES += ["https://APP.example", f"{PAGE}, https://evil.com", "file://", "https://app.example@evil.com"]
+ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def cors(reply: Reply) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.startswith("access-control-")}
+
+
+def a_server(**settings: Any) -> Any:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, depth=1)), config=EngineConfig(), kv_cache_tokens=8192)
+    return running(llm, ServerConfig(model_name="org/name", **settings))
+
+
+@pytest.fixture(scope="module")
+def for_pages() -> Iterator[Running]:
+    with a_server(key_hashes=(hash_key(KEY),), cors_origins=(PAGE,)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def for_all_pages() -> Iterator[Running]:
+    with a_server(cors_origins=("*",)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("origin", [PAGE, *OTHER_PAGES])
+def test_s04_no_page_may_read_anything_unless_it_is_allowed(server: Running, origin: str) -> None:
+    for path in ("/v1/models", "/health", "/openapi.json", "/nothing"):
+        for key in (KEY, None):
+            assert cors(request(server.port, "GET", path, key=key, headers={"Origin": origin})) == {}
+        reply = request(server.port, "OPTIONS", path, key=None, headers={"Origin": origin, **ASKS})
+        assert reply.status in (404, 405)
+        assert cors(reply) == {}
+
+
+@pytest.mark.parametrize("origin", OTHER_PAGES)
+def test_s04_other_pages_than_the_one_that_is_allowed(for_pages: Running, origin: str) -> None:
+    for path, key in (("/v1/models", KEY), ("/v1/models", None), ("/health", None)):
+        reply = request(for_pages.port, "GET", path, key=key, headers={"Origin": origin})
+        assert "access-control-allow-origin" not in reply.headers
+    reply = request(for_pages.port, "OPTIONS", CHAT, key=None, headers={"Origin": origin, **ASKS})
+    assert reply.status in (400, 403, 404, 405)
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_s04_the_page_that_is_allowed(for_pages: Running) -> None:
+    asked = request(for_pages.port, "OPTIONS", CHAT, key=None, headers={"Origin": PAGE, **ASKS})
+    assert asked.status == 200
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    assert {"authorization", "content-type"} <= set(asked.headers["access-control-allow-headers"].lower().split(", "))
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    for method, path, key, status in (
+        ("GET", "/v1/models", KEY, 200),
+        ("GET", "/v1/models", None, 401),
+        ("GET", "/nothing", KEY, 404),
+        ("POST", CHAT, KEY, 400),
+        ("GET", "/health", None, 200),
+    ):
+        body = b"{" if method == "POST" else None
+        reply = request(for_pages.port, method, path, body, key, {"Origin": PAGE})
+        assert reply.status == status
+        assert reply.headers["access-control-allow-origin"] == PAGE  # so that it can read what was wrong
+        assert "x-request-id" in reply.headers["access-control-expose-headers"].lower()
+        assert "origin" in reply.headers["vary"].lower()
+        assert "access-control-allow-credentials" not in reply.headers
+    body = {**BODY, "model": "org/name", "stream": True}
+    stream = request(for_pages.port, "POST", CHAT, body, headers={"Origin": PAGE})
+    assert stream.events()
+    assert stream.headers["access-control-allow-origin"] == PAGE
+
+
+def test_s04_all_pages_but_without_cookies(for_all_pages: Running) -> None:
+    for origin in OTHER_PAGES[:3]:
+        for method, more in (("GET", {}), ("OPTIONS", ASKS)):
+            reply = request(for_all_pages.port, method, "/v1/models", key=None, headers={"Origin": origin, **more})
+            assert reply.headers["access-control-allow-origin"] == "*"
+            assert "access-control-allow-credentials" not in reply.headers
+            assert "set-cookie" not in reply.headers
+
+
+def test_s07_a_form_on_a_page_can_not_ask_for_anything(for_all_pages: Running) -> None:
+    """What a page may send without asking first is refused: also where no key is needed."""
+    before = for_all_pages.tick()
+    for path, body in (
+        (CHAT, {**BODY, "model": "org/name"}),
+        ("/v1/completions", {"model": "org/name", "prompt": "hi", "max_tokens": 2}),
+        ("/v1/responses", {"model": "org/name", "input": "hi", "max_output_tokens": 2}),
+        ("/v1/embeddings", {"model": "org/name", "input": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [97]}),
+    ):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+            headers = {"Content-Type": kind, "Origin": "https://evil.com"}
+            reply = request(for_all_pages.port, "POST", path, body, None, headers)
+            assert reply.status in (415, 403), (path, kind, reply.body)
+            assert reply.error["message"]
+    assert for_all_pages.tick() == before
+
+
+def test_i09_the_name_of_a_model_may_have_a_slash(for_pages: Running) -> None:
+    for path in ("/v1/models/org%2Fname", "/v1/models/org/name", "/models/org%2fname"):
+        assert for_pages.get(path).json()["id"] == "org/name"
+    for path in ("/v1/models/org%252Fname", "/v1/models/name", "/v1/models/org", "/v1/models/org%2Fname%2F"):
+        assert for_pages.get(path).error["code"] == "model_not_found"
+    assert for_pages.client.models.retrieve("org/name").id == "org/name"
+
+
+# -- S10: what the code does not do -----------------------------------------------------------------------------------
+
+BANNED_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "os.system", "os.popen", "np.load"}
+BANNED_CALLS |= {"numpy.load", "subprocess.getoutput", "subprocess.getstatusoutput"}
+BANNED_NAMES = {"BaseHTTPMiddleware", "recv_pyobj", "send_pyobj", "Unpickler"}
+BANNED_ARGUMENTS = {("shell", True), ("trust_remote_code", True), ("weights_only", False), ("allow_pickle", True)}
+
+
+def banned(tree: ast.AST) -> Iterator[str]:
+    """What must not be there, by what it is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names if one.name.split(".")[0] in BANNED_IMPORTS)
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in BANNED_IMPORTS:
+                yield node.module or ""
+            yield from (one.name for one in node.names if one.name in BANNED_NAMES)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BANNED_CALLS:
+            yield ast.unparse(node.func)
+        elif isinstance(node, ast.Attribute) and node.attr in BANNED_NAMES:
+            yield node.attr
+        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+            if (node.arg, node.value.value) in BANNED_ARGUMENTS:
+                yield f"{node.arg}={node.value.value}"
+
+
+def test_s10_the_code_has_no_ways_to_run_what_it_is_sent() -> None:
+    assert len(SOURCES) > 50
+    found = {str(file): names for file in SOURCES if (names := list(banned(ast.parse(file.read_text()))))}
+    assert found == {}
+
+
+def test_s10_the_list_finds_what_it_is_for() -> None:
+    bad = ["import pickle", "from pickle import loads", "eval('1')", "exec(x)", "torch.load(p)", "yaml.load(f)"]
+    bad += [
+        "run(x, shell=True)",
+        "from starlette.middleware.base import BaseHTTPMiddleware",
+        "f(trust_remote_code=True)",
+    ]
+    bad += ["socket.recv_pyobj()", "import yaml", "os.system('ls')", "np.load(f, allow_pickle=True)"]
+    assert all(list(banned(ast.parse(line))) for line in bad)
+    assert not list(banned(ast.parse("model.eval(); re.compile(x); run(x, shell=False); f(trust_remote_code=False)")))
+
+
+def listening(pids: set[int]) -> set[int]:
+    """The TCP ports that these processes listen on."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+            inodes |= {found.group(1)} if found else set()
+    ports = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if inode in inodes and state in ("0A", "07"):  # listening; for UDP, bound
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that it has started."""
+    children = {
+        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+    }
+    return {pid}.union(*(family(one) for one in children))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc here")
+def test_s10_nothing_listens_but_the_api(tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake") as served:
+        assert request(served.port, "POST", CHAT, BODY, None).status == 200
+        assert listening(family(served.process.pid)) == {served.port}
+
+
+# -- S11: the log -----------------------------------------------------------------------------------------------------
+
+CANARY = re.compile(r"canary|Kanarie", re.IGNORECASE)
+LOG_KEY = "sk-canary-right"
+FAILS = """
+from tokenmill.engine.async_llm import AsyncLLM
+
+chat_ids = AsyncLLM.chat_ids
+
+def fail_if_told(self, messages, *args, **options):
+    if "fail" in str(messages):
+        raise RuntimeError("told to fail")
+    return chat_ids(self, messages, *args, **options)
+
+AsyncLLM.chat_ids = fail_if_told
+"""
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": 40, "ignore_eos": True}
+
+
+LOGGED: list[tuple[str, str, Any, dict[str, str], int]] = [
+    ("POST", CHAT, user("canary-prompt"), {}, 200),
+    (
+        "POST",
+        CHAT,
+        {**user("canary-prompt"), "stream": True, "stop": ["canary-stop"], "cache_salt": "canary-salt"},
+        {},
+        200,
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        {"model": "fake", "prompt": "canary-prompt", "echo": True, "user": "canary-user"},
+        {},
+        200,
+    ),
+    ("POST", "/v1/responses", {"model": "fake", "input": "a", "instructions": "canary", "stream": True}, {}, 200),
+    ("POST", "/v1/embeddings", {"model": "fake", "input": ["canary-input"]}, {}, 200),
+    ("POST", "/tokenize", {"prompt": "canary-text"}, {}, 200),
+    ("POST", "/tokenize?prompt=canary-query", {"prompt": "a"}, {}, 200),
+    ("GET", "/v1/models?key=sk-canary-query&q=canary", None, {"User-Agent": "canary-agent", "Cookie": "canary=1"}, 200),
+    ("GET", "/v1/models", None, {"x-request-id": "canary with spaces", "Referer": "http://canary/"}, 200),
+    ("POST", CHAT, user("canary-fail"), {}, 500),
+    ("POST", CHAT, {**user("canary-fail"), "stream": True}, {}, 500),
+    ("POST", CHAT, b'{"model": "fake", "messages": "canary-broken', {}, 400),
+    ("POST", CHAT, b"\xff canary", {}, 400),
+    ("POST", CHAT, {**user("canary-prompt"), "temperature": "canary-value"}, {}, 400),
+    ("POST", CHAT, {**user("canary-prompt"), "stop": ["canary"] * 9}, {}, 400),
+    ("POST", CHAT, {**user("canary-prompt"), "canary-field": 1, "n": 0}, {}, 400),
+    ("POST", CHAT, user([{"type": "canary-part", "image_url": "canary"}]), {}, 400),
+    ("POST", CHAT, {"model": "fake", "messages": [{"role": "canary-role", "content": "canary"}]}, {}, 400),
+    ("POST", CHAT, {**user("canary"), "model": "canary-model"}, {}, 404),
+    ("POST", CHAT, user("canary " * 2_000_000), {}, 413),
+    ("POST", CHAT, user("canary"), {"Content-Encoding": "canary"}, 415),
+    ("POST", CHAT, user("canary"), {"x-request-timeout": "canary"}, 400),
+    ("GET", "/v1/models", None, {"Authorization": "Bearer sk-canary-wrong"}, 401),
+    ("GET", "/v1/models", None, {"Authorization": "Basic canary"}, 401),
+    ("GET", "/v1/models", None, {"Authorization": "Bearer sk-Kan\xe1rie-canary"}, 401),
+    ("GET", "/v1/models", None, {"x-api-key": "sk-canary-wrong"}, 401),
+    ("GET", f"/v1/models?api_key={LOG_KEY}", None, {"Authorization": ""}, 401),
+    ("DELETE", "/v1/models?q=canary", None, {}, 405),
+    ("GET", "/nothing?q=canary", None, {}, 404),
+]
+
+
+def failing_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """A server of its own, that fails when it is told to."""
+    (tmp_path / "sitecustomize.py").write_text(FAILS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return child(tmp_path / "log", "fake", *arguments)
+
+
+def said_by_then(served: Child) -> str:
+    """All that it has said, when it has ended."""
+    assert served.stop() == 0
+    return served.said()
+
+
+def test_s11_the_log_names_requests_and_nothing_that_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, answers = [], []
+    with failing_child(tmp_path, monkeypatch, "--api-key", LOG_KEY, "--api-key", "sk-canary-two") as served:
+        for method, path, body, headers, status in LOGGED:
+            key = None if {"Authorization", "x-api-key"} & headers.keys() else LOG_KEY
+            reply = request(served.port, method, path, body, key, headers)
+            assert reply.status == status, (method, path, reply.body[:200])
+            names.append(reply.headers["x-request-id"])
+            if status == 200 and path == CHAT and not body.get("stream"):
+                answers.append(reply.json()["choices"][0]["message"]["content"])
+        log = said_by_then(served)
+    assert len(set(names)) == len(LOGGED)
+    assert [name for name in names if name not in log] == []
+    assert [line for line in log.splitlines() if CANARY.search(line)] == []
+    assert not any(answer in log for answer in answers)
+    assert log.count("told to fail") == 2  # the reason is there, with the request's name
+    assert fingerprint(hash_key(LOG_KEY)) in log
+
+
+def test_s11_a_clients_own_name_is_in_the_log(tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake") as served:
+        reply = request(served.port, "GET", "/v1/models", key=None, headers={"x-request-id": "my-own.name:7"})
+        assert reply.headers["x-request-id"] == "my-own.name:7"
+        forged = request(served.port, "GET", "/%0AERROR%20forged%0D%0A%1b[31m%E2%80%A8x", key=None)
+        assert forged.status == 404
+        log = said_by_then(served)
+    assert "my-own.name:7" in log
+    assert not any(line.startswith("ERROR forged") for line in log.splitlines())
+    assert "\x1b" not in log
+
+
+def test_s11_what_is_no_request_is_named_as_well(tmp_path: Path) -> None:
+    names = []
+    with child(tmp_path / "log", "fake") as served:
+        for content in (
+            b"canary\r\n\r\n",
+            b"GET /canary HTTP/9.9\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: x\r\ncanary canary\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: x\r\nX-Canary: " + b"canary" * 20_000 + b"\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=WAIT_S) as connection:
+                connection.sendall(content)
+                answer = connection.makefile("rb").read().decode()
+            assert re.match(r"HTTP/1.1 4\d\d ", answer), answer
+            names += re.findall(r"x-request-id: (\S+)", answer)
+        log = said_by_then(served)
+    assert len(names) == 4
+    assert not CANARY.search(log)
+    assert [name for name in names if name not in log] == []
