@@ -217,7 +217,7 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, dict):
         what = f"must map token ids to numbers, not be {type(bias).__name__}"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
-    names = [int(name) if isinstance(name, str) and name.isdecimal() else name for name in bias]
+    names = [int(name) if isinstance(name, str) and name.isdecimal() and len(name) < 20 else name for name in bias]
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
         if not _is_number(value) or abs(value) > MAX_BIAS:

@@ -13,11 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
-import uvloop
 
 from tests.planting import PlantedBug, plant
 from tests.server import wire
@@ -31,6 +30,7 @@ from tests.server.wire import (
     chat_request,
     diary_of,
     held,
+    production_loop,
     until,
     wait_for_inbox,
 )
@@ -64,10 +64,9 @@ def make_server(**settings: Any) -> AbstractContextManager[Running]:
 @pytest.fixture(scope="module", params=["asyncio", "uvloop"])
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     """On both event loops: each tells of a client's end in its own way, and `tokenmill serve` takes uvloop."""
-    if request.param == "uvloop":
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    with make_server(max_body_bytes=65_536) as one:
-        asyncio.set_event_loop_policy(None)
+    with ExitStack() as stack:
+        with production_loop() if request.param == "uvloop" else nullcontext():
+            one = stack.enter_context(make_server(max_body_bytes=65_536))
         yield one
 
 

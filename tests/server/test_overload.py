@@ -39,6 +39,7 @@ CONTEXT = 8192
 MAX_QUEUE = 8
 QUEUE_TIMEOUT_S = 50.0
 MAX_REQUEST_S = 600.0
+AT_ONCE_S = 3.0
 OTHER_KEY = "sk-other"
 STREAM = [True, False]
 CHAT = "/v1/chat/completions"
@@ -159,7 +160,9 @@ def test_o01_a_request_that_fits_in_part_is_refused_as_a_whole(server: Running, 
         prompts = [f"prompt {i}" for i in range(12)]
         many.send(raw_request("/v1/completions", {"model": "fake", "prompt": prompts, "stream": stream}))
         wait_for_inbox(server, len(prompts))
-        hold.step()
+        hold.step()  # it looks into its inbox
+        hold.step()  # it tells what it found there
+        many.socket.settimeout(AT_ONCE_S)
         assert_overloaded(read(many))
         hold.release()
         assert read(first).status == 200
@@ -177,7 +180,7 @@ def assert_too_long(server: Running, path: str, body: dict[str, Any], longest: i
         assert reply.status == 400
         assert reply.error["code"] == "context_length_exceeded"
         assert reply.error["message"].startswith(f"This model's maximum context length is {longest} tokens")
-    assert server.tick() == before, "it ran"
+    assert server.tick() == before, f"{path} ran {str(body)[:60]}"
 
 
 def test_o02_what_is_longer_than_the_context_is_refused(server: Running) -> None:

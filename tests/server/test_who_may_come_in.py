@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.routing import APIRoute
 
 import tokenmill
 from tests.server.serving import HI, KEY, WAIT_S, Child, Reply, Running, child, raw_request, request, running
@@ -41,7 +40,8 @@ def routes() -> Iterator[tuple[str, str]]:
     """Every method and path of the server, as the application has them."""
     app = create_app(Served(ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))))
     for route in app.routes:
-        yield from ((method, route.path) for method in sorted(route.methods or ()))  # type: ignore[attr-defined]
+        inner: Any = getattr(route, "effective_route_contexts", lambda route=route: [route])()  # of a router in it
+        yield from ((method, one.path) for one in inner for method in sorted(one.methods))
 
 
 def filled(path: str) -> str:
@@ -72,6 +72,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
     "the key alone": {"Authorization": KEY},
     "no space": {"Authorization": f"Bearer{KEY}"},
     "two spaces": {"Authorization": f"Bearer  {KEY}"},
+    "a space after it": {"Authorization": f"Bearer {KEY} "},
     "a tab": {"Authorization": f"Bearer\t{KEY}"},
     "more words": {"Authorization": f"Bearer {KEY} {KEY}"},
     "a list": {"Authorization": f"Bearer {KEY}, Bearer wrong"},
@@ -124,12 +125,11 @@ def test_s01_other_methods_need_a_key_as_well(server: Running, path: str) -> Non
 
 
 def test_s01_the_same_key_said_otherwise(server: Running) -> None:
-    """The scheme has no case, and spaces around a header's value are no part of it."""
+    """The scheme has no case; some clients have headers of their own."""
     for headers in (
         {"Authorization": f"Bearer {KEY}"},
         {"Authorization": f"bearer {KEY}"},
         {"Authorization": f"BEARER {KEY}"},
-        {"authorization": f"  Bearer {KEY}  "},
         {"Authorization": "Bearer other"},
         {"x-api-key": KEY},
         {"api-key": KEY},
@@ -207,7 +207,6 @@ def raw(server: Running, content: bytes) -> bytes:
     """All that is answered."""
     with server.connect() as connection:
         connection.sendall(content)
-        connection.shutdown(socket.SHUT_WR)
         return connection.makefile("rb").read()
 
 
@@ -351,7 +350,7 @@ def test_s04_the_page_that_is_allowed(for_pages: Running) -> None:
     asked = request(for_pages.port, "OPTIONS", CHAT, key=None, headers={"Origin": PAGE, **ASKS})
     assert asked.status == 200
     assert asked.headers["access-control-allow-origin"] == PAGE
-    assert {"authorization", "content-type"} <= set(asked.headers["access-control-allow-headers"].lower().split(", "))
+    assert {"authorization", "content-type"} <= set(re.split(", *", asked.headers["access-control-allow-headers"]))
     assert "POST" in asked.headers["access-control-allow-methods"]
     for method, path, key, status in (
         ("GET", "/v1/models", KEY, 200),
@@ -431,9 +430,8 @@ def banned(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node.func)
         elif isinstance(node, ast.Attribute) and node.attr in BANNED_NAMES:
             yield node.attr
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-            if (node.arg, node.value.value) in BANNED_ARGUMENTS:
-                yield f"{node.arg}={node.value.value}"
+        elif isinstance(node, ast.keyword) and (node.arg, getattr(node.value, "value", None)) in BANNED_ARGUMENTS:
+            yield ast.unparse(node)
 
 
 def test_s10_the_code_has_no_ways_to_run_what_it_is_sent() -> None:
@@ -523,7 +521,13 @@ LOGGED: list[tuple[str, str, Any, dict[str, str], int]] = [
         {},
         200,
     ),
-    ("POST", "/v1/responses", {"model": "fake", "input": "a", "instructions": "canary", "stream": True}, {}, 200),
+    (
+        "POST",
+        "/v1/responses",
+        {"model": "fake", "input": "a", "instructions": "canary", "stream": True, "max_output_tokens": 5},
+        {},
+        200,
+    ),
     ("POST", "/v1/embeddings", {"model": "fake", "input": ["canary-input"]}, {}, 200),
     ("POST", "/tokenize", {"prompt": "canary-text"}, {}, 200),
     ("POST", "/tokenize?prompt=canary-query", {"prompt": "a"}, {}, 200),
@@ -539,7 +543,7 @@ LOGGED: list[tuple[str, str, Any, dict[str, str], int]] = [
     ("POST", CHAT, user([{"type": "canary-part", "image_url": "canary"}]), {}, 400),
     ("POST", CHAT, {"model": "fake", "messages": [{"role": "canary-role", "content": "canary"}]}, {}, 400),
     ("POST", CHAT, {**user("canary"), "model": "canary-model"}, {}, 404),
-    ("POST", CHAT, user("canary " * 2_000_000), {}, 413),
+    ("POST", f"{CHAT}?q=canary", None, {"Content-Length": "999999999", "Content-Type": "canary"}, 413),
     ("POST", CHAT, user("canary"), {"Content-Encoding": "canary"}, 415),
     ("POST", CHAT, user("canary"), {"x-request-timeout": "canary"}, 400),
     ("GET", "/v1/models", None, {"Authorization": "Bearer sk-canary-wrong"}, 401),
@@ -582,7 +586,7 @@ def test_s11_the_log_names_requests_and_nothing_that_is_in_them(
     assert [name for name in names if name not in log] == []
     assert [line for line in log.splitlines() if CANARY.search(line)] == []
     assert not any(answer in log for answer in answers)
-    assert log.count("told to fail") == 2  # the reason is there, with the request's name
+    assert log.count("RuntimeError: told to fail") == 2  # the reason is there, with the request's name
     assert fingerprint(hash_key(LOG_KEY)) in log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from tests.server.serving import HI, WAIT_S, Reply, Running, raw_request
 from tokenmill.core import Fault, FaultKind
@@ -112,6 +115,11 @@ class Wire:
         while b"\r\n\r\n" not in self._read:
             assert self._more(), "the connection ended"
 
+    def read_bytes(self, count: int) -> None:
+        """So many of them, or all of a stream."""
+        while len(self._read) < count and b"[DONE]" not in self._read:
+            assert self._more(), "the stream ended"
+
     def first_id(self) -> str:
         """The id of a stream's first chunk."""
         while b'"id":"' not in self._read or b'",' not in self._read.partition(b'"id":"')[2]:
@@ -174,6 +182,16 @@ def stream_text(read: bytes) -> str:
             for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
                 text += choice["delta"].get("content", "")
     return text
+
+
+@contextmanager
+def production_loop() -> Iterator[None]:
+    """Servers that are started in here run on the event loop that `tokenmill serve` takes."""
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(None)
 
 
 # -- behind the server ------------------------------------------------------------------------------------------------

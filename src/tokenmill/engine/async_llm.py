@@ -110,6 +110,10 @@ class AsyncLLM:
         return self._client.max_model_len
 
     @property
+    def embedding_size(self) -> int:
+        return self._opened.model.info.hidden_size
+
+    @property
     def is_ready(self) -> bool:
         """Does it take requests, and do its steps end?"""
         return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
@@ -131,7 +135,11 @@ class AsyncLLM:
         """The ids of a conversation up to where the model answers. Safe on any thread."""
         return self._intake.chat_ids(messages, chat_template, **template_options)
 
-    async def generate(
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise `InvalidRequest` if the prompt can't be embedded: it is empty, too long, or not the model's."""
+        self._intake.embedding(prompt, Pooling.LAST)
+
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -142,10 +150,14 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """The output so far, one object that grows, each time it has. Leaving the loop cancels the request.
 
-        `hints` say whose request it is; after `timeout_s` it ends with `timeout`.
+        What can't be run is refused at once; what can starts when the first output is asked for. `hints` say whose
+        request it is; after `timeout_s` it ends with `timeout`.
         """
         self._check_open()
-        generation = self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s)
+        return self._run(self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s))
+
+    async def _run(self, generation: Generation) -> AsyncGenerator[RequestOutput]:
+        self._check_open()
         mailbox = self._mailbox()
         name = generation.output.request_id
         self._running.setdefault(name, []).append(generation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -20,13 +19,13 @@ from tokenmill import __version__
 from tokenmill.errors import TokenmillError
 from tokenmill.server import schemas
 from tokenmill.server.auth import ApiKeys
-from tokenmill.server.body_limit import BodyLimit
+from tokenmill.server.bodies import BodyLimit
 from tokenmill.server.calls import ClientGone
 from tokenmill.server.chat import start_chat
 from tokenmill.server.completions import start_completions
 from tokenmill.server.context import CLIENT_GONE, RequestContext, caller_of
 from tokenmill.server.embeddings import detokenize, embeddings, tokenize
-from tokenmill.server.errors import ApiError, model_not_found, to_api_error
+from tokenmill.server.errors import ApiError, log_failure, model_not_found, to_api_error
 from tokenmill.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -37,8 +36,7 @@ from tokenmill.server.requests import (
 )
 from tokenmill.server.responses import start_response
 from tokenmill.server.served import Served
-
-log = logging.getLogger(__name__)
+from tokenmill.server.validation import validation_error
 
 DESCRIPTION = "Many conversations with one model: OpenAI's API, and extensions that other servers have as well."
 
@@ -222,10 +220,9 @@ def _model(served: Served) -> dict[str, Any]:
 # -- from exceptions to answers ---------------------------------------------------------------------------------------
 
 
-async def _failed(http: Request, error: Exception) -> Response:
+async def _failed(_: Request, error: Exception) -> Response:
     answer = to_api_error(error)
-    if answer.status == 500:
-        log.error("request %s failed", caller_of(http.scope).call_id, exc_info=error)
+    log_failure(answer, error)
     return JSONResponse(answer.body(), answer.status, headers=answer.headers)
 
 
@@ -235,16 +232,14 @@ async def _gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    words = str(first["msg"]).removeprefix("Value error, ")
-    answer = ApiError(400, f"{'.'.join(where) or 'body'}: {words}", param=where[0] if where else None)
+    answer = validation_error(error.errors())
     return JSONResponse(answer.body(), answer.status)
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = ApiError(error.status_code, str(error.detail))
+    words = {404: "there is no such path", 405: f"this path does not take {http.method}"}
+    answer = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
     return JSONResponse(answer.body(), answer.status, headers=dict(error.headers or {}))
 
 

@@ -42,7 +42,7 @@ class ApiKeys:
         caller_of(scope).key = fingerprint(known)
         await self._app(scope, receive, send)
 
-    def _known(self, key: str | None) -> bytes | None:
+    def _known(self, key: bytes | None) -> bytes | None:
         """The hash of a key that may come in."""
         if key is None:
             return None
@@ -53,13 +53,13 @@ class ApiKeys:
         return found
 
 
-def _given(scope: Scope) -> str | None:
+def _given(scope: Scope) -> bytes | None:
     """The one key that a request has; none if it has several that differ."""
     keys = set()
     for name, value in scope["headers"]:
         if name == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            keys.add(key if scheme.lower() == "bearer" else None)
+            scheme, _, key = value.partition(b" ")
+            keys.add(key if scheme.lower() == b"bearer" else None)
         elif name in KEY_HEADERS:
-            keys.add(value.decode("latin-1"))
+            keys.add(value)
     return keys.pop() if len(keys) == 1 else None

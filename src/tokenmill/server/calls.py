@@ -22,7 +22,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.deltas import Delta, Deltas
-from tokenmill.server.errors import ApiError, ended_badly, to_api_error
+from tokenmill.server.errors import ApiError, ended_badly, log_failure, to_api_error
 from tokenmill.server.sse import DONE, EventStream
 
 T = TypeVar("T")
@@ -184,7 +184,9 @@ class Call:
                 _raise_if_bad(output)
             yield answer.closing(outputs)
         except Exception as error:  # the status has been sent: the error goes into the stream
-            yield answer.failed(to_api_error(error))
+            told = to_api_error(error)
+            log_failure(told, error)
+            yield answer.failed(told)
         finally:
             first.cancel()
         yield DONE

@@ -73,9 +73,10 @@ class ServerConfig:
             raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
 
 
-def hash_key(key: str) -> bytes:
+def hash_key(key: str | bytes) -> bytes:
     """What is kept of an API key."""
-    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+    raw = key if isinstance(key, bytes) else key.encode("utf-8", errors="surrogateescape")
+    return hashlib.sha256(raw).digest()
 
 
 def fingerprint(key_hash: bytes) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server.calls import Call, off_the_loop, together
-from tokenmill.server.completions import as_prompts
+from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -21,22 +22,34 @@ async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -
     """One vector for each input, as numbers or as base64 of little-endian float32."""
     inputs = as_prompts(body.input, config.max_prompts, "input")
     prompts = [
-        await call.tokens(len(one), lambda one=one: call.llm.prompt_ids(one))  # type: ignore[misc]
+        await call.tokens(len(one), lambda one=one: _checked(one, call.llm))  # type: ignore[misc]
         for one in inputs
     ]
+    size = call.llm.embedding_size
+    if body.dimensions is not None and body.dimensions != size:
+        raise ApiError(400, f"this model's embeddings have {size} dimensions", param="dimensions")
     options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
     outputs = await call.do(asyncio.ensure_future(together(call.llm.embed(one, **options) for one in prompts)))
     data = []
     for index, output in enumerate(outputs):
         vector: Any = output.outputs.embedding
-        if body.dimensions is not None and body.dimensions != len(vector):
-            raise ApiError(400, f"this model's embeddings have {len(vector)} dimensions", param="dimensions")
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": vector})
     num_tokens = sum(output.usage.prompt_tokens for output in outputs)
     used = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": body.model, "usage": used}
+
+
+def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:
+    """The ids of an input that can be run: all are looked at before one is."""
+    try:
+        ids = llm.prompt_ids(one)
+        llm.check_prompt(ids)
+    except InvalidRequest as error:
+        error.param = "input"
+        raise
+    return ids
 
 
 async def tokenize(body: TokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,12 @@ from tokenmill.errors import (
     ContextOverflow,
     EngineDead,
     InvalidRequest,
-    ModelNotFound,
     Overloaded,
     RequestFailed,
-    TokenmillError,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
+
+log = logging.getLogger(__name__)
 
 RETRY_SOON = {"Retry-After": "1"}
 RETRY_LATER = {"Retry-After": "5"}
@@ -31,30 +32,28 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    cause: str | None = None
+    """For the log: what clients are not told."""
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What a client is told. The words are ours; an exception that is not is only a number."""
+    """What a client is told: the words of errors that are meant for it. All others are for the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
         return ApiError(400, str(error), code="context_length_exceeded", param=error.param)
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
-    if isinstance(error, ModelNotFound):
-        return ApiError(404, str(error), code="model_not_found", param="model")
     if isinstance(error, Overloaded):
         return _overloaded(str(error))
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again", "engine_dead")
     if isinstance(error, RequestFailed) and error.finish_reason is not None:
-        return ended_badly(error.finish_reason, str(error), num_tokens=0) or _internal()
-    if isinstance(error, TokenmillError):
-        return ApiError(500, str(error), "server_error", "internal_error")
-    return _internal()
+        return ended_badly(error.finish_reason, None, num_tokens=0) or internal_error(error)
+    return internal_error(error)
 
 
 def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | None:
@@ -64,6 +63,8 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
         return None
     if ended is FinishReason.OVERLOAD:
         return _overloaded(detail or "too many requests")
+    if ended is FinishReason.ERROR:
+        return ApiError(500, "the request failed", "server_error", reason, cause=detail)
     message = f"the request ended: {detail or reason}"
     if ended is FinishReason.TIMEOUT and num_tokens == 0:  # its time went by in the queue: later there may be room
         return unavailable(message, reason, RETRY_SOON)
@@ -71,6 +72,15 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
     headers = RETRY_SOON if status == 503 else {}
     kind = "invalid_request_error" if ended is FinishReason.CANCELLED else "server_error"
     return ApiError(status, message, kind, reason, headers=headers)
+
+
+def log_failure(told: ApiError, error: BaseException) -> None:
+    """What a client is not told goes to the log, under the request's name."""
+    if told.status == 500:
+        if isinstance(error, ApiError):
+            log.error("the request failed: %s", told.cause)
+        else:
+            log.error("the request failed", exc_info=error)
 
 
 def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:
@@ -86,5 +96,5 @@ def _overloaded(message: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", "rate_limit_exceeded", headers=RETRY_SOON)
 
 
-def _internal() -> ApiError:
-    return ApiError(500, "internal error", "server_error", "internal_error")
+def internal_error(error: BaseException) -> ApiError:
+    return ApiError(500, "internal error", "server_error", "internal_error", cause=f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
@@ -144,7 +147,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         if not any(cycle.response_started for cycle in waiting):
-            self.transport.write(_raw(error))
+            name = f"req-{secrets.token_hex(16)}"  # there is no request that could be named
+            log.warning("%s refused with %d: %s", name, error.status, error.message)
+            self.transport.write(_raw(error, name))
         self.transport.close()
 
     # -- is anybody there? --------------------------------------------------------------------------------------------
@@ -163,11 +168,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._probe = self.loop.call_later(pause, self._look_for_client, count + 1)
 
 
-def _raw(error: ApiError) -> bytes:
-    """An answer without a request: there is none that could be named."""
+def _raw(error: ApiError, name: str) -> bytes:
+    """An answer as it goes over the wire."""
     body = json.dumps(error.body()).encode()
     head = (
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        f"x-request-id: req-{secrets.token_hex(16)}\r\n\r\n"
+        f"x-request-id: {name}\r\n\r\n"
     )
     return STATUS_LINE[error.status] + head.encode() + body

@@ -6,17 +6,86 @@ Unknown fields are ignored, as OpenAI does. What is wrong in type is refused her
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
 
 from tokenmill.engine.request import Hints
 from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 
+log = logging.getLogger(__name__)
+
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Flag = StrictBool | None
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Looked at before the items are: a million wrong ones are one mistake."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            raise ValueError(f"must have at most {count} items")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _refused(words: str) -> AfterValidator:
+    """A field that others have and we don't: better said than ignored."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            raise ValueError(words)
+
+    return AfterValidator(check)
+
+
+def _list_of(kind: type, words: str) -> AfterValidator:
+    """A list of one kind of things, with one complaint for all that are not."""
+
+    def check(value: Any) -> Any:
+        if value is None or (isinstance(value, list) and all(type(one) is kind for one in value)):
+            return value
+        raise ValueError(f"must be a list of {words}")
+
+    return AfterValidator(check)
+
+
+def _array(items: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": items}}, {"type": "null"}]})
+
+
+Ids = Annotated[Any, _list_of(int, "token ids"), _array("integer")]
+Texts = Annotated[Any, _list_of(str, "texts"), _array("string")]
+Objects = Annotated[Any, _list_of(dict, "objects"), _array("object")]
+
+
+def _stop(value: Any) -> Any:
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    if all(isinstance(one, str) for one in texts):
+        return value
+    raise ValueError("must be a text or a list of texts")
+
+
+Stop = Annotated[
+    Any,
+    AfterValidator(_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
 
 TEXTS_OR_IDS = {
     "anyOf": [
@@ -49,7 +118,14 @@ TextsOrIds = Annotated[Any, AfterValidator(_texts_or_ids), WithJsonSchema(TEXTS_
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    """Unknown fields are kept apart, so that the log can name them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def model_post_init(self, _: Any) -> None:
+        if self.model_extra:
+            names = ", ".join(f"{name!r:.40}" for name in list(self.model_extra)[:20])
+            log.debug("fields that are not known: %s", names)
 
 
 class StreamOptions(Body):
@@ -76,6 +152,8 @@ class Shared(Body):
     cache_salt: StrictStr | None = Field(
         None, min_length=1, max_length=256, description="KV is shared only between requests with the same salt."
     )
+
+    prompt_embeds: Annotated[Any, _refused("is not taken: a prompt is a text or token ids")] = None
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
@@ -111,19 +189,19 @@ class SamplingFields(Shared):
 
     stream_options: StreamOptions | None = None
     n: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: Stop = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number] | None, _at_most(1024)] = None
     # Extensions that other servers have under these names.
     typical_p: Number | None = None
     repetition_penalty: Number | None = None
     min_tokens: StrictInt | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: Ids = None
     ignore_eos: Flag = None
     skip_special_tokens: Flag = None
     include_stop_str_in_output: Flag = None
-    allowed_token_ids: list[StrictInt] | None = None
+    allowed_token_ids: Ids = None
     dry_multiplier: Number | None = None
     dry_base: Number | None = None
     dry_allowed_length: StrictInt | None = None
@@ -160,6 +238,11 @@ def _positive(name: str, count: int | None) -> int | None:
     if count is not None and not 1 <= count <= MAX_TOKENS:
         raise ApiError(400, f"{name} must be a whole number from 1 to {MAX_TOKENS}", param=name)
     return count
+
+
+def _check_top(count: int | None) -> None:
+    if not 0 <= (count or 0) <= MAX_LOGPROBS:
+        raise ApiError(400, f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------
@@ -200,22 +283,21 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast(), _at_most(1 << 16), Field(min_length=1)]
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     logprobs: Flag = None
     top_logprobs: StrictInt | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    functions: list[dict[str, Any]] | None = None
+    tools: Objects = None
+    functions: Objects = None
     # Extensions.
     add_generation_prompt: Flag = None
     continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Any = Field(None, description="Not accepted: a template is a program of the model's authors.")
+    chat_template: Annotated[Any, _refused("is not taken from a request")] = None
 
     model_config = ConfigDict(
-        extra="ignore",
         json_schema_extra={
             "examples": [
                 {
@@ -239,8 +321,7 @@ class ChatRequest(SamplingFields):
         """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise ApiError(400, f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
+        _check_top(self.top_logprobs)
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, config: ServerConfig) -> None:
@@ -253,8 +334,6 @@ class ChatRequest(SamplingFields):
                 raise ApiError(400, what, param="messages")
             if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
                 raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
-        if self.chat_template is not None:
-            raise ApiError(400, "a chat template can't be given in a request", param="chat_template")
         for name in ("tools", "functions"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} are not supported", param=name)
@@ -288,7 +367,6 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
 
     model_config = ConfigDict(
-        extra="ignore",
         json_schema_extra={"examples": [{"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 16}]},
     )
 
@@ -315,7 +393,7 @@ class EmbeddingRequest(Body):
     pooling: Literal["last", "mean"] = "last"
 
     model_config = ConfigDict(
-        extra="ignore", json_schema_extra={"examples": [{"model": "smollm2-135m", "input": ["a text", "another"]}]}
+        json_schema_extra={"examples": [{"model": "smollm2-135m", "input": ["a text", "another"]}]}
     )
 
 
@@ -324,14 +402,14 @@ class TokenizeRequest(Body):
     prompt: StrictStr
     add_special_tokens: StrictBool = True
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"prompt": "Hello there"}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Hello there"}]})
 
 
 class DetokenizeRequest(Body):
     model: StrictStr | None = None
-    tokens: list[StrictInt]
+    tokens: Annotated[Any, _list_of(int, "token ids"), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"tokens": [19556, 665]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [19556, 665]}]})
 
 
 class ResponsesRequest(Shared):
@@ -344,17 +422,16 @@ class ResponsesRequest(Shared):
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
     top_logprobs: StrictInt | None = None
-    include: list[StrictStr] | None = None
-    metadata: dict[str, StrictStr] | None = None
+    include: Texts = None
+    metadata: Annotated[dict[str, StrictStr] | None, _at_most(16)] = None
     previous_response_id: StrictStr | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects = None
     background: Flag = None
 
     model_config = ConfigDict(
-        extra="ignore",
         json_schema_extra={
             "examples": [{"model": "smollm2-135m", "input": "What is the capital of France?", "max_output_tokens": 32}]
         },
@@ -380,6 +457,7 @@ class ResponsesRequest(Shared):
 
     @property
     def num_logprobs(self) -> int | None:
+        _check_top(self.top_logprobs)
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             return self.top_logprobs or 0
         return None

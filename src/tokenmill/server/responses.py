@@ -50,7 +50,7 @@ def _message(item: Any) -> dict[str, str]:
         raise ApiError(400, f"the role {role!r:.40} is not known", param="input")
     if isinstance(content, str):
         return {"role": role, "content": content}
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         raise ApiError(400, "the content of an item must be a text or a list of parts", param="input")
     texts = []
     for part in content:

@@ -19,13 +19,14 @@ MAX_DEPTH = 100
 def check_messages(messages: Any) -> list[Message]:
     """Messages as templates expect them: a role and a text each. Lists of text parts are joined to one text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message")
+        raise InvalidRequest("messages must be a list of at least one message", param="messages")
     return [_check_message(message) for message in messages]
 
 
 def _check_message(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"a message is an object with a role and a content, not {message!r:.80}")
+        what = f"a message is an object with a role and a content, not {message!r:.80}"
+        raise InvalidRequest(what, param="messages")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
@@ -33,7 +34,7 @@ def _check_message(message: Any) -> Message:
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return {**message, "content": "".join(map(str, texts))}
-    raise InvalidRequest("the content of a message must be a text or a list of text parts")
+    raise InvalidRequest("the content of a message must be a text or a list of text parts", param="messages")
 
 
 def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""No body is larger than it may be, and none is packed: one that unpacks to gigabytes is never unpacked."""
+"""Which bodies are read at all: JSON, not packed, not larger than they may be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ CLOSE = {"Connection": "close"}
 
 
 class BodyLimit:
-    """Refuses a body that says it is too large, and stops reading one that turns out to be."""
+    """Refuses a body that says it is too large, and stops reading one that turns out to be.
+
+    Nothing is unpacked, so nothing unpacks to gigabytes. Only JSON is taken: a form on some web page can't send that.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -52,4 +55,12 @@ class BodyLimit:
             return ApiError(413, self._too_large)
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             return ApiError(415, "a body must not be compressed")
+        has_body = b"transfer-encoding" in headers or length.strip(b"0")
+        if has_body and not _is_json(headers.get(b"content-type", b"")):
+            return ApiError(415, "send JSON, with Content-Type: application/json")
         return None
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
