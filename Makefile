@@ -13,7 +13,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-$(VENV)/.base: pyproject.toml constraints.txt
+KERNELS := $(wildcard src/tokenmill/backends/torch/native/*.c src/tokenmill/backends/torch/native/*.h)
+
+$(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
 	@echo "setting up $(VENV): torch and what engine and server need, about a minute"

@@ -44,6 +44,7 @@ def stream(server: Running, what: tuple[str, dict[str, Any]], **changes: Any) ->
 # -- framing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.req("R34")
 @pytest.mark.parametrize("what", GENERATING, ids=NAMES)
 def test_c01_lines_end_with_lf_and_events_with_an_empty_line(server: Running, what: tuple[str, Any]) -> None:
     body = stream(server, what).body

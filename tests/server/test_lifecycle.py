@@ -121,7 +121,7 @@ def test_l05_what_runs_is_done_to_the_end(tmp_path: Path) -> None:
 
 
 def test_l05_a_server_that_cuts_streams_off_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug = 'PlantedBug("no drain", Server, "_drain", "_until_empty(self._served.config.drain_s)", "_until_empty(0)")'
+    bug = 'PlantedBug("no drain", Server, "_drain", "_until_empty(self._served.config.drain_s, ", "_until_empty(0, ")'
     program = f"""
         import pytest
         from tests.planting import PlantedBug, plant

@@ -21,6 +21,7 @@ def test_models(server: Running) -> None:
         server.client.models.retrieve("org/other")
 
 
+@pytest.mark.req("R34")
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_chat_stream_joined_is_the_answer(server: Running, n: int) -> None:
     options: dict[str, Any] = {"model": "fake", "messages": HI, "max_tokens": 40, "seed": 5, "n": n, "stop": ["zz"]}

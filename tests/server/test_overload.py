@@ -110,6 +110,7 @@ def read(client: Wire) -> Reply:
 # -- O01: too many at once --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.req("R37")
 def test_o01_a_burst_beyond_the_queue_is_refused_and_the_rest_is_served(server: Running) -> None:
     """One runs and eight wait, exactly: the others are told at once, streams as well, before they begin."""
     with diary_of(server) as diary, held(server) as hold:
@@ -336,6 +337,7 @@ DEADLINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.req("R35")
 @pytest.mark.parametrize("stream", STREAM)
 @pytest.mark.parametrize("deadline", DEADLINES)
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -351,11 +353,12 @@ def test_a_request_ends_at_its_clients_deadline(
 
 @pytest.mark.parametrize("stream", STREAM)
 def test_no_client_has_more_time_than_the_server_gives(server: Running, clock: Clock, stream: bool) -> None:
-    long = {"headers": "X-Request-Timeout: 100000\r\n", "timeout_s": 100_000}
+    long: dict[str, Any] = {"headers": "X-Request-Timeout: 100000\r\n", "timeout_s": 100_000}
     reply = end_early(server, "in decode", lambda _: clock.wind(MAX_REQUEST_S + 1), stream, **long)
     assert_told(reply, "timeout", 504, stream=stream)
 
 
+@pytest.mark.req("R35")
 def test_a_deadline_that_is_far_away_changes_nothing(server: Running, clock: Clock) -> None:
     with held(server, after=2) as hold, Wire(server.port) as client:
         client.send(chat_request(headers="X-Request-Timeout: 30\r\n", timeout_s=30))

@@ -93,6 +93,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.req("R37")
 def test_s01_every_route_has_a_rule() -> None:
     assert {path for _, path in routes()} == OPEN | WITH_KEY
 
@@ -569,6 +570,7 @@ def said_by_then(served: Child) -> str:
     return served.said()
 
 
+@pytest.mark.req("R38")
 def test_s11_the_log_names_requests_and_nothing_that_is_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

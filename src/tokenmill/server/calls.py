@@ -120,7 +120,16 @@ class Call:
         """Add a generation; it starts when it is read."""
         name = f"{self.id}/{len(self._generations)}"
         stream = self.llm.generate(prompt, params, name, hints=self.hints, timeout_s=self.timeout_s)
-        self._generations.append(stream)
+        self._generations.append(self._unless_cancelled(stream))
+
+    async def _unless_cancelled(self, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        """Nothing starts after a cancel: up to here there was nothing that it could have ended."""
+        self._check_cancelled()
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
 
     def cancel(self) -> None:
         """End it, whatever it is doing."""
@@ -248,10 +257,13 @@ def _grown(answer: Answer, deltas: Sequence[Deltas], outputs: Iterable[tuple[int
 
 async def _all_first(generations: Sequence[AsyncGenerator[RequestOutput]]) -> list[RequestOutput]:
     """The first output of each; raises if one of them can't be run."""
-    outputs = await together(anext(one) for one in generations)
-    for output in outputs:
-        _raise_if_bad(output)
-    return outputs
+    return await together(_first(one) for one in generations)
+
+
+async def _first(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    output = await anext(generation)
+    _raise_if_bad(output)
+    return output
 
 
 async def _last(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:

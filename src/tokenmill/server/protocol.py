@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from tokenmill.server.errors import ApiError
 
 log = logging.getLogger(__name__)
 
+UPGRADE = re.compile(rb"(?i)(^|\r\n)upgrade ?:")
 PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
 """Two in a row: the first one makes a peer that has gone say so, the second one hears it."""
@@ -44,6 +46,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
+        self._flush: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._is_in_head = True
         self._refusal = INVALID
@@ -61,11 +64,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._expect_within(self.limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_in_head and not self.transport.is_closing():
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > self.limits.max_header_bytes:
-                self._refuse(TOO_LARGE)
+        super().data_received(_without_upgrade(data) if self._is_in_head else data)
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > self.limits.max_header_bytes:
+            self._refuse(TOO_LARGE)
+        elif self._deadline is None and not self._unanswered():  # uvicorn's own timer ends with any byte
+            self._expect_within(self.limits.header_timeout_s)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it may still want its answers."""
@@ -77,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._probe):
+        for timer in (self._deadline, self._probe, self._flush):
             if timer is not None:
                 timer.cancel()
         for cycle in self._unanswered():  # uvicorn tells the last one only
@@ -89,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"]["abort"] = self._abort
         self._is_in_head, self._num_head_bytes = True, 0
         self._expect_within(self.limits.header_timeout_s)
 
@@ -106,6 +112,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = False, 0
         self._expect_within(self.limits.body_timeout_s)
+        version = self.parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1") or num_hosts > 1 or (version == "1.1" and not num_hosts):
+            self._stop(INVALID)
         super().on_headers_complete()
         self._cycles = [*self._unanswered(), self.cycle]
 
@@ -113,6 +123,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_head, self._num_head_bytes = True, 0
         self._expect_within(None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_flush(self.transport.get_write_buffer_size())
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the words are ours)
         """What the parser refuses."""
@@ -140,6 +154,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._expect_within(None)
         if self.transport.is_closing():
             return
+        if self.cycle is not None and self.cycle.response_complete and not self._is_in_head:
+            self.transport.close()  # it has had its answer, and the rest of its body is not wanted
+            return
         waiting = self._unanswered()
         earlier = [cycle for cycle in waiting if not cycle.more_body]
         if earlier:
@@ -151,6 +168,25 @@ class GuardedProtocol(HttpToolsProtocol):
             log.warning("%s refused with %d: %s", name, error.status, error.message)
             self.transport.write(_raw(error, name))
         self.transport.close()
+
+    def _watch_flush(self, before: int) -> None:
+        """An answer is complete, but not all of it has been taken: somebody must be taking it."""
+        if before and not (self._flush and not self._flush.cancelled()):
+            self._flush = self.loop.call_later(self.limits.send_timeout_s, self._look_at_flush, before)
+
+    def _look_at_flush(self, before: int) -> None:
+        self._flush = None
+        now = self.transport.get_write_buffer_size()
+        if now >= before:
+            self._abort()
+        else:
+            self._watch_flush(now)
+
+    def _abort(self) -> None:
+        """Give a client up: what is on its way to it is not waited for."""
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+        self.transport.abort()
 
     # -- is anybody there? --------------------------------------------------------------------------------------------
 
@@ -166,6 +202,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(PROBE)
         pause = PROBE_AFTER_S[min(count + 1, len(PROBE_AFTER_S) - 1)]
         self._probe = self.loop.call_later(pause, self._look_for_client, count + 1)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A request to go on in another protocol may be ignored, but the parser would lose its body then."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"\\1X-Was-U:", head) + end + rest if UPGRADE.search(head) else data
 
 
 def _raw(error: ApiError, name: str) -> bytes:

@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(load: Callable[[], AsyncLLM], config: ServerConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one ends it at once."""
+    """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
     listener = _listen(config)
     server = Server(Served(config))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -69,6 +69,7 @@ class Server(uvicorn.Server):
         self._served = served
         self._llm: AsyncLLM | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._is_hurried = False
 
     @property
     def is_ready(self) -> bool:
@@ -116,6 +117,8 @@ class Server(uvicorn.Server):
     def _stop(self) -> None:
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
+        elif not self._is_hurried:
+            self._is_hurried = True
         else:
             self.should_exit = self.force_exit = True
 
@@ -125,15 +128,15 @@ class Server(uvicorn.Server):
         inside = self._served.gate
         if inside.num_inside:
             say(f"stopping; {inside.num_inside} requests may go on for {self._served.config.drain_s:g} s")
-        await self._until_empty(self._served.config.drain_s)
+        await self._until_empty(self._served.config.drain_s, lambda: self._is_hurried)
         if self._llm is not None:
             await self._llm.close()
-        await self._until_empty(LAST_WORDS_S)
+        await self._until_empty(LAST_WORDS_S, lambda: False)
         self.should_exit = True
 
-    async def _until_empty(self, most_s: float) -> None:
+    async def _until_empty(self, most_s: float, is_enough: Callable[[], bool]) -> None:
         deadline = time.monotonic() + most_s
-        while self._served.gate.num_inside and time.monotonic() < deadline:
+        while self._served.gate.num_inside and time.monotonic() < deadline and not is_enough():
             await asyncio.sleep(0.02)
 
 

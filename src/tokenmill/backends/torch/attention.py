@@ -65,7 +65,7 @@ class GatherAttention:
         self._windows = windows
         like = kv.keys[0]
         self._groups = [
-            _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(_runs(lead, pos), tables)
+            _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(runs_of(lead, pos), tables)
         ]
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Runs:
         return Runs(self.seq[chosen], self.tokens, self.begin[chosen], self.count[chosen])
 
 
-def _runs(lead: IntArray, pos: IntArray) -> Runs:
+def runs_of(lead: IntArray, pos: IntArray) -> Runs:
     """The tokens of each sequence, wherever they stand in the batch, in order of position."""
     tokens = np.lexsort((pos, lead))
     seq, begin, count = np.unique(lead[tokens], return_index=True, return_counts=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.attention import AttentionMaker, GatherAttention
-from tokenmill.backends.torch.decoder import Decoder
+from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.invariant import ROWS, TiledAttention
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
@@ -55,12 +55,26 @@ class Ubatch:
     """Of the segment."""
 
 
+class AnyDecoder(Protocol):
+    """What every decoder can do with the last layer's output."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def normed(self, hidden: Tensor) -> Tensor: ...
+
+
 class TorchBackend(PagedBackend[TorchStep]):
     """One KV memory over shared weights."""
 
+    _decoder: Any
+
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         kv: PagedKV,
         storage: TorchKV,
         gate: WeightsGate,
@@ -71,7 +85,7 @@ class TorchBackend(PagedBackend[TorchStep]):
         super().__init__(kv, decoder.config.vocab_size, gate)
         self._decoder = decoder
         self._storage = storage
-        self._device = decoder.weights.embed.device
+        self._device = decoder.device
         self._num_threads = num_threads
         self._deterministic = kv.capabilities.deterministic
         self._ubatch_size = ROWS if self._deterministic else ubatch_size
@@ -122,7 +136,7 @@ class TorchBackend(PagedBackend[TorchStep]):
             # The tile is filled up with its last token, computed and stored once more where it is.
             token, pos, lead, slot = (np.pad(one, (0, ROWS - count), mode="edge") for one in (token, pos, lead, slot))
         attention = self._attention(self._storage, self._kv.tables, lead, pos)
-        hidden = self._decoder.hidden(
+        hidden: Tensor = self._decoder.hidden(
             self._tokens(token), self._to_device(pos), self._to_device(slot), self._storage, attention
         )
         return hidden[:count]
@@ -143,11 +157,12 @@ class TorchBackend(PagedBackend[TorchStep]):
             parts.append(self._logits(part) if flag is Output.LOGITS else part.float())
 
     def _logits(self, normed: Tensor) -> Tensor:
-        if not self._deterministic:
-            return self._decoder.logits(normed)
-        tile = normed.new_zeros(ROWS, normed.shape[1])
-        tile[: len(normed)] = normed
-        return self._decoder.logits(tile)[: len(normed)]
+        count, rows = len(normed), normed
+        if self._deterministic:
+            rows = normed.new_zeros(ROWS, normed.shape[1])
+            rows[:count] = normed
+        logits: Tensor = self._decoder.logits(rows)
+        return logits[:count]
 
     # -- sampling and waiting -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,24 @@ class Decoder:
         inv_freq, self._rope_scale = frequencies(config.rope)
         self.inv_freq = inv_freq.to(weights.embed.device)
 
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embed.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self.weights.embed.dtype
+
+    @property
+    def names(self) -> list[str]:
+        """The decoder's own names of its tensors."""
+        return list(self.weights.views)
+
+    def replace(self, own: str, value: Tensor) -> None:
+        """New values for one tensor, in place."""
+        self.weights.replace(own, value)
+
     def hidden(self, token: Tensor, pos: Tensor, slots: Tensor, kv: TorchKV, attention: Attention) -> Tensor:
         """[tokens, hidden]: run all layers; keys and values go into the slots. Still to be normed."""
         x = F.embedding(token, self.weights.embed)

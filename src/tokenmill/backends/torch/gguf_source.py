@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.gguf_file import GGUFFile, GGUFTensor
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
+from tokenmill.backends.torch.native.packing import Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings
@@ -40,8 +42,32 @@ class GGUFSource:
 
     def load(self, name: str) -> Tensor:
         values = dequantise(self._file, self._file.tensors[name])
-        kind = name.split(".")[-2]
-        return _unpermuted(values, self._permuted[kind]) if kind in self._permuted else values
+        order = self._order(name)
+        return values if order is None else values[torch.from_numpy(order)]
+
+    def load_quantised(self, name: str) -> Quantised | None:
+        """A matrix as the file has it; None if it is of a type that is not taken over as it is."""
+        tensor = self._file.tensors[name]
+        layout = _layout(self._file, tensor)
+        found = from_gguf(layout.kind.name, self._file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows))
+        if found is not None and not np.isfinite(found.scale).all():
+            raise ModelLoadError(f"{self.where}: {name} has values that are no finite numbers")
+        order = self._order(name)
+        return found if found is None or order is None else found.rows(order)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Are its large matrices stored in fewer bits than numbers usually have?"""
+        kinds = {_layout(self._file, one).kind.name for one in self._file.tensors.values() if len(one.shape) == 2}
+        return any(kind.startswith(("Q", "IQ")) for kind in kinds)
+
+    def _order(self, name: str) -> NDArray[np.intp] | None:
+        """The order of rows in which dimension i turns with dimension i + dim / 2, where the file has another one."""
+        num_heads = self._permuted.get(name.split(".")[-2])
+        if num_heads is None:
+            return None
+        rows = np.arange(self._file.tensors[name].shape[0])
+        return rows.reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 @dataclass(frozen=True)
@@ -82,12 +108,6 @@ def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     except NotImplementedError:
         raise ModelLoadError(f"{file.path}: {tensor.name} is of type {layout.kind.name}, which can't be read") from None
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(tensor.shape))
-
-
-def _unpermuted(values: Tensor, num_heads: int) -> Tensor:
-    """Rows back in the order in which dimension i turns with dimension i + dim / 2."""
-    rest = values.shape[1:]
-    return values.reshape(num_heads, -1, 2, *rest).swapaxes(1, 2).reshape(values.shape)
 
 
 class Metadata(Settings):

@@ -16,6 +16,7 @@ from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
 from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ConfigError, InvalidOperation
@@ -32,7 +33,7 @@ class TorchModel:
     def __init__(
         self,
         name: str,
-        decoder: Decoder,
+        decoder: Decoder | NativeDecoder,
         names: Mapping[str, str],
         path: Path | None = None,
         *,
@@ -42,14 +43,14 @@ class TorchModel:
     ) -> None:
         self.path = path
         self.decoder = decoder
-        if deterministic and not rows_are_independent(_matrices(decoder)):
+        # The kernels of a `NativeDecoder` are made so that a row depends on nothing but itself.
+        if deterministic and isinstance(decoder, Decoder) and not rows_are_independent(_matrices(decoder)):
             raise ConfigError("deterministic: on this machine a row of a matrix product depends on the rows around it")
-        config, embed = decoder.config, decoder.weights.embed
-        self._device, self._dtype = embed.device, embed.dtype
+        config, self._device, self._dtype = decoder.config, decoder.device, decoder.kv_dtype
         self.info = ModelInfo(
-            name, config.vocab_size, config.hidden_size, config.max_context, config.layer_kv(embed.element_size())
+            name, config.vocab_size, config.hidden_size, config.max_context, config.layer_kv(self._dtype.itemsize)
         )
-        self._own_names = {in_file(own, names): own for own in decoder.weights.views}
+        self._own_names = {in_file(own, names): own for own in decoder.names}
         self._gate = WeightsGate()
         self._deterministic = deterministic
         self._block_size = block_size
@@ -76,6 +77,11 @@ class TorchModel:
             state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
         )
         kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        if isinstance(self.decoder, NativeDecoder):
+            num_threads = limits.num_threads or self._num_threads
+            return NativeBackend(
+                self.decoder, kv, storage, self._gate, ubatch_size=limits.ubatch_size, num_threads=num_threads
+            )
         # The order of additions may depend on the number of threads, so that is the model's own where it must not vary.
         asked = None if self._deterministic else limits.num_threads
         return TorchBackend(
@@ -100,7 +106,7 @@ class TorchModel:
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidOperation(f"the new value of {name} is no tensor: {error}") from None
         with self._gate.replacing(), torch.inference_mode():
-            self.decoder.weights.replace(own, tensor)
+            self.decoder.replace(own, tensor)
 
     def close(self) -> None:
         """Weights go when the last one who uses them does."""

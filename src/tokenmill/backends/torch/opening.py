@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
-from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values
+from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.native.decoder import NativeDecoder
+from tokenmill.backends.torch.native.library import INT4, INT8, library
+from tokenmill.backends.torch.native.weights import NativeWeights, can_hold
 from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.safetensors_source import SafetensorsSource
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
@@ -25,6 +29,7 @@ from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITS = {"int8": INT8, "int4": INT4}
 GIB = 1 << 30
 EXTRAS = frozenset({"block_size", "depth"})
 
@@ -33,16 +38,14 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     """Load the model in a directory or GGUF file."""
     _check_extras(options.extra)
     device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
-    if options.deterministic:
-        _check_deterministic(dtype, device)
     config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
+    form = _form(options.dtype, device, source.is_quantised and can_hold(config))
+    if isinstance(form, torch.dtype) and options.deterministic:
+        _check_deterministic(form, device)
     check_tensors(source, config, names)
     check_rope(config.rope)
-    weights = _load(path, config, source, names, dtype, device)
-    return TorchModel(
-        path.name, Decoder(config, weights), names, path, deterministic=options.deterministic, **options.extra
-    )
+    decoder = _load(path, config, source, names, form, device)
+    return TorchModel(path.name, decoder, names, path, deterministic=options.deterministic, **options.extra)
 
 
 def _load(
@@ -50,20 +53,27 @@ def _load(
     config: DecoderConfig,
     source: TensorSource,
     names: Mapping[str, str],
-    dtype: torch.dtype,
+    form: Form,
     device: torch.device,
-) -> DecoderWeights:
+) -> Decoder | NativeDecoder:
+    num_tensors = len(shapes(config))
     try:
-        weights = DecoderWeights(config, dtype, device)
-        with ProgressLine(f"loading {path.name}", len(weights.views)) as progress, torch.inference_mode():
-            weights.load(source, names, lambda done, _: progress.update(done))
+        with ProgressLine(f"loading {path.name}", num_tensors) as progress, torch.inference_mode():
+            if isinstance(form, torch.dtype):
+                weights = DecoderWeights(config, form, device)
+                weights.load(source, names, lambda done, _: progress.update(done))
+                return Decoder(config, weights)
+            lib = library()
+            native = NativeWeights(lib, config, form.bits)
+            native.load(source, names, lambda done, _: progress.update(done))
+            return NativeDecoder(lib, config, native)
     except (RuntimeError, MemoryError) as error:  # torch's "out of memory" is a RuntimeError
-        needed = num_values(config) * dtype.itemsize / GIB
+        size = form.itemsize if isinstance(form, torch.dtype) else (form.bits or INT8) / 8
+        needed = num_values(config) * size / GIB
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
             f"{path}: its weights need {needed:.1f} GiB of memory on {device.type} and can't be loaded: {reason}"
         ) from error
-    return weights
 
 
 def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
@@ -111,12 +121,31 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+@dataclass(frozen=True)
+class Native:
+    """Weights for the C library: in so many bits, None for as many as the file has."""
+
+    bits: int | None
+
+
+Form = torch.dtype | Native
+
+
+def _form(name: str, device: torch.device, is_quantised: bool) -> Form:
+    """How the weights are to be held. `auto` takes a quantised file as it is, where there are kernels for that."""
+    if name in DTYPES:
+        return DTYPES[name]
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not known; known: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+        if device.type == "cuda":
+            return torch.bfloat16
+        return Native(None) if is_quantised and library() is not None else torch.float32
+    if name not in BITS:
+        raise ConfigError(f"dtype {name!r} is not known; known: auto, {', '.join([*DTYPES, *BITS])}")
+    if device.type != "cpu":
+        raise ConfigError(f"dtype {name!r} is for the CPU alone")
+    if library() is None:
+        raise ConfigError(f"dtype {name!r} needs the CPU kernels, which are not there")
+    return Native(BITS[name])
 
 
 def _check_deterministic(dtype: torch.dtype, device: torch.device) -> None:

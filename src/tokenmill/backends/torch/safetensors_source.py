@@ -35,6 +35,11 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, Shape]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
+    is_quantised = False
+
+    def load_quantised(self, name: str) -> None:
+        """Hugging Face checkpoints hold numbers as they are."""
+
     def load(self, name: str) -> Tensor:
         try:
             tensor: Tensor = self._file_of[name].get_tensor(name)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import ROPE_FREQS, Shape, in_file, shapes
 from tokenmill.backends.torch.matmul import Linear
+from tokenmill.backends.torch.native.packing import Quantised
 from tokenmill.errors import InvalidOperation, ModelLoadError
 
 
@@ -29,8 +30,17 @@ class TensorSource(Protocol):
 
     def shapes(self) -> Mapping[str, Shape]: ...
 
+    @property
+    def is_quantised(self) -> bool:
+        """Are its large matrices stored in fewer bits than numbers usually have?"""
+        ...
+
     def load(self, name: str) -> Tensor:
         """A tensor's values, on the host."""
+        ...
+
+    def load_quantised(self, name: str) -> Quantised | None:
+        """A matrix as its file has it; None if it is not stored in a form that is taken over."""
         ...
 
 

@@ -1,0 +1,41 @@
+"""Builds the CPU kernels at install. Without a C compiler the install goes on, and says what is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = Path(__file__).parent / "src" / "tokenmill" / "backends" / "torch" / "native"
+
+
+class KernelBuild(BuildHookInterface):
+    """Compiles the library beside its sources; a wheel takes it in."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+        build = _load()
+        try:
+            built = build.build()
+        except build.BuildFailed as failure:
+            print(
+                f"tokenmill: the CPU kernels could not be built ({failure}); quantised models will run as float32, "
+                "several times slower. Install a C compiler and install again.",
+                file=sys.stderr,
+            )
+            return
+        build_data["artifacts"].append(str(built.relative_to(Path(self.root))))
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+
+
+def _load() -> Any:
+    """The build script, without importing the package: what it needs may not be installed yet."""
+    spec = importlib.util.spec_from_file_location("tokenmill_kernel_build", KERNELS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

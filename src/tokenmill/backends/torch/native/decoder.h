@@ -1,0 +1,407 @@
+/* A decoder's layers over paged keys and values. Included once for each kind of machine. */
+
+#define TILE 8          /* inputs that share unpacked weights */
+#define PANEL (1 << 18) /* bytes of rounded inputs that are gone through for each block of weights */
+#define QUERIES 4       /* tokens of one sequence that read keys and values together */
+#define KEYS 16         /* cells that are scored together */
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const tm_matrix *matrix;
+    int32_t num_rows;
+    float *y;
+    int adds; /* to what is in y */
+    const int8_t *q;
+    const float *scale, *sum;
+} product;
+
+static void product_blocks(void *context, int32_t first, int32_t last) {
+    const product *p = context;
+    const tm_matrix *m = p->matrix;
+    int32_t groups = groups_of(m->cols), width = groups * TM_GROUP;
+    size_t stride = (size_t)groups * block_bytes(m->kind);
+    int32_t panel = PANEL / width / TILE * TILE;
+    if (panel < TILE) panel = TILE;
+    float out[TILE][TM_ROWS];
+    float *outs[TILE];
+    for (int t = 0; t < TILE; t++) outs[t] = out[t];
+    for (int32_t begin = 0; begin < p->num_rows; begin += panel) {
+        int32_t end = begin + panel < p->num_rows ? begin + panel : p->num_rows;
+        for (int32_t b = first; b < last; b++) {
+            int32_t row = b * TM_ROWS, count = m->rows - row < TM_ROWS ? m->rows - row : TM_ROWS;
+            for (int32_t i = begin; i < end; i += TILE) {
+                int n = end - i < TILE ? (int)(end - i) : TILE;
+                input_row in[TILE];
+                for (int t = 0; t < n; t++) {
+                    size_t at = (size_t)(i + t);
+                    in[t] = (input_row){p->q + at * width, p->scale + at * groups, p->sum + at * groups};
+                }
+                product_tile(m->kind, m->blocks + (size_t)b * stride, groups, in, n, outs);
+                for (int t = 0; t < n; t++) {
+                    float *y = p->y + (size_t)(i + t) * m->rows + row;
+                    for (int32_t r = 0; r < count; r++) {
+                        float value = out[t][r] + (m->bias ? m->bias[row + r] : 0.0f);
+                        y[r] = p->adds ? y[r] + value : value;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* Room for the rounded inputs of a product. */
+typedef struct {
+    int8_t *q;
+    float *scale, *sum;
+} rounded;
+
+static rounded rounded_at(char **at, int32_t n, int32_t cols) {
+    int32_t groups = groups_of(cols);
+    rounded r;
+    r.scale = (float *)*at;
+    *at += (size_t)n * groups * 4;
+    r.sum = (float *)*at;
+    *at += (size_t)n * groups * 4;
+    r.q = (int8_t *)*at;
+    *at += ((size_t)n * groups * TM_GROUP + 63) / 64 * 64;
+    return r;
+}
+
+static void multiply(const tm_matrix *m, const rounded *in, int32_t n, float *y, int adds, tm_pool *pool) {
+    product p = {m, n, y, adds, in->q, in->scale, in->sum};
+    int32_t blocks = (m->rows + TM_ROWS - 1) / TM_ROWS;
+    int32_t grain = blocks / (4 * tm_pool_threads(pool));
+    tm_parallel(pool, product_blocks, &p, blocks, grain < 1 ? 1 : grain);
+}
+
+/* -- rows of activations ------------------------------------------------------------------------------------------- */
+
+static void norm_row(const float *x, const float *weight, float eps, int32_t width, float *y) {
+    float squares = 0;
+    int32_t i = 0;
+    vf total = splat(0);
+    for (; i + LANES <= width; i += LANES) {
+        vf v = load(x + i);
+        total += v * v;
+    }
+    squares = sum(total);
+    for (; i < width; i++) squares += x[i] * x[i];
+    float by = 1.0f / sqrtf(squares / (float)width + eps);
+    i = 0;
+    for (; i + LANES <= width; i += LANES) store(y + i, load(x + i) * by * load(weight + i));
+    for (; i < width; i++) y[i] = x[i] * by * weight[i];
+}
+
+typedef struct {
+    const float *x, *weight;
+    float eps;
+    int32_t width;
+    rounded out;
+} row_work;
+
+static void round_into(const row_work *w, int32_t row, const float *values) {
+    int32_t groups = groups_of(w->width);
+    size_t at = (size_t)row * groups;
+    quantise_row(values, w->width, w->out.q + at * TM_GROUP, w->out.scale + at, w->out.sum + at);
+}
+
+static void round_rows(void *context, int32_t begin, int32_t end) {
+    const row_work *w = context;
+    for (int32_t i = begin; i < end; i++) round_into(w, i, w->x + (size_t)i * w->width);
+}
+
+static void norm_and_round(void *context, int32_t begin, int32_t end) {
+    const row_work *w = context;
+    float *values = malloc((size_t)w->width * 4);
+    for (int32_t i = begin; i < end; i++) {
+        norm_row(w->x + (size_t)i * w->width, w->weight, w->eps, w->width, values);
+        round_into(w, i, values);
+    }
+    free(values);
+}
+
+/* x is [n, 2 * width]: gate and up. */
+static void gate_and_round(void *context, int32_t begin, int32_t end) {
+    const row_work *w = context;
+    float *values = malloc((size_t)(w->width + LANES) * 4);
+    for (int32_t i = begin; i < end; i++) {
+        const float *gate = w->x + (size_t)i * 2 * w->width, *up = gate + w->width;
+        int32_t k = 0;
+        for (; k + LANES <= w->width; k += LANES) {
+            vf g = load(gate + k);
+            store(values + k, g / (splat(1.0f) + vexp(-g)) * load(up + k));
+        }
+        for (; k < w->width; k++) values[k] = gate[k] / (1.0f + expf(-gate[k])) * up[k];
+        round_into(w, i, values);
+    }
+    free(values);
+}
+
+#define ROW_GRAIN 4 /* so few rows are not worth waking anybody */
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t run, first, count;
+} tile; /* tokens of one sequence, one after the other */
+
+typedef struct {
+    const tm_decoder *decoder;
+    const tm_layer *layer;
+    const tm_step *step;
+    float *qkv, *out;
+    float *keys, *values;
+    const tile *tiles;
+} attention;
+
+static void turn(float *head, const float *cos, const float *sin, int32_t half) {
+    for (int32_t i = 0; i < half; i++) {
+        float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* Norms and rotations of new queries and keys; keys and values go into their cells. */
+static void place_tokens(void *context, int32_t begin, int32_t end) {
+    const attention *a = context;
+    const tm_decoder *d = a->decoder;
+    int32_t dim = d->head_dim, heads = d->num_heads, kv = d->num_kv_heads;
+    for (int32_t t = begin; t < end; t++) {
+        float *row = a->qkv + (size_t)t * (heads + 2 * kv) * dim;
+        const float *cos = a->step->cos + (size_t)t * (dim / 2), *sin = a->step->sin + (size_t)t * (dim / 2);
+        for (int32_t h = 0; h < heads + kv; h++) {
+            const float *weight = h < heads ? a->layer->q_norm : a->layer->k_norm;
+            if (weight) norm_row(row + h * dim, weight, d->eps, dim, row + h * dim);
+            turn(row + h * dim, cos, sin, dim / 2);
+        }
+        size_t cell = (size_t)a->step->slot[t] * kv * dim;
+        memcpy(a->keys + cell, row + heads * dim, (size_t)kv * dim * 4);
+        memcpy(a->values + cell, row + (heads + kv) * dim, (size_t)kv * dim * 4);
+    }
+}
+
+#if LANES == 16
+/* The sum of each of sixteen vectors. */
+static inline vf sums(const vf *v) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) {
+        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(
+            _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+#elif LANES == 8
+static inline vf sums(const vf *v) {
+    __m256 a = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), b = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+    __m256 c = _mm256_hadd_ps((__m256)v[4], (__m256)v[5]), d = _mm256_hadd_ps((__m256)v[6], (__m256)v[7]);
+    __m256 ab = _mm256_hadd_ps(a, b), cd = _mm256_hadd_ps(c, d);
+    return (vf)_mm256_add_ps(_mm256_permute2f128_ps(ab, cd, 0x20), _mm256_permute2f128_ps(ab, cd, 0x31));
+}
+#else
+static inline vf sums(const vf *v) { return (vf){sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
+#endif
+
+/* Scores of a query against KEYS cells that lie one after the other, `stride` floats apart. */
+static inline void score(const float *q, const float *keys, size_t stride, int32_t dim, float *scores) {
+    for (int k = 0; k < KEYS; k += LANES) {
+        vf acc[LANES];
+        for (int i = 0; i < LANES; i++) acc[i] = splat(0);
+        for (int32_t d = 0; d < dim; d += LANES) {
+            vf part = load(q + d);
+            for (int i = 0; i < LANES; i++) acc[i] += part * load(keys + (size_t)(k + i) * stride + d);
+        }
+        store(scores + k, sums(acc));
+    }
+}
+
+typedef struct {
+    float most, total;
+} softmax;
+
+/* One query head and KEYS cells: what it has read so far, with these. */
+static inline void read_cells(
+    const float *scores, const float *values, size_t stride, int32_t dim, softmax *s, float *out) {
+    vf top = load(scores);
+    for (int k = LANES; k < KEYS; k += LANES) top = larger(top, load(scores + k));
+    float most = largest(top);
+    if (!(most > -INFINITY) && most == most) return; /* it sees none of them */
+    if (!(most <= s->most)) {
+        float by = s->most == -INFINITY ? 0.0f : expf(s->most - most);
+        s->most = most;
+        s->total *= by;
+        for (int32_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) * by);
+    }
+    float weights[KEYS];
+    vf total = splat(0);
+    for (int k = 0; k < KEYS; k += LANES) {
+        vf w = vexp(load(scores + k) - splat(s->most));
+        total += w;
+        store(weights + k, w);
+    }
+    s->total += sum(total);
+    for (int32_t d = 0; d < dim; d += 4 * LANES) {
+        int parts = dim - d < 4 * LANES ? (dim - d) / LANES : 4;
+        vf acc[4];
+        for (int i = 0; i < parts; i++) acc[i] = load(out + d + i * LANES);
+        for (int k = 0; k < KEYS; k++) {
+            if (weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
+            for (int i = 0; i < parts; i++) acc[i] += weights[k] * load(values + (size_t)k * stride + d + i * LANES);
+        }
+        for (int i = 0; i < parts; i++) store(out + d + i * LANES, acc[i]);
+    }
+}
+
+/* One tile of tokens and one KV head: the cells in order, KEYS at a time. */
+static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
+    const tm_step *step = a->step;
+    const tm_decoder *d = a->decoder;
+    int32_t dim = d->head_dim, shared = d->num_heads / d->num_kv_heads, size = step->block_size;
+    int32_t seq = step->seq[tile->run], window = a->layer->window;
+    int32_t base = step->base[seq], start = step->start[seq];
+    const int32_t *blocks = step->table + (size_t)seq * step->table_width;
+    const int32_t *tokens = step->order + tile->first;
+    size_t stride = (size_t)d->num_kv_heads * dim, row = (size_t)(d->num_heads + 2 * d->num_kv_heads) * dim;
+    float by = 1.0f / sqrtf((float)dim);
+    int32_t first = start, last = step->pos[tokens[tile->count - 1]];
+    if (window && step->pos[tokens[0]] - window + 1 > first) first = step->pos[tokens[0]] - window + 1;
+    softmax state[QUERIES][shared];
+    for (int32_t t = 0; t < tile->count; t++)
+        for (int32_t h = 0; h < shared; h++) {
+            state[t][h] = (softmax){-INFINITY, 0.0f};
+            memset(a->out + ((size_t)tokens[t] * d->num_heads + kv_head * shared + h) * dim, 0, (size_t)dim * 4);
+        }
+    float copy[2][KEYS * dim];
+    for (int32_t begin = (first - base) / KEYS * KEYS + base; begin <= last; begin += KEYS) {
+        const float *keys, *values;
+        size_t apart = stride;
+        int32_t at = begin - base;
+        if (size % KEYS == 0) { /* cells of one block */
+            size_t cell = (size_t)blocks[at / size] * size + at % size;
+            keys = a->keys + cell * stride + kv_head * dim;
+            values = a->values + cell * stride + kv_head * dim;
+        } else {
+            for (int32_t k = 0; k < KEYS; k++) {
+                int32_t there = begin + k <= last ? at + k : last - base;
+                size_t cell = ((size_t)blocks[there / size] * size + there % size) * stride + kv_head * dim;
+                memcpy(copy[0] + k * dim, a->keys + cell, (size_t)dim * 4);
+                memcpy(copy[1] + k * dim, a->values + cell, (size_t)dim * 4);
+            }
+            keys = copy[0];
+            values = copy[1];
+            apart = dim;
+        }
+        for (int32_t t = 0; t < tile->count; t++) {
+            int32_t pos = step->pos[tokens[t]];
+            int32_t low = start - begin, high = pos - begin;
+            if (window && pos - window + 1 - begin > low) low = pos - window + 1 - begin;
+            if (high < 0 || low >= KEYS) continue;
+            for (int32_t h = 0; h < shared; h++) {
+                float scores[KEYS];
+                int32_t head = kv_head * shared + h;
+                score(a->qkv + tokens[t] * row + head * dim, keys, apart, dim, scores);
+                for (int32_t k = 0; k < KEYS; k++)
+                    scores[k] = k >= low && k <= high ? scores[k] * by : -INFINITY;
+                float *out = a->out + ((size_t)tokens[t] * d->num_heads + head) * dim;
+                read_cells(scores, values, apart, dim, &state[t][h], out);
+            }
+        }
+    }
+    for (int32_t t = 0; t < tile->count; t++)
+        for (int32_t h = 0; h < shared; h++) {
+            float *out = a->out + ((size_t)tokens[t] * d->num_heads + kv_head * shared + h) * dim;
+            float inverse = 1.0f / state[t][h].total;
+            for (int32_t i = 0; i < dim; i += LANES) store(out + i, load(out + i) * inverse);
+        }
+}
+
+static void attend(void *context, int32_t begin, int32_t end) {
+    const attention *a = context;
+    for (int32_t i = begin; i < end; i++)
+        attend_tile(a, &a->tiles[i / a->decoder->num_kv_heads], i % a->decoder->num_kv_heads);
+}
+
+/* -- the whole ----------------------------------------------------------------------------------------------------- */
+
+static int32_t cut_tiles(const tm_step *step, tile *tiles) {
+    int32_t count = 0;
+    for (int32_t run = 0; run < step->num_runs; run++)
+        for (int32_t at = step->begin[run]; at < step->begin[run + 1]; at += QUERIES) {
+            int32_t left = step->begin[run + 1] - at;
+            tiles[count++] = (tile){run, at, left < QUERIES ? left : QUERIES};
+        }
+    return count;
+}
+
+static int32_t wider(int32_t a, int32_t b) { return a > b ? a : b; }
+
+static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static size_t rounded_bytes(int32_t n, int32_t cols) {
+    int32_t groups = groups_of(cols);
+    return aligned((size_t)n * groups * 8 + ((size_t)n * groups * TM_GROUP + 63) / 64 * 64);
+}
+
+size_t NAME(tm_scratch_bytes)(const tm_decoder *d, int32_t n) {
+    size_t query = (size_t)d->num_heads * d->head_dim, kv = (size_t)d->num_kv_heads * d->head_dim;
+    int32_t widest = wider(wider(d->hidden, d->inner), (int32_t)query);
+    return rounded_bytes(n, widest) + aligned(n * (query + 2 * kv) * 4) + aligned(n * query * 4) +
+           aligned((size_t)n * 2 * d->inner * 4) + aligned((size_t)n * sizeof(tile)) + 64;
+}
+
+void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scratch, tm_pool *pool) {
+    int32_t n = step->num_tokens, query = d->num_heads * d->head_dim, kv = d->num_kv_heads * d->head_dim;
+    char *at = (char *)aligned((size_t)scratch);
+    float *qkv = (float *)at;
+    at += aligned((size_t)n * (query + 2 * kv) * 4);
+    float *read = (float *)at;
+    at += aligned((size_t)n * query * 4);
+    float *inner = (float *)at;
+    at += aligned((size_t)n * 2 * d->inner * 4);
+    tile *tiles = (tile *)at;
+    at += aligned((size_t)n * sizeof(tile));
+    int32_t num_tiles = cut_tiles(step, tiles);
+    for (int32_t i = 0; i < d->num_layers; i++) {
+        const tm_layer *layer = &d->layers[i];
+        char *room = at;
+        row_work rows = {x, layer->attn_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden)};
+        tm_parallel(pool, norm_and_round, &rows, n, ROW_GRAIN);
+        multiply(&layer->qkv, &rows.out, n, qkv, 0, pool);
+        attention a = {d, layer, step, qkv, read, step->keys[i], step->values[i], tiles};
+        tm_parallel(pool, place_tokens, &a, n, ROW_GRAIN);
+        tm_parallel(pool, attend, &a, num_tiles * d->num_kv_heads, 1);
+        room = at;
+        rows = (row_work){read, NULL, 0, query, rounded_at(&room, n, query)};
+        tm_parallel(pool, round_rows, &rows, n, ROW_GRAIN);
+        multiply(&layer->o, &rows.out, n, x, 1, pool);
+        room = at;
+        rows = (row_work){x, layer->mlp_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden)};
+        tm_parallel(pool, norm_and_round, &rows, n, ROW_GRAIN);
+        multiply(&layer->gate_up, &rows.out, n, inner, 0, pool);
+        room = at;
+        rows = (row_work){inner, NULL, 0, d->inner, rounded_at(&room, n, d->inner)};
+        tm_parallel(pool, gate_and_round, &rows, n, ROW_GRAIN);
+        multiply(&layer->down, &rows.out, n, x, 1, pool);
+    }
+}
+
+size_t NAME(tm_product_bytes)(const tm_matrix *m, int32_t n) { return rounded_bytes(n, m->cols) + 64; }
+
+void NAME(tm_product)(const tm_matrix *m, const float *x, int32_t n, float *y, void *scratch, tm_pool *pool) {
+    char *at = (char *)aligned((size_t)scratch);
+    row_work rows = {x, NULL, 0, m->cols, rounded_at(&at, n, m->cols)};
+    tm_parallel(pool, round_rows, &rows, n, ROW_GRAIN);
+    multiply(m, &rows.out, n, y, 0, pool);
+}
+
+void NAME(tm_norm)(const float *x, const float *weight, float eps, int32_t n, int32_t width, float *y) {
+    for (int32_t i = 0; i < n; i++) norm_row(x + (size_t)i * width, weight, eps, width, y + (size_t)i * width);
+}

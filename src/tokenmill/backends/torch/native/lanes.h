@@ -1,0 +1,109 @@
+/* Vectors of floats, as wide as the machine has them, and the few things that differ between machines. */
+#ifndef TOKENMILL_LANES_H
+#define TOKENMILL_LANES_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+
+static inline vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+static inline vf splat(float x) { return x - (vf){0}; }
+
+/* Larger of each pair; NaN where b is NaN. */
+static inline vf larger(vf a, vf b) {
+    vi keep = (vi)(a > b);
+    return (vf)((keep & (vi)a) | (~keep & (vi)b));
+}
+
+static inline float sum(vf v) {
+    float s = 0;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    s = v[0];
+    return s;
+}
+
+static inline float largest(vf v) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+    return v[0];
+}
+
+/* e to the x: exact to about 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */
+static inline vf vexp(vf x) {
+    vi low = (vi)(x < splat(-87.3f)), high = (vi)(x > splat(88.7f)), bad = (vi)(x != x);
+    vf clipped = (vf)((~(low | high | bad)) & (vi)x);
+    vf scaled = clipped * 1.44269504088896341f;
+    vf rounded = (scaled + splat(12582912.0f)) - splat(12582912.0f);
+    vf r = clipped - rounded * 0.693359375f;
+    r = r - rounded * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * (r * r) + r + splat(1.0f);
+    vi exponent = (__builtin_convertvector(rounded, vi) + 127) << 23;
+    vf y = p * (vf)exponent;
+    y = (vf)((~low & (vi)y));
+    y = (vf)((high & (vi)splat(INFINITY)) | (~high & (vi)y));
+    return (vf)((bad & (vi)x) | (~bad & (vi)y));
+}
+
+static inline float half_to_float(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, fraction = half & 0x3ff, bits;
+    if (exponent == 31) bits = sign | 0x7f800000u | (fraction << 13);
+    else if (exponent) bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+    else {
+        float f = (float)fraction * 0x1p-24f;
+        memcpy(&bits, &f, 4);
+        bits |= sign;
+    }
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* To the nearest half, ties to even. */
+static inline uint16_t float_to_half(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);
+    if (magnitude < 0x38800000u) { /* subnormal: the float's own rounding does it */
+        float tiny;
+        memcpy(&tiny, &magnitude, 4);
+        tiny += 0.5f;
+        uint32_t t;
+        memcpy(&t, &tiny, 4);
+        return (uint16_t)(sign | (t - 0x3f000000u));
+    }
+    uint32_t odd = (magnitude >> 13) & 1;
+    return (uint16_t)(sign | ((magnitude + 0xfff + odd - 0x38000000u) >> 13));
+}
+
+#endif

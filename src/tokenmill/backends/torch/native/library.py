@@ -1,0 +1,125 @@
+"""The C library through ctypes: its structures, and whether it is there."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_size_t, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tokenmill.backends.torch.native.build import LIBRARY
+
+log = logging.getLogger(__name__)
+
+SWITCH = "TOKENMILL_KERNELS"
+"""Set to 0, the library is not used."""
+GROUP, ROWS = 32, 16
+INT4, INT8 = 4, 8
+BLOCK_BYTES = {INT4: ROWS * GROUP // 2 + 4 * ROWS, INT8: ROWS * GROUP + 2 * ROWS}
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("bias", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")),
+        ("window", c_int32),
+    )
+
+
+class DecoderStruct(Structure):
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        *((name, c_int32) for name in ("num_layers", "hidden", "inner", "num_heads", "num_kv_heads", "head_dim")),
+        ("eps", c_float),
+    )
+
+
+class StepStruct(Structure):
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_runs", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("order", "begin", "seq", "pos", "slot", "cos", "sin", "table", "base", "start")
+        ),
+        ("table_width", c_int32),
+        ("block_size", c_int32),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+@lru_cache(1)
+def library() -> Any | None:
+    """The library, or None where it could not be built or is switched off."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None
+    if not LIBRARY.exists():
+        log.warning(
+            "the CPU kernels are not there, so quantised models run as float32, several times slower: install a C "
+            "compiler and run python -m tokenmill.backends.torch.native.build"
+        )
+        return None
+    try:
+        return declare(ctypes.CDLL(str(LIBRARY)))
+    except OSError as error:
+        log.warning("the CPU kernels can't be used: %s", error)
+        return None
+
+
+def declare(lib: Any) -> Any:
+    """Tell ctypes what the functions take and give."""
+    pointer, number = c_void_p, c_int32
+    for name, result, arguments in (
+        ("tm_variant", c_char_p, []),
+        ("tm_use", number, [c_char_p]),
+        ("tm_pool_new", pointer, [number]),
+        ("tm_pool_free", None, [pointer]),
+        ("tm_scratch_bytes", c_size_t, [POINTER(DecoderStruct), number]),
+        ("tm_product_bytes", c_size_t, [POINTER(Matrix), number]),
+        ("tm_run", None, [POINTER(DecoderStruct), POINTER(StepStruct), pointer, pointer, pointer]),
+        ("tm_product", None, [POINTER(Matrix), pointer, number, pointer, pointer, pointer]),
+        ("tm_norm", None, [pointer, pointer, c_float, number, number, pointer]),
+        ("tm_rows", None, [POINTER(Matrix), pointer, number, pointer]),
+        ("tm_pack_int4", None, [pointer, pointer, pointer, number, number, pointer]),
+        ("tm_pack_int8", None, [pointer, pointer, number, number, pointer]),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Where an array's numbers are."""
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)
+
+
+class Pool:
+    """Threads of the library, for one backend."""
+
+    def __init__(self, lib: Any, num_threads: int) -> None:
+        self._lib = lib
+        self.handle = lib.tm_pool_new(num_threads)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self._lib.tm_pool_free(handle)
+
+    def __del__(self) -> None:
+        self.close()
