@@ -1,0 +1,234 @@
+"""A whole decoder on the C library: against the same arithmetic in numpy, and against itself in other company."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.native.test_kernels import rounded
+from tests.parity import checkpoints
+from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, reference, save
+from tests.parity.gguf_files import write
+from tokenmill import LLM, SamplingParams, open_model
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.native.build import FLAGS, BuildFailed, build
+from tokenmill.backends.torch.native.decoder import NativeDecoder
+from tokenmill.backends.torch.native.library import INT4, INT8, library
+from tokenmill.backends.torch.native.packing import as_kind
+from tokenmill.core import BatchBuilder, Output
+from tokenmill.errors import ConfigError, InvalidOperation
+
+HEADS: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1}
+checkpoints.VARIANTS |= {
+    "native llama": ("Llama", {**HEADS, "attention_bias": True, "mlp_bias": True}),
+    "native mistral": ("Mistral", {"head_dim": 16, "sliding_window": 7}),
+    "native qwen2": ("Qwen2", {**HEADS, "tie_word_embeddings": True}),
+    "native qwen3": ("Qwen3", {"head_dim": 32}),
+}
+NATIVE = [name for name in checkpoints.VARIANTS if name.startswith("native")]
+Values = NDArray[np.float64]
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    if library() is None:
+        pytest.skip("the kernels are not built: there is no C compiler")
+
+
+def opened(variant: str, folder: Path, **options: Any) -> TorchModel:
+    model = open_model(str(save(variant, folder)), device="cpu", **options)
+    assert isinstance(model, TorchModel)
+    assert isinstance(model.decoder, NativeDecoder)
+    return model
+
+
+class Numpy:
+    """The decoder as its authors describe it, with weights and activations rounded as the kernels round them."""
+
+    def __init__(self, variant: str, bits: int) -> None:
+        self.config = reference(variant).config
+        self.state = {name: value.numpy() for name, value in reference(variant).state_dict().items()}
+        self.bits = bits
+
+    def matrix(self, name: str) -> Values:
+        kind = INT8 if "embed" in name or "lm_head" in name else self.bits
+        return as_kind(self.state[f"{name}.weight"], kind).values().astype(np.float64)
+
+    def product(self, name: str, x: Values) -> Values:
+        y = rounded(x.astype(np.float32)) @ self.matrix(name).T
+        return y + self.state.get(f"{name}.bias", 0.0)
+
+    def norm(self, name: str, x: Values) -> Values:
+        scale = 1 / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        return x * scale * self.state[f"{name}.weight"]
+
+    def turned(self, x: Values, pos: NDArray[np.int64]) -> Values:
+        half = x.shape[-1] // 2
+        angle = pos[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        return np.concatenate((a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)), axis=-1)
+
+    def attention(self, at: str, x: Values) -> Values:
+        config, pos = self.config, np.arange(len(x))
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        q, k, v = (self.product(f"{at}.{name}_proj", x).reshape(len(x), -1, dim) for name in "qkv")
+        if f"{at}.q_norm.weight" in self.state:
+            q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
+        q, k = self.turned(q, pos), self.turned(k, pos)
+        shared = q.shape[1] // k.shape[1]
+        sees = pos[:, None] >= pos
+        if getattr(config, "sliding_window", None):
+            sees &= pos > pos[:, None] - config.sliding_window
+        out = np.empty_like(q)
+        for head in range(q.shape[1]):
+            scores = np.where(sees, q[:, head] @ k[:, head // shared].T / np.sqrt(dim), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head // shared]
+        return self.product(f"{at}.o_proj", out.reshape(len(x), -1))
+
+    def logits(self, tokens: list[int]) -> Values:
+        x = self.matrix("model.embed_tokens")[tokens]
+        for i in range(self.config.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            x = x + self.attention(f"{layer}.self_attn", self.norm(f"{layer}.input_layernorm", x))
+            inner = self.norm(f"{layer}.post_attention_layernorm", x)
+            gate, up = (self.product(f"{layer}.mlp.{name}_proj", inner) for name in ("gate", "up"))
+            x = x + self.product(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+        return rounded(self.norm("model.norm", x).astype(np.float32)) @ self.matrix(head).T
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("variant", NATIVE)
+def test_logits_are_those_of_the_same_arithmetic(variant: str, dtype: str, lib: Any, tmp_path: Path) -> None:
+    """A number that lies between two steps may be rounded the other way, which shows; anything else shows far more."""
+    model = opened(variant, tmp_path, dtype=dtype)
+    wanted = Numpy(variant, INT8 if dtype == "int8" else INT4).logits(TOKENS[:70])
+    found = all_logits(model, TOKENS[:70], 32)
+    error = np.abs(found - wanted).max(axis=1) / np.abs(wanted).max(axis=1)
+    assert np.median(error) < 0.01
+    assert error.max() < 0.06
+
+
+@pytest.mark.req("B1")
+@pytest.mark.parametrize("variant", NATIVE)
+def test_logits_do_not_depend_on_chunks_blocks_or_threads(variant: str, lib: Any, tmp_path: Path) -> None:
+    model = opened(variant, tmp_path, dtype="int4")
+    whole = all_logits(model, TOKENS, len(TOKENS))
+    for chunk in (1, 7, 64):
+        assert (all_logits(model, TOKENS, chunk) == whole).all()
+    for block_size in (5, 32):
+        other = opened(variant, tmp_path, dtype="int4", block_size=block_size)
+        assert (all_logits(other, TOKENS, 50) == whole).all()
+
+
+def test_logits_do_not_depend_on_neighbours(lib: Any, tmp_path: Path) -> None:
+    model = opened("native mistral", tmp_path, dtype="int8")
+    alone = all_logits(model, TOKENS[:60], 60)
+    with model.new_backend(LIMITS) as backend:
+        batch = BatchBuilder()
+        for pos in range(60):
+            for seq in range(5):  # the third one is ours
+                token = TOKENS[pos] if seq == 2 else TOKENS[(7 * pos + 31 * seq) % 150]
+                batch.add(token, pos, seq, Output.LOGITS if seq == 2 else Output.NONE)
+        assert (backend.decode(batch.build()).logits == alone).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0"])
+def test_a_quantised_file_is_taken_as_it_is(kind: str, tmp_path: Path) -> None:
+    """`auto` holds it in its own bits, and gives what float32 gives of the same numbers, as near as rounding allows."""
+    path = write("native qwen3", tmp_path / "model.gguf", "qwen3", gguf.GGMLQuantizationType[kind])
+    auto, plain = open_model(str(path), device="cpu"), open_model(str(path), device="cpu", dtype="float32")
+    assert isinstance(auto, TorchModel)
+    assert isinstance(plain, TorchModel)
+    assert isinstance(auto.decoder, NativeDecoder)
+    assert auto.decoder.weights.num_bytes < 0.4 * plain.decoder.weights.num_bytes
+    found, wanted = all_logits(auto, TOKENS, 64), all_logits(plain, TOKENS, 64)
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.98
+
+
+def test_new_weights_are_rounded_like_the_old_ones(tmp_path: Path) -> None:
+    model = opened("native llama", tmp_path, dtype="int4")
+    before = all_logits(model, TOKENS[:20], 20)
+    state = reference("native llama").state_dict()
+    for name in ("model.layers.1.self_attn.v_proj.weight", "model.layers.0.mlp.up_proj.bias", "model.norm.weight"):
+        model.replace_weight(name, state[name] * 2)
+        changed = all_logits(model, TOKENS[:20], 20)
+        assert not np.allclose(changed, before)
+        model.replace_weight(name, state[name])
+        assert (all_logits(model, TOKENS[:20], 20) == before).all()
+    with pytest.raises(InvalidOperation, match="shape"):
+        model.replace_weight("model.norm.weight", np.zeros(5, dtype=np.float32))
+    with pytest.raises(InvalidOperation, match="no finite numbers"):
+        model.replace_weight("model.norm.weight", state["model.norm.weight"] * np.nan)
+
+
+def test_the_kernels_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("native qwen3", tmp_path / "model.gguf", "qwen3", gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr("tokenmill.backends.torch.opening.library", lambda: None)
+    model = open_model(str(path), device="cpu")
+    assert isinstance(model, TorchModel)
+    assert not isinstance(model.decoder, NativeDecoder)
+    with pytest.raises(ConfigError, match="needs the CPU kernels"):
+        open_model(str(path), device="cpu", dtype="int8")
+
+
+@pytest.mark.req("B1")
+def test_the_default_model_says_the_same_alone_and_in_a_crowd() -> None:
+    """As it is opened by default: in 4 bits, without `deterministic`."""
+    prompts = [f"Question {i}: what is {i} times {i + 3}? Answer:" for i in range(12)]
+    params = SamplingParams(max_tokens=24, seed=5, temperature=0.8)
+    with LLM("smollm2-135m", max_num_seqs=8, kv_cache_tokens=4096) as llm:
+        assert isinstance(llm._opened.model.decoder, NativeDecoder)  # type: ignore[attr-defined]
+        crowd = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        for i in (0, 5, 11):
+            assert llm.generate(prompts[i], params)[0].outputs[0].token_ids == crowd[i]
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+UNDER_SANITIZER = """
+import sys
+from pathlib import Path
+from tokenmill.backends.torch.native import library as native
+native.LIBRARY = Path(sys.argv[1])
+import pytest
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+def test_nothing_is_read_or_written_that_is_not_ours(tmp_path: Path) -> None:
+    """The tests of the kernels once more, on a library that is built with address and undefined-behaviour checks."""
+    sanitizer = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(sanitizer).is_absolute():
+        pytest.skip("the compiler has no address sanitizer")
+    built = build(tmp_path / "libtokenmill.so", "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined")
+    here = Path(__file__).parent
+    tests = [f"{here}/test_kernels.py", f"{here}/test_decoder.py", "-k",
+             "product or rows or neighbours or blocks or no_number or sizes"]  # fmt: skip
+    settings = {"LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-c", UNDER_SANITIZER, str(built), *tests]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, **settings}, cwd=here.parent.parent
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_a_compiler_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    with pytest.raises(BuildFailed, match="no-compiler"):
+        build(tmp_path / "libtokenmill.so")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildFailed, match="there is no C compiler"):
+        build(tmp_path / "libtokenmill.so")
+    assert "-O3" in FLAGS
