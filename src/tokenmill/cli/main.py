@@ -81,6 +81,22 @@ def bench_agreement(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@bench.command("compare", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_compare(context: typer.Context) -> None:
+    """Our engine beside llama.cpp's raw loop and transformers, on the same file, in turn."""
+    from tokenmill.bench.compare import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("throughput", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_throughput(context: typer.Context) -> None:
+    """Tokens a second by the number of requests that run together, offline."""
+    from tokenmill.bench.throughput import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @bench.command("http", context_settings=PASS_THROUGH, add_help_option=False)
 def bench_http(context: typer.Context) -> None:
     """What HTTP costs: many clients that stream, beside the same work offline."""

@@ -16,6 +16,18 @@ typedef struct {
     const float *scale, *sum;
 } product;
 
+/* Outputs to where they belong, with their bias, over or upon what is there. */
+static inline void put(float *y, const float *out, const float *bias, int32_t count, int adds) {
+    if (count == TM_ROWS && bias == NULL) {
+        for (int r = 0; r < TM_ROWS; r += LANES) store(y + r, adds ? load(y + r) + load(out + r) : load(out + r));
+        return;
+    }
+    for (int32_t r = 0; r < count; r++) {
+        float value = bias == NULL ? out[r] : out[r] + bias[r];
+        y[r] = adds ? y[r] + value : value;
+    }
+}
+
 static void product_blocks(void *context, int32_t first, int32_t last) {
     const product *p = context;
     const tm_matrix *m = p->matrix;
@@ -38,13 +50,8 @@ static void product_blocks(void *context, int32_t first, int32_t last) {
                     in[t] = (input_row){p->q + at * width, p->scale + at * groups, p->sum + at * groups};
                 }
                 product_tile(m->kind, m->blocks + (size_t)b * stride, groups, in, n, outs);
-                for (int t = 0; t < n; t++) {
-                    float *y = p->y + (size_t)(i + t) * m->rows + row;
-                    for (int32_t r = 0; r < count; r++) {
-                        float value = out[t][r] + (m->bias ? m->bias[row + r] : 0.0f);
-                        y[r] = p->adds ? y[r] + value : value;
-                    }
-                }
+                for (int t = 0; t < n; t++)
+                    put(p->y + (size_t)(i + t) * m->rows + row, out[t], m->bias ? m->bias + row : NULL, count, p->adds);
             }
         }
     }

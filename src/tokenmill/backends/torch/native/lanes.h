@@ -38,17 +38,41 @@ static inline vf larger(vf a, vf b) {
 }
 
 static inline float sum(vf v) {
-    float s = 0;
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    s = v[0];
-    return s;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps(a, a, 1)));
+#else
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 
+/* NaN counts for nothing here. */
 static inline float largest(vf v) {
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-    return v[0];
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 a = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_max_ss(a, _mm_shuffle_ps(a, a, 1)));
+#else
+    float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
+#endif
+}
+
+/* Numbers of -127 to 127 as bytes. */
+static inline void store_bytes(int8_t *p, vi n) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)n));
+#elif defined(__AVX2__)
+    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)n), _mm256_extracti128_si256((__m256i)n, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(halves, halves));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (int8_t)n[i];
+#endif
 }
 
 /* e to the x: exact to about 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */

@@ -34,18 +34,15 @@ static void quantise_row(const float *x, int32_t cols, int8_t *q, float *scale, 
         }
         float amax = largest(most) + sum(bad);
         float inverse = amax > 0 ? 127.0f / amax : 0.0f;
-        int32_t count = 0;
+        vf count = splat(0);
         for (int i = 0; i < TM_GROUP; i += LANES) {
             vf v = load(in + i) * inverse;
-            vf rounded = (v + splat(12582912.0f)) - splat(12582912.0f);
-            vi n = __builtin_convertvector(rounded, vi);
-            for (int k = 0; k < LANES; k++) {
-                q[i + k] = (int8_t)n[k];
-                count += n[k];
-            }
+            vf whole = (v + splat(12582912.0f)) - splat(12582912.0f); /* to the nearest, ties to even */
+            store_bytes(q + i, __builtin_convertvector(whole, vi));
+            count += whole; /* small whole numbers: exact in any order */
         }
         scale[g] = amax / 127.0f;
-        total[g] = scale[g] * (float)count;
+        total[g] = scale[g] * sum(count);
     }
 }
 

@@ -1,0 +1,184 @@
+"""Those who are compared: each in a process of its own, which does what it is told on standard input.
+
+`python -m tokenmill.bench.contenders NAME MODEL THREADS`; a line "prefill TOKENS" or "decode SEQUENCES CONTEXT STEPS"
+is answered with a line that says how many seconds it took. Whoever is not asked sleeps. Importing this file needs
+nothing but Python, so a contender may run in an environment that has only its own packages.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+WARM_UP = 2
+"""Steps before the clock starts."""
+
+
+class Contender(Protocol):
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds from a prompt to the logits of its last token."""
+        ...
+
+    def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        """Seconds for so many steps of so many sequences."""
+        ...
+
+
+def prompt(number: int, length: int, vocab_size: int) -> list[int]:
+    """Tokens that no other number has."""
+    return [7919 * (number * length + i + 1) % (vocab_size - 1000) + 500 for i in range(length)]
+
+
+class Tokenmill:
+    """The engine with everything that belongs to a step: scheduling, KV bookkeeping, sampling, text."""
+
+    def __init__(self, model: str, num_threads: int, dtype: str = "auto") -> None:
+        from tokenmill.engine.llm import LLM
+
+        options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype}
+        self._llm = LLM(model, max_num_seqs=64, max_num_batched_tokens=4096, prefill_chunk=4096, **options)
+        self._vocab_size = self._llm.get_tokenizer().vocab_size
+        self._number = 0
+
+    def prefill(self, num_tokens: int) -> float:
+        from tokenmill.params import SamplingParams
+
+        tokens = self._prompt(num_tokens)
+        began = time.perf_counter()
+        self._llm.generate(tokens, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        return time.perf_counter() - began
+
+    def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        from tokenmill.params import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=num_steps + WARM_UP + 1, ignore_eos=True)
+        generations = [self._llm._intake.generation(self._prompt(context), params) for _ in range(num_seqs)]
+        for generation in generations:
+            self._llm._submit(generation)
+
+        def has(count: int) -> bool:
+            return all(one.num_generated >= count for one in generations)
+
+        self._llm._client.run(lambda: has(WARM_UP + 1))
+        began = time.perf_counter()
+        self._llm._client.run(lambda: has(WARM_UP + 1 + num_steps))
+        took = time.perf_counter() - began
+        self._llm._client.run(lambda: all(one.output.finished for one in generations))
+        return took
+
+    def _prompt(self, length: int) -> list[int]:
+        self._number += 1
+        return prompt(self._number, length, self._vocab_size)
+
+
+class LlamaCpp:
+    """llama.cpp's own `llama_decode`, with nothing around it: no sampling, no text."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        import ctypes
+
+        import llama_cpp as llama
+
+        self._llama, self._ctypes = llama, ctypes
+        llama.llama_log_set(llama.llama_log_callback(lambda *_: None), ctypes.c_void_p(0))
+        llama.llama_backend_init()
+        self._model = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
+        settings = llama.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 32_768, 4096, 512, 64
+        settings.n_threads = settings.n_threads_batch = num_threads
+        settings.kv_unified = True
+        self._context = llama.llama_init_from_model(self._model, settings)
+        self._memory = llama.llama_get_memory(self._context)
+        self._vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        self._batch = llama.llama_batch_init(4096, 0, 1)
+        self._number = 0
+
+    def prefill(self, num_tokens: int) -> float:
+        self._llama.llama_memory_clear(self._memory, True)
+        tokens = self._prompt(num_tokens)
+        began = time.perf_counter()
+        self._decode([(token, pos, 0, pos == num_tokens - 1) for pos, token in enumerate(tokens)])
+        return time.perf_counter() - began
+
+    def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        self._llama.llama_memory_clear(self._memory, True)
+        for seq in range(num_seqs):
+            self._decode([(token, pos, seq, False) for pos, token in enumerate(self._prompt(context))])
+        began = 0.0
+        for step in range(WARM_UP + num_steps):
+            if step == WARM_UP:
+                began = time.perf_counter()
+            self._decode([(500 + 7 * step + seq, context + step, seq, True) for seq in range(num_seqs)])
+        return time.perf_counter() - began
+
+    def _prompt(self, length: int) -> list[int]:
+        self._number += 1
+        return prompt(self._number, length, self._vocab_size)
+
+    def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, pos, seq, wants_logits) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, pos, 1, wants_logits
+            batch.seq_id[i][0] = seq
+        if self._llama.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        self._llama.llama_synchronize(self._context)
+
+
+class Transformers:
+    """transformers' forward pass with its own cache; the checkpoint is the same file, dequantised."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        from pathlib import Path
+
+        import torch
+        import transformers
+
+        torch.set_num_threads(num_threads)
+        self._torch = torch
+        path = Path(model)
+        where = {"gguf_file": path.name} if path.is_file() else {}
+        folder = path.parent if path.is_file() else path
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
+        self._model = loaded.eval()
+        self._number = 0
+
+    def prefill(self, num_tokens: int) -> float:
+        with self._torch.inference_mode():
+            tokens = self._prompts(1, num_tokens)
+            began = time.perf_counter()
+            self._model(tokens, logits_to_keep=1)
+            return time.perf_counter() - began
+
+    def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        with self._torch.inference_mode():
+            state = self._model(self._prompts(num_seqs, context), use_cache=True, logits_to_keep=1)
+            began = 0.0
+            for step in range(WARM_UP + num_steps):
+                if step == WARM_UP:
+                    began = time.perf_counter()
+                token = state.logits[:, -1].argmax(dim=-1, keepdim=True)
+                state = self._model(token, past_key_values=state.past_key_values, use_cache=True)
+            return time.perf_counter() - began
+
+    def _prompts(self, count: int, length: int) -> Any:
+        self._number += count
+        size = self._model.config.vocab_size
+        return self._torch.tensor([prompt(self._number - i, length, size) for i in range(count)])
+
+
+CONTENDERS = {"tokenmill": Tokenmill, "llama.cpp": LlamaCpp, "transformers": Transformers}
+
+
+def main(name: str, model: str, num_threads: str, *more: str) -> None:
+    contender: Any = CONTENDERS[name](model, int(num_threads), *more)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, *numbers = line.split()
+        print(getattr(contender, what)(*map(int, numbers)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
