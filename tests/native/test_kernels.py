@@ -158,9 +158,7 @@ def test_pools_do_not_wait_for_each_other() -> None:
 
     def work() -> None:
         pool = Pool(lib, 3)
-        for _ in range(200):
-            if not (product(lib, blocks, x, pool) == wanted).all():
-                wrong.append(1)
+        wrong.extend(1 for _ in range(200) if not (product(lib, blocks, x, pool) == wanted).all())
         pool.close()
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from tokenmill.core.backend import ModelHandle
+from tokenmill.core.backend import BackendLimits, ModelHandle
 from tokenmill.core.fake import FakeConfig, FakeModel
+from tokenmill.core.memory import MemoryPlan
 from tokenmill.errors import ConfigError, ModelNotFound
 
 BACKENDS = ("auto", "torch", "llamacpp", "fake")
@@ -69,6 +70,43 @@ def open_model(model: str, **options: Any) -> ModelHandle:
     raise ModelNotFound(
         f"no model {model!r}: it is no directory, no .gguf file and no name of a model (names: {', '.join(_names())})"
     )
+
+
+class ModelDescription(Protocol):
+    """What is known of a model from its files' headers, before it is loaded."""
+
+    @property
+    def form(self) -> str:
+        """What its weights would be held as."""
+        ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+
+    @property
+    def free_bytes(self) -> int: ...
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        """As the handle's own `memory`."""
+        ...
+
+
+def describe_model(model: str, **options: Any) -> ModelDescription:
+    """Read a model's headers; nothing is loaded. Options: see `LoadOptions`."""
+    from tokenmill.backends.library import find_model
+
+    path = find_model(model)
+    if path is None:
+        raise ModelNotFound(f"no model {model!r}: it is no directory, no .gguf file and no name of a model")
+    from tokenmill.backends.torch.opening import describe
+
+    return describe(path, LoadOptions(**options))
 
 
 def _names() -> list[str]:

@@ -81,7 +81,8 @@ class LlamaCpp:
         import llama_cpp as llama
 
         self._llama, self._ctypes = llama, ctypes
-        llama.llama_log_set(llama.llama_log_callback(lambda *_: None), ctypes.c_void_p(0))
+        self._silence = llama.llama_log_callback(lambda *_: None)  # C keeps no reference
+        llama.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
         settings = llama.llama_context_default_params()

@@ -10,6 +10,7 @@ import typer
 
 from tokenmill import __version__
 from tokenmill.cli.chat import chat
+from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
 from tokenmill.cli.pull import pull
 from tokenmill.cli.serve import serve
@@ -20,6 +21,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(pull)
 app.command()(serve)
+app.command()(fit)
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -93,6 +95,14 @@ def bench_compare(context: typer.Context) -> None:
 def bench_throughput(context: typer.Context) -> None:
     """Tokens a second by the number of requests that run together, offline."""
     from tokenmill.bench.throughput import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@bench.command("memory", context_settings=PASS_THROUGH, add_help_option=False)
+def bench_memory(context: typer.Context) -> None:
+    """What `tokenmill fit` plans beside what is really used."""
+    from tokenmill.bench.memory import main as run
 
     raise typer.Exit(run(context.args))
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tokenmill.core.batch import Batch, IntArray
 from tokenmill.core.kv import Capabilities, KVMemory, LayerKV
+from tokenmill.core.memory import MemoryPlan
 from tokenmill.errors import InvalidOperation
 
 FloatArray = NDArray[np.float32]
@@ -184,6 +185,20 @@ class ModelHandle(Protocol):
     @property
     def kv_budget_bytes(self) -> int:
         """What KV memory may take by default, of the memory that is free now."""
+        ...
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is free now, where the model is."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """KV cells that are handed out together."""
+        ...
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        """What weights and a backend with these limits take; so many rows of logits are wanted in a step."""
         ...
 
     def new_backend(self, limits: BackendLimits) -> Backend:

@@ -27,6 +27,7 @@ from tokenmill.core.backend import (
 from tokenmill.core.batch import Batch, IntArray, Output
 from tokenmill.core.faults import Fault, FaultKind, FaultPlan
 from tokenmill.core.kv import Capabilities, LayerKV
+from tokenmill.core.memory import MemoryPlan
 from tokenmill.core.paged import PagedKV
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
 from tokenmill.core.segments import Segment
@@ -233,6 +234,17 @@ class FakeModel:
     @property
     def kv_budget_bytes(self) -> int:
         return 16 << 20
+
+    @property
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:  # noqa: ARG002
+        return MemoryPlan(0, limits.num_cells * self.info.kv_bytes_per_token, 0)
 
     def new_backend(self, limits: BackendLimits) -> FakeBackend:
         return FakeBackend(

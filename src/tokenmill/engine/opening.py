@@ -8,7 +8,9 @@ from typing import Any, TypedDict
 
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
+from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core.memory import cells_for
+from tokenmill.engine.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
 from tokenmill.text.tokenizer import Tokenizer
@@ -82,6 +84,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
         text = open_text(handle) if tokenizer is None else ModelText(tokenizer)
         limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
         limits = replace(limits, num_threads=_threads(options.get("num_threads")))
+        check_memory(handle, limits, config.max_num_seqs)
     except BaseException:
         if isinstance(model, str):
             handle.close()
@@ -92,7 +95,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
 def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None) -> BackendLimits:
     """Memory for one engine core: what was asked for, or what its requests can fill, within the model's budget."""
     if kv_cache_tokens is None:
-        kv_cache_tokens = _default_kv_tokens(model.info, config, model.kv_budget_bytes)
+        kv_cache_tokens = _default_kv_tokens(model, config)
     if kv_cache_tokens < 1:
         raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
     defaults = BackendLimits()
@@ -105,10 +108,11 @@ def _threads(asked: int | None) -> int | None:
     return asked
 
 
-def _default_kv_tokens(info: ModelInfo, config: EngineConfig, budget_bytes: int) -> int:
+def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
+    info = model.info
     longest = min(info.max_context, config.max_model_len or info.max_context)
-    wanted = config.max_num_seqs * (longest + 1)
-    affordable = budget_bytes // max(1, info.kv_bytes_per_token)
+    wanted = cells_for(config.max_num_seqs, longest, model.block_size)
+    affordable = model.kv_budget_bytes // max(1, info.kv_bytes_per_token)
     return max(1, min(wanted, affordable))
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from tokenmill.backends.gguf_file import GGUFFile, GGUFTensor
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
-from tokenmill.backends.torch.native.packing import Quantised, from_gguf
+from tokenmill.backends.torch.native.library import INT4, INT8
+from tokenmill.backends.torch.native.packing import FOUR_BITS, Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings
@@ -54,6 +55,10 @@ class GGUFSource:
             raise ModelLoadError(f"{self.where}: {name} has values that are no finite numbers")
         order = self._order(name)
         return found if found is None or order is None else found.rows(order)
+
+    def bits_of(self, name: str) -> int:
+        """In how many bits a matrix is held that is taken over as it is."""
+        return INT4 if _layout(self._file, self._file.tensors[name]).kind.name in FOUR_BITS else INT8
 
     @property
     def is_quantised(self) -> bool:

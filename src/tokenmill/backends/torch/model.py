@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,15 @@ from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
 from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.backends.torch.memory import Form, free_bytes, plan
 from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
+from tokenmill.core.memory import MemoryPlan
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ConfigError, InvalidOperation
 
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
-UNKNOWN_FREE_BYTES = 2 << 30
-"""Taken for free where the system does not tell."""
 
 
 class TorchModel:
@@ -37,6 +35,7 @@ class TorchModel:
         names: Mapping[str, str],
         path: Path | None = None,
         *,
+        form: Form | None = None,
         deterministic: bool = False,
         block_size: int = 16,
         depth: int | None = None,
@@ -51,6 +50,7 @@ class TorchModel:
             name, config.vocab_size, config.hidden_size, config.max_context, config.layer_kv(self._dtype.itemsize)
         )
         self._own_names = {in_file(own, names): own for own in decoder.names}
+        self._form: Form = self._dtype if form is None else form
         self._gate = WeightsGate()
         self._deterministic = deterministic
         self._block_size = block_size
@@ -64,9 +64,18 @@ class TorchModel:
 
     @property
     def kv_budget_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(KV_SHARE * torch.cuda.mem_get_info(self._device)[0])
-        return int(KV_SHARE * _free_bytes())
+        return int(KV_SHARE * self.free_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return free_bytes(self._device)
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        return plan(self.decoder.config, self.decoder.weights.num_bytes, self._form, limits, num_rows)
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
 
     def new_backend(self, limits: BackendLimits) -> TorchBackend:
         num_blocks = max(1, -(-limits.num_cells // self._block_size))
@@ -116,16 +125,3 @@ def _matrices(decoder: Decoder) -> list[Tensor]:
     """One of each shape that the decoder multiplies with."""
     layer = decoder.weights.layers[0]
     return [one.weight for one in (layer.qkv, layer.o, layer.gate_up, layer.down, decoder.weights.head)]
-
-
-def _free_bytes() -> int:
-    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
-        num_pages = os.sysconf("SC_AVPHYS_PAGES")
-        if num_pages > 0:
-            return num_pages * os.sysconf("SC_PAGE_SIZE")
-    return UNKNOWN_FREE_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,16 @@ from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
+from tokenmill.backends.torch.memory import Form, free_bytes, plan, weight_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.decoder import NativeDecoder
 from tokenmill.backends.torch.native.library import INT4, INT8, library
-from tokenmill.backends.torch.native.weights import NativeWeights, can_hold
+from tokenmill.backends.torch.native.weights import Native, NativeWeights, can_hold
 from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.safetensors_source import SafetensorsSource
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
+from tokenmill.core import BackendLimits
+from tokenmill.core.memory import MemoryPlan
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine
@@ -45,7 +47,47 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_tensors(source, config, names)
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
-    return TorchModel(path.name, decoder, names, path, deterministic=options.deterministic, **options.extra)
+    return TorchModel(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+
+
+class Described:
+    """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
+
+    block_size = 16
+
+    def __init__(self, path: Path, options: LoadOptions) -> None:
+        self._device = _device(options.device)
+        self._config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
+        check_tensors(source, self._config, names)
+        self._form = _form(options.dtype, self._device, source.is_quantised and can_hold(self._config))
+        self._weight_bytes = weight_bytes(self._config, source, names, self._form)
+
+    @property
+    def form(self) -> str:
+        if isinstance(self._form, torch.dtype):
+            return str(self._form).removeprefix("torch.")
+        return "it is in its file" if self._form.bits is None else f"int{self._form.bits}"
+
+    @property
+    def max_context(self) -> int:
+        return self._config.max_context
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        itemsize = self._form.itemsize if isinstance(self._form, torch.dtype) else 4
+        return sum(layer.bytes_per_token for layer in self._config.layer_kv(itemsize))
+
+    @property
+    def free_bytes(self) -> int:
+        return free_bytes(self._device)
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        return plan(self._config, self._weight_bytes, self._form, limits, num_rows)
+
+
+def describe(path: Path, options: LoadOptions) -> Described:
+    """Read a model's headers. Nothing is loaded."""
+    return Described(path, options)
 
 
 def _load(
@@ -119,16 +161,6 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
     return device
-
-
-@dataclass(frozen=True)
-class Native:
-    """Weights for the C library: in so many bits, None for as many as the file has."""
-
-    bits: int | None
-
-
-Form = torch.dtype | Native
 
 
 def _form(name: str, device: torch.device, is_quantised: bool) -> Form:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokenmill.backends.torch.families.names import Shape
+from tokenmill.backends.torch.native.library import INT8
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings, read_json
 
@@ -36,6 +37,10 @@ class SafetensorsSource:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     is_quantised = False
+
+    def bits_of(self, name: str) -> int:  # noqa: ARG002
+        """In how many bits a matrix is held if nothing else is asked for."""
+        return INT8
 
     def load_quantised(self, name: str) -> None:
         """Hugging Face checkpoints hold numbers as they are."""

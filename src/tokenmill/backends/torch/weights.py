@@ -39,6 +39,10 @@ class TensorSource(Protocol):
         """A tensor's values, on the host."""
         ...
 
+    def bits_of(self, name: str) -> int:
+        """In how many bits a matrix is held that is taken over as it is."""
+        ...
+
     def load_quantised(self, name: str) -> Quantised | None:
         """A matrix as its file has it; None if it is not stored in a form that is taken over."""
         ...

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tokenmill.backends.torch.native.library import BLOCK_BYTES, GROUP, INT4, INT8, ROWS, address
 
 Floats = NDArray[np.float32]
+FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""GGUF's types that stay 4 bits."""
 
 
 @dataclass(frozen=True)

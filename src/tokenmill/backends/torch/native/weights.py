@@ -37,6 +37,13 @@ class QuantisedSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Native:
+    """Weights for the C library: in so many bits, None for as many as the file has."""
+
+    bits: int | None
+
+
+@dataclass(frozen=True)
 class Part:
     """Where a tensor is: rows of a matrix."""
 

@@ -1,0 +1,98 @@
+"""What a model of the torch backend takes in memory: from its configuration, before it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.families.names import in_file, num_values, shapes
+from tokenmill.backends.torch.native.library import INT4, INT8
+from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
+from tokenmill.backends.torch.native.weights import MERGED, Native
+from tokenmill.backends.torch.weights import TensorSource
+from tokenmill.core import BackendLimits
+from tokenmill.core.memory import MemoryPlan
+
+Form = torch.dtype | Native
+MIB = 1 << 20
+UNKNOWN_FREE_BYTES = 2 << 30
+"""Taken for free where the system does not tell."""
+OTHER_BYTES = 24 * MIB
+"""Code, tables and bookkeeping, measured."""
+TOKEN_BYTES = 1500
+"""Of a tokenizer, for each token of its vocabulary, measured."""
+LOGITS_COPIES = 4
+"""Copies of the logits that sampling makes on the way."""
+
+
+def weight_bytes(config: DecoderConfig, source: TensorSource, names: Mapping[str, str], form: Form) -> int:
+    """Of all tensors, as they are held."""
+    if isinstance(form, torch.dtype):
+        return num_values(config) * form.itemsize
+    sizes = shapes(config)
+    total = sum(4 * shape[0] for shape in sizes.values() if len(shape) == 1)
+
+    def bits(own: str, otherwise: int | None) -> int:
+        if form.bits is not None:
+            return otherwise or form.bits
+        return source.bits_of(in_file(own, names))
+
+    for i in range(config.num_layers):
+        for parts in MERGED.values():
+            owns = [f"{part}.{i}" for part in parts]
+            kind = INT4 if all(bits(own, None) == INT4 for own in owns) else INT8
+            total += sum(packed_bytes(sizes[own][0], sizes[own][1], kind) for own in owns)
+    heads = ["embed"] if config.tied else ["embed", "head"]
+    return total + sum(packed_bytes(config.vocab_size, config.hidden_size, bits(own, INT8)) for own in heads)
+
+
+def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+    """Everything, for one backend; so many rows of logits are wanted in a step."""
+    itemsize = form.itemsize if isinstance(form, torch.dtype) else 4
+    per_token = sum(layer.bytes_per_token for layer in config.layer_kv(itemsize))
+    num_tokens = min(limits.ubatch_size, limits.num_cells)
+    activations = (
+        _native_step(config, num_tokens)
+        if isinstance(form, Native)
+        else _torch_step(config, num_tokens, limits.num_cells, itemsize)
+    )
+    logits = LOGITS_COPIES * num_rows * config.vocab_size * 4
+    other = OTHER_BYTES + TOKEN_BYTES * config.vocab_size
+    return MemoryPlan(weights, limits.num_cells * per_token, activations + logits, other)
+
+
+def _native_step(config: DecoderConfig, n: int) -> int:
+    """As `tm_scratch_bytes` has it, and the rows that go in and come out."""
+    query, kv = config.query_size, config.kv_size
+    widest = max(config.hidden_size, config.intermediate_size, query)
+    rounded = n * num_groups(widest) * (32 + 8)
+    return rounded + n * 4 * (query + 2 * kv + query + 2 * config.intermediate_size + 3 * config.hidden_size)
+
+
+def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) -> int:
+    """The largest layer's tensors at a time, and the keys and values that attention gathers of all cells."""
+    rows = 4 * config.hidden_size + 3 * (config.query_size + 2 * config.kv_size) + 4 * config.intermediate_size
+    return itemsize * (n * rows + 2 * num_cells * config.kv_size)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on a device."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _free_host_bytes()
+
+
+def _free_host_bytes() -> int:
+    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
+        num_pages = os.sysconf("SC_AVPHYS_PAGES")
+        if num_pages > 0:
+            return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return UNKNOWN_FREE_BYTES

@@ -1,0 +1,95 @@
+"""`plan_fit`: what a model, its KV and its steps take in memory, by the arithmetic with which engines are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenmill.backends.loading import describe_model
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core.memory import MemoryPlan, cells_for
+from tokenmill.errors import ConfigError
+
+MIB = 1 << 20
+MOST_SESSIONS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan, and how far it could be stretched."""
+
+    form: str
+    """What the weights are held as."""
+    context: int
+    plan: MemoryPlan
+    kv_bytes_per_token: int
+    free_bytes: int
+    most_sessions: int
+    """Of this context; 0 if not even one fits."""
+    longest_context: int
+    """Of so many sessions; 0 if not even the shortest fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.total <= self.free_bytes
+
+
+def plan_fit(model: str, sessions: int, context: int | None, *, free_bytes: int | None, **options: Any) -> Fit:
+    """Read a model's headers and plan for so many sessions at the same time. Nothing is loaded."""
+    about = describe_model(model, **options)
+    context = min(context or about.max_context, about.max_context)
+    free = about.free_bytes if free_bytes is None else free_bytes
+
+    def planned(num_seqs: int, length: int) -> MemoryPlan:
+        limits = limits_for(num_seqs, length, about.block_size)
+        return about.memory(limits, num_seqs)
+
+    def fits(num_seqs: int, length: int) -> bool:
+        return planned(num_seqs, length).total <= free
+
+    return Fit(
+        form=about.form,
+        context=context,
+        plan=planned(sessions, context),
+        kv_bytes_per_token=about.kv_bytes_per_token,
+        free_bytes=free,
+        most_sessions=_most(MOST_SESSIONS, lambda count: fits(count, context)),
+        longest_context=_most(about.max_context, lambda length: fits(sessions, length)),
+    )
+
+
+def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
+    """What an engine core for so many requests of this length asks of its backend."""
+    defaults, config = BackendLimits(), EngineConfig()
+    return replace(
+        defaults,
+        num_cells=cells_for(num_seqs, context, block_size),
+        max_seqs=max(defaults.max_seqs, 2 * num_seqs),
+        ubatch_size=min(defaults.ubatch_size, max(config.max_num_batched_tokens, num_seqs)),
+    )
+
+
+def check_memory(model: ModelHandle, limits: BackendLimits, num_seqs: int) -> None:
+    """Raise `ConfigError` if KV and activations are more than the memory that is free; the weights are there."""
+    plan, free = model.memory(limits, num_seqs), model.free_bytes
+    needed = plan.kv + plan.activations
+    if needed > free:
+        raise ConfigError(
+            f"{needed / MIB:,.0f} MiB are needed ({plan.kv / MIB:,.0f} for KV of {limits.num_cells:,} tokens, "
+            f"{plan.activations / MIB:,.0f} for activations), but only {free / MIB:,.0f} are free: take a shorter "
+            "context, fewer requests at a time or a smaller kv_cache_tokens; `tokenmill fit` shows what fits"
+        )
+
+
+def _most(limit: int, is_fine: Callable[[int], bool]) -> int:
+    """The largest number up to a limit for which it is fine: all smaller ones are."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if is_fine(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

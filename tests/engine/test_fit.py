@@ -1,0 +1,110 @@
+"""`tokenmill fit`: the plan is what is allocated, and what it says fits is what the engine starts with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from typer.testing import CliRunner
+
+from tests.parity.checkpoints import save
+from tests.parity.gguf_files import write
+from tokenmill import LLM, open_model
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.native.library import library
+from tokenmill.cli.main import app
+from tokenmill.core.memory import cells_for
+from tokenmill.engine.fit import limits_for, plan_fit
+from tokenmill.errors import ConfigError, ModelNotFound
+from tokenmill.params import SamplingParams
+from tokenmill.text.tokenizer import ByteTokenizer
+
+MIB = 1 << 20
+
+
+def forms() -> list[str]:
+    return ["float32", "bfloat16", *(["int8", "int4"] if library() is not None else [])]
+
+
+@pytest.mark.req("B9")
+@pytest.mark.parametrize("dtype", forms())
+@pytest.mark.parametrize("variant", ["qwen3", "llama, heads of their own size"])
+def test_the_plan_is_what_is_allocated(variant: str, dtype: str, tmp_path: Path) -> None:
+    path = str(save(variant, tmp_path))
+    planned = plan_fit(path, 3, 100, free_bytes=None, dtype=dtype, device="cpu")
+    model = open_model(path, dtype=dtype, device="cpu")
+    assert isinstance(model, TorchModel)
+    limits = limits_for(3, 100, 16)
+    assert model.memory(limits, 3) == planned.plan
+    assert planned.plan.weights == model.decoder.weights.num_bytes
+    with model.new_backend(limits) as backend:
+        assert planned.plan.kv == backend._storage.num_bytes  # type: ignore[attr-defined]
+        assert backend.kv.stats().num_cells == limits.num_cells == cells_for(3, 100, 16)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
+def test_a_file_is_planned_as_it_will_be_held(kind: str, tmp_path: Path) -> None:
+    path = str(write("qwen3", tmp_path / "model.gguf", "qwen3", gguf.GGMLQuantizationType[kind]))
+    planned = plan_fit(path, 1, 64, free_bytes=None, device="cpu")
+    model: Any = open_model(path, device="cpu")
+    assert planned.plan.weights == model.decoder.weights.num_bytes
+
+
+@pytest.mark.req("B9")
+def test_the_most_that_fits_fits_and_one_more_does_not(tmp_path: Path) -> None:
+    path = str(save("qwen3", tmp_path))
+
+    def planned(sessions: int, context: int, free: int) -> Any:
+        return plan_fit(path, sessions, context, free_bytes=free, dtype="float32", device="cpu")
+
+    least = planned(1, 2, 1 << 40).plan.total
+    for free in (least - 1, least, least + MIB // 4, 2 * least):
+        found = planned(4, 200, free)
+        assert found.fits == (found.plan.total <= free)
+        if found.most_sessions:
+            assert planned(found.most_sessions, 200, free).fits
+        assert not planned(found.most_sessions + 1, 200, free).fits
+        if found.longest_context:
+            assert planned(4, found.longest_context, free).fits
+        if found.longest_context < 512:
+            assert not planned(4, found.longest_context + 1, free).fits
+
+
+@pytest.mark.req("B9")
+def test_as_many_requests_as_were_planned_for_run_together(tmp_path: Path) -> None:
+    """With the planned KV no request is ever put back."""
+    path = str(save("qwen3", tmp_path))
+    model = open_model(path, dtype="float32", device="cpu")
+    cells = limits_for(5, 60, 16).num_cells
+    with LLM(model, tokenizer=ByteTokenizer(160), max_num_seqs=5, max_model_len=60, kv_cache_tokens=cells) as llm:
+        preempted: list[Any] = []
+        llm.engine.events.subscribe(lambda event: preempted.append(event) if "preempt" in repr(event).lower() else None)
+        prompts = [[i + 1] * 30 for i in range(5)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        assert all(len(one.outputs[0].token_ids) == 30 for one in outputs)
+        assert not preempted
+
+
+def test_what_does_not_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
+    model = open_model(str(save("qwen3", tmp_path)), dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match=r"are needed .* but only .* are free: .* `tokenmill fit` shows"):
+        LLM(model, tokenizer=ByteTokenizer(160), kv_cache_tokens=1 << 40)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = str(save("qwen3", tmp_path))
+    run = CliRunner().invoke
+    shown = run(app, ["fit", path, "--sessions", "2", "--context", "100", "--dtype", "float32"])
+    assert shown.exit_code == 0
+    for words in ("as float32, 2 sessions of 100 tokens", "weights", "KV (", "activations", "it fits", "most sessions"):
+        assert words in shown.output
+    small = run(app, ["fit", path, "--memory-gb", "0.001", "--json"])
+    assert small.exit_code == 1
+    found = json.loads(small.output)
+    assert found["fits"] is False
+    assert found["most_sessions"] == found["longest_context"] == 0
+    with pytest.raises(ModelNotFound):
+        plan_fit("no-such-model", 1, None, free_bytes=None)
