@@ -1,7 +1,8 @@
 """`tokenmill bench agreement`: how far a model's numbers depend on how they are computed, and its perplexity on a text.
 
 Agreement: the logits of every token of a text, once computed by whole prompts one at a time, once token by token in a
-crowd. Perplexity: of the same text as one sequence; with `--peer`, beside llama.cpp's on the same file.
+crowd. Perplexity: of the same text as one sequence; with `--peer`, beside llama.cpp's on the same file; with
+`--against`, beside the same model with its weights in another form, and how often both find the same token likeliest.
 """
 
 from __future__ import annotations
@@ -45,11 +46,24 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Against:
+    """The same model in another form."""
+
+    dtype: str
+    perplexity: float
+    top1: float
+    """How often the likeliest token is the same."""
+    top1_where_clear: float
+    """The same, where the other form is sure of it by more than `CLEAR_MARGIN`."""
+
+
+@dataclass(frozen=True)
 class Report:
     model: str
     agreement: Agreement
     perplexity: float
     peer_perplexity: float | None = None
+    against: Against | None = None
 
 
 def in_chunks(model: ModelHandle, tokens: Sequence[int], chunk: int = CHUNK) -> Iterator[Logits]:
@@ -117,14 +131,34 @@ def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> Iterator[Logits]:
         yield llama.scores[begin : min(begin + CHUNK, len(tokens))]
 
 
-def measure(name: str, text: str, num_tokens: int, *, dtype: str = "auto", peer: bool = False) -> Report:
+def compare_forms(model: ModelHandle, other: ModelHandle, dtype: str, tokens: Sequence[int]) -> Against:
+    """The likeliest tokens of both, and the other one's perplexity."""
+    same, same_clear, num_clear = 0, 0, 0
+
+    def theirs() -> Iterator[Logits]:
+        nonlocal same, same_clear, num_clear
+        for ours, rows in zip(in_chunks(model, tokens), in_chunks(other, tokens), strict=True):
+            second, first = np.partition(rows, -2, axis=1)[:, -2:].T
+            agrees, is_clear = ours.argmax(axis=1) == rows.argmax(axis=1), first - second > CLEAR_MARGIN
+            same, num_clear = same + int(agrees.sum()), num_clear + int(is_clear.sum())
+            same_clear += int((agrees & is_clear).sum())
+            yield rows
+
+    found = perplexity(theirs(), tokens)
+    return Against(dtype, found, same / len(tokens), same_clear / max(1, num_clear))
+
+
+def measure(
+    name: str, text: str, num_tokens: int, *, dtype: str = "auto", peer: bool = False, against: str | None = None
+) -> Report:
     model = open_model(name, dtype=dtype)
     tokens = open_text(model).tokenizer.encode(text)[:num_tokens]
     if not 2 * CROWD <= num_tokens <= len(tokens):
         raise ConfigError(f"the text has {len(tokens)} tokens; compare {2 * CROWD} to that many, not {num_tokens}")
     ours = perplexity(in_chunks(model, tokens), tokens)
     theirs = perplexity(llama_cpp_logits(model.path, tokens), tokens) if peer and model.path else None
-    report = Report(name, agreement(model, tokens), ours, theirs)
+    other = None if against is None else compare_forms(model, open_model(name, dtype=against), against, tokens)
+    report = Report(name, agreement(model, tokens), ours, theirs, other)
     model.close()
     return report
 
@@ -136,13 +170,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2000, help="how much of it (2000 tokens)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--peer", action="store_true", help="llama.cpp's perplexity on the same file")
+    parser.add_argument("--against", metavar="DTYPE", help="the same model in another form, float32 say")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
         text = options.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"{options.text} can't be read: {error}")
-    report = measure(options.model, text, options.tokens, dtype=options.dtype, peer=options.peer)
+    report = measure(
+        options.model, text, options.tokens, dtype=options.dtype, peer=options.peer, against=options.against
+    )
     if options.json:
         print(json.dumps(asdict(report), indent=2))
         return 0
@@ -157,4 +194,9 @@ def main(arguments: Sequence[str]) -> int:
     if report.peer_perplexity is not None:
         ratio = report.perplexity / report.peer_perplexity
         print(f"  llama.cpp's perplexity          {report.peer_perplexity:.4f} (ratio {ratio:.4f})")
+    if report.against is not None:
+        other = report.against
+        ratio = report.perplexity / other.perplexity
+        print(f"  {other.dtype + chr(39) + 's perplexity':<31} {other.perplexity:.4f} (ratio {ratio:.4f})")
+        print(f"  same likeliest token as that    {other.top1:.2%}, where it is clear {other.top1_where_clear:.2%}")
     return 0

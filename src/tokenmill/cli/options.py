@@ -30,7 +30,9 @@ Seed = Annotated[
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. May be given several times.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16; on the CPU also int8 and int4.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same answer whatever else runs; slower.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Processor threads; fewer if others are at work.")]

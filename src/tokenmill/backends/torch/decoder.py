@@ -32,6 +32,11 @@ class Decoder:
         return self.weights.embed.dtype
 
     @property
+    def about(self) -> str:
+        """How the weights are held, for people."""
+        return f"weights in {str(self.kv_dtype).removeprefix('torch.')} on {self.device}"
+
+    @property
     def names(self) -> list[str]:
         """The decoder's own names of its tensors."""
         return list(self.weights.views)

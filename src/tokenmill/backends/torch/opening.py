@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"int8": INT8, "int4": INT4}
 GIB = 1 << 30
@@ -47,6 +50,7 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_tensors(source, config, names)
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
+    log.info("%s: %s", path.name, decoder.about)
     return TorchModel(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
 
 

@@ -36,6 +36,12 @@ class NativeDecoder:
         self.inv_freq, self._rope_scale = frequencies(config.rope)
 
     @property
+    def about(self) -> str:
+        """How the weights are held, for people."""
+        variant = self.lib.tm_variant().decode()
+        return f"weights in {self.weights.bits} bits ({self.weights.num_bytes / 1e6:.0f} MB), kernels for {variant}"
+
+    @property
     def names(self) -> list[str]:
         return self.weights.names
 
