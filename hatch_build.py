@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ class KernelBuild(BuildHookInterface):
     """Compiles the library beside its sources; a wheel takes it in."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+        if self.target_name != "wheel":
+            return
         build = _load()
         try:
             built = build.build()
@@ -25,10 +28,13 @@ class KernelBuild(BuildHookInterface):
                 "several times slower. Install a C compiler and install again.",
                 file=sys.stderr,
             )
+            build.LIBRARY.unlink(missing_ok=True)  # one that is there was built from something else
             return
         build_data["artifacts"].append(str(built.relative_to(Path(self.root))))
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # It is no extension of Python's: any version can load it.
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
 
 
 def _load() -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from tests.parity.checkpoints import save
 from tokenmill import open_model
-from tokenmill.backends.torch import model as torch_model
+from tokenmill.backends.torch.memory import free_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.errors import ConfigError, InvalidOperation
 
@@ -94,6 +94,6 @@ def test_systems_that_do_not_say_how_much_is_free(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Path, "read_text", missing)
     pages = {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    assert torch_model._free_bytes() == 3 * 4096
+    assert free_bytes(torch.device("cpu")) == 3 * 4096
     monkeypatch.setattr(os, "sysconf", unknown)
-    assert torch_model._free_bytes() == 2 << 30
+    assert free_bytes(torch.device("cpu")) == 2 << 30

@@ -14,6 +14,7 @@ import pytest
 import tokenmill
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
 from tokenmill.config import EngineConfig
+from tokenmill.core.memory import cells_for
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotFound, TokenmillError
@@ -74,7 +75,7 @@ def test_kv_memory_follows_from_what_requests_can_fill_and_from_the_budget() -> 
     def cells(**options: Any) -> int:
         return open_for_engine(model, EngineOptions(**options)).limits.num_cells
 
-    assert cells(max_num_seqs=2, max_model_len=100) == 202
+    assert cells(max_num_seqs=2, max_model_len=100) == cells_for(2, 100, model.block_size)
     assert cells(kv_cache_tokens=77) == 77
     assert cells(config=EngineConfig(max_num_seqs=2048)) <= model.kv_budget_bytes // model.info.kv_bytes_per_token
 

@@ -171,6 +171,36 @@ def test_new_weights_are_rounded_like_the_old_ones(tmp_path: Path) -> None:
         model.replace_weight("model.norm.weight", state["model.norm.weight"] * np.nan)
 
 
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 6}, {"head_dim": 24}, {"intermediate_size": 50}])
+def test_sizes_that_the_kernels_cannot_do_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    checkpoints.VARIANTS["odd sizes"] = ("Llama", changes)
+    reference.cache_clear()
+    path = str(save("odd sizes", tmp_path))
+    with pytest.raises(ConfigError, match="can't do a model of these sizes; use float32"):
+        open_model(path, device="cpu", dtype="int8")
+    assert isinstance(open_model(path, device="cpu"), TorchModel)
+
+
+def test_a_cut_sequence_gives_the_same_bits_when_it_is_restored(tmp_path: Path) -> None:
+    """Its first cell lies elsewhere then; what is read together goes by positions, not by cells."""
+    model = opened("native qwen3", tmp_path, dtype="int8")
+    with model.new_backend(LIMITS) as backend, model.new_backend(LIMITS) as other:
+        batch = BatchBuilder()
+        for pos in range(60):
+            batch.add(TOKENS[pos], pos, 0)
+        backend.decode(batch.build())
+        backend.kv.seq_rm(0, 0, 3)
+        other.kv.import_(0, backend.kv.export(0))
+        step = BatchBuilder().add(TOKENS[60], 60, 0, Output.LOGITS).build()
+        assert (backend.decode(step).logits == other.decode(step).logits).all()
+
+
+def test_a_second_model_has_as_many_threads_as_the_first(tmp_path: Path) -> None:
+    first = opened("native qwen3", tmp_path, dtype="int8")
+    all_logits(first, TOKENS[:3], 3)
+    assert opened("native qwen3", tmp_path, dtype="int8")._num_threads == first._num_threads
+
+
 def test_the_kernels_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("native qwen3", tmp_path / "model.gguf", "qwen3", gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setattr("tokenmill.backends.torch.opening.library", lambda: None)

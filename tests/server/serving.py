@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def request(
 def raw_request(path: str, body: Any, key: str | None = KEY, method: str = "POST", headers: str = "") -> bytes:
     """A request as it goes over the wire."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: test", "Content-Type: application/json"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(content)}"] + ([f"Authorization: Bearer {key}"] if key else [])
     return ("\r\n".join(lines) + "\r\n" + headers + "\r\n").encode() + content
 
@@ -135,9 +135,9 @@ class Running:
 def running(llm: AsyncLLM, config: ServerConfig) -> Iterator[Running]:
     """A server on a thread of its own, with real sockets; the engine is closed with it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    served = Served(config)
+    served = Served(replace(config, idle_s=min(config.idle_s, 3.0)))  # some tests read until the server hangs up
     server = Server(served)
-    thread = threading.Thread(target=lambda: asyncio.run(server.run(lambda: llm, listener)), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(lambda: llm, listener)), daemon=True)
     thread.start()
     while not server.is_ready:
         assert thread.is_alive()

@@ -197,7 +197,7 @@ def loading(may_load: threading.Event) -> Iterator[tuple[int, Server]]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(Served(ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))))
-    thread = threading.Thread(target=lambda: asyncio.run(server.run(load, listener)), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(load, listener)), daemon=True)
     thread.start()
     try:
         yield listener.getsockname()[1], server

@@ -510,13 +510,13 @@ def test_cancel_just_before_it_starts_is_not_lost(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation is made, but has not been given to the engine: its reader is to run next."""
-    name = "_all_first" if stream else "_last"
+    name = "_merged" if stream else "_last"
     read_on = getattr(calls, name)
 
-    async def cancelled_before(generations: Any) -> Any:
+    def cancelled_before(generations: Any) -> Any:
         (call,) = server.served.calls._calls
         call.cancel()
-        return await read_on(generations)
+        return read_on(generations)
 
     monkeypatch.setattr(calls, name, cancelled_before)
     reply = server.post(CHAT, chat_body(stream=stream))

@@ -22,9 +22,11 @@ from tests.server.serving import HI, KEY, WAIT_S, Child, Reply, Running, child, 
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.errors import ConfigError
 from tokenmill.server import auth
 from tokenmill.server.app import create_app
-from tokenmill.server.config import ServerConfig, fingerprint, hash_key
+from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.server.requests import EmbeddingRequest
 from tokenmill.server.served import Served
 
 SOURCES = sorted(Path(tokenmill.__file__).parent.rglob("*.py"))
@@ -81,7 +83,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
     "letters beyond ASCII": {"Authorization": "Bearer schl\xfcssel"},
     "letters beyond ASCII as UTF-8": {"Authorization": "Bearer schlüssel".encode().decode("latin-1")},
     "the hash of the key": {"Authorization": f"Bearer {hash_key(KEY).hex()}"},
-    "the fingerprint of the key": {"Authorization": f"Bearer {fingerprint(hash_key(KEY))}"},
+    "the fingerprint of the key": {"Authorization": f"Bearer {hash_key(KEY).hex()[:8]}"},
     "a wrong key elsewhere": {"x-api-key": "wrong"},
     "an empty key elsewhere": {"api-key": ""},
     "a right and a wrong key": {"Authorization": f"Bearer {KEY}", "x-api-key": "wrong"},
@@ -252,7 +254,7 @@ def test_s02_two_of_something(server: Running) -> None:
 
 def test_s02_a_connection_that_was_let_in_is_asked_again(server: Running) -> None:
     first, then = raw_request("/v1/models", b"", method="GET"), raw_request("/v1/models", b"", key=None, method="GET")
-    answers = raw(server, first + then + first.replace(b"Host: test", b"Host: test\r\nConnection: close"))
+    answers = raw(server, first + then + first.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
     assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"401", b"200"]
 
 
@@ -293,7 +295,7 @@ def test_s03_every_key_is_looked_at_whichever_is_right(server: Running, monkeypa
 def test_s03_what_is_kept_of_a_key_is_not_the_key(server: Running) -> None:
     for key in ("a", "12345678", "deadbeef", KEY, "schlüssel", "x" * 1000):
         assert hash_key(key) == hashlib.sha256(key.encode()).digest()
-        assert fingerprint(hash_key(key)) == hashlib.sha256(key.encode()).hexdigest()[:8] != key
+        assert hash_key(key).hex() == hashlib.sha256(key.encode()).hexdigest() != key
     assert KEY not in repr(server.served.config)
 
 
@@ -589,7 +591,7 @@ def test_s11_the_log_names_requests_and_nothing_that_is_in_them(
     assert [line for line in log.splitlines() if CANARY.search(line)] == []
     assert not any(answer in log for answer in answers)
     assert log.count("RuntimeError: told to fail") == 2  # the reason is there, with the request's name
-    assert fingerprint(hash_key(LOG_KEY)) in log
+    assert hash_key(LOG_KEY).hex()[:8] in log
 
 
 def test_s11_a_clients_own_name_is_in_the_log(tmp_path: Path) -> None:
@@ -622,3 +624,28 @@ def test_s11_what_is_no_request_is_named_as_well(tmp_path: Path) -> None:
     assert len(names) == 4
     assert not CANARY.search(log)
     assert [name for name in names if name not in log] == []
+
+
+# -- names, where there are no keys ------------------------------------------------------------------------------------
+
+
+def test_s05_without_keys_the_server_answers_only_to_its_own_names() -> None:
+    """A page that has made its own name mean this machine is of the same origin, so only the name tells."""
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258)), kv_cache_tokens=1024)
+    with running(llm, ServerConfig(model_name="fake", allowed_hosts=frozenset({"my.name"}))) as server:
+        for host, status in (
+            ("localhost", 200), ("127.0.0.1:8000", 200), ("[::1]:80", 200), ("LOCALHOST:1", 200), ("my.name:5", 200),
+            ("evil.example", 421), ("evil.example:8000", 421), ("localhost.evil.example", 421), ("", 421),
+        ):  # fmt: skip
+            assert request(server.port, "GET", "/v1/models", key=None, headers={"Host": host}).status == status, host
+
+
+def test_s08_embeddings_of_two_keys_share_no_kv() -> None:
+    body = EmbeddingRequest(model="fake", input="a text")
+    assert body.hints("one", separate=True).namespace != body.hints("other", separate=True).namespace
+    assert body.hints("one", separate=False).namespace is None
+
+
+def test_a_key_is_not_empty() -> None:
+    with pytest.raises(ConfigError, match="must not be empty"):
+        ServerConfig(model_name="fake", host="0.0.0.0", key_hashes=(hash_key(""),))

@@ -90,7 +90,7 @@ async def _client(port: int, model: str, work: Work, prompt: list[int]) -> int:
             "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     answer = await reader.read(-1)
     writer.close()

@@ -20,6 +20,9 @@ def serve(
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which clients may call this machine, where there is no key.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Let web pages of this origin use the server. None may by default.")
     ] = None,
@@ -54,6 +57,7 @@ def serve(
         port=port,
         key_hashes=tuple(hash_key(key) for key in api_key or ()),
         insecure=insecure,
+        allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         max_request_s=request_timeout,
         drain_s=drain,

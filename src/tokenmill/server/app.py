@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from tokenmill import __version__
 from tokenmill.errors import TokenmillError
 from tokenmill.server import schemas
-from tokenmill.server.auth import ApiKeys
+from tokenmill.server.auth import ApiKeys, HostCheck
 from tokenmill.server.bodies import BodyLimit
 from tokenmill.server.calls import ClientGone
 from tokenmill.server.chat import start_chat
 from tokenmill.server.completions import start_completions
-from tokenmill.server.context import CLIENT_GONE, RequestContext, caller_of
+from tokenmill.server.context import CLIENT_GONE, Gatekeeper, RequestContext, caller_of
 from tokenmill.server.embeddings import detokenize, embeddings, tokenize
 from tokenmill.server.errors import ApiError, log_failure, model_not_found, to_api_error
 from tokenmill.server.requests import (
@@ -55,15 +55,18 @@ def create_app(served: Served) -> FastAPI:
     # The last one is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
     app.add_middleware(ApiKeys, key_hashes=config.key_hashes)
-    app.add_middleware(RequestContext, gate=served.gate)
+    if not config.key_hashes and not config.insecure:
+        app.add_middleware(HostCheck, allowed=config.allowed_hosts | {config.host})
+    app.add_middleware(Gatekeeper, gate=served.gate)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    app.add_middleware(RequestContext, gate=served.gate)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     router = _openai(served)
@@ -191,10 +194,12 @@ def _others(served: Served) -> APIRouter:
     )
     async def create_text(body: DetokenizeRequest) -> Response:
         """The text of ids."""
-        return JSONResponse(detokenize(body, served.find(body.model)))
+        return JSONResponse(await detokenize(body, served.find(body.model)))
 
     health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
 
+    @api.head("/health", include_in_schema=False)
+    @api.head("/health/ready", include_in_schema=False)
     @api.get("/health", responses=health, tags=["health"])
     @api.get("/health/ready", responses=health, tags=["health"])
     async def get_ready() -> Response:
@@ -203,6 +208,7 @@ def _others(served: Served) -> APIRouter:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, 503, headers={"Retry-After": "5"})
 
+    @api.head("/health/live", include_in_schema=False)
     @api.get("/health/live", responses={200: {"model": schemas.Health}}, tags=["health"])
     async def get_live() -> Response:
         """Does it run?"""

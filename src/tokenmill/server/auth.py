@@ -7,7 +7,7 @@ import hmac
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokenmill.server.config import fingerprint, hash_key
+from tokenmill.server.config import LOOPBACK, hash_key
 from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError
 
@@ -15,6 +15,33 @@ PUBLIC = frozenset({"/health", "/health/live", "/health/ready"})
 KEY_HEADERS = (b"x-api-key", b"api-key")
 """Where some clients put the key instead."""
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+class HostCheck:
+    """Lets in only requests for a name of this machine: a web page that has made its own name mean it stays outside.
+
+    Where there are keys such a page has none, and this is not needed.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
+        self._app = app
+        self._allowed = {name.lower() for name in allowed | LOOPBACK}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for name, value in scope["headers"] if name == b"host"] if scope["type"] == "http" else []
+        if all(_host_name(value) in self._allowed for value in given):
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(421, "this server is not called that: see --allowed-host", code="unknown_host")
+        await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
+
+
+def _host_name(header: bytes) -> str:
+    """Without the port."""
+    text = header.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if text.rpartition(":")[2].isdigit() and ":" in text else text
 
 
 class ApiKeys:
@@ -39,7 +66,7 @@ class ApiKeys:
             )
             await JSONResponse(refusal.body(), refusal.status, headers=CHALLENGE)(scope, receive, send)
             return
-        caller_of(scope).key = fingerprint(known)
+        caller_of(scope).key = known.hex()
         await self._app(scope, receive, send)
 
     def _known(self, key: bytes | None) -> bytes | None:

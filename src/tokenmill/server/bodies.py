@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,6 +13,7 @@ from tokenmill.server.errors import ApiError
 
 CLOSE = {"Connection": "close"}
 """What is left of the body is not read."""
+LINGER_BYTES, LINGER_S = 16 << 20, 5.0
 
 
 class BodyLimit:
@@ -28,8 +32,8 @@ class BodyLimit:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            response = JSONResponse(refusal.body(), refusal.status, headers=CLOSE)
-            await response(scope, receive, send)
+            await discard(receive)
+            await JSONResponse(refusal.body(), refusal.status, headers=CLOSE)(scope, receive, send)
             return
         num_read = 0
 
@@ -59,6 +63,18 @@ class BodyLimit:
         if has_body and not _is_json(headers.get(b"content-type", b"")):
             return ApiError(415, "send JSON, with Content-Type: application/json")
         return None
+
+
+async def discard(receive: Receive) -> None:
+    """Read a body that nobody wants, up to a point: many clients look for an answer only when they have sent all."""
+    num_read = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while num_read < LINGER_BYTES:
+                message = await receive()
+                num_read += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -22,10 +22,12 @@ from tokenmill.params import SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.deltas import Delta, Deltas
-from tokenmill.server.errors import ApiError, ended_badly, log_failure, to_api_error
-from tokenmill.server.sse import DONE, EventStream
+from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
+from tokenmill.server.sse import DONE, EventStream, disconnected
 
 T = TypeVar("T")
+Placed = tuple[int, RequestOutput]
+"""Which of a call's generations, and its output so far."""
 LONG_TEXT = 16_384
 """Characters; longer texts are tokenised off the event loop."""
 
@@ -37,7 +39,9 @@ class ClientGone(Exception):
 class Answer(Protocol):
     """How an endpoint writes a stream: each method gives whole events."""
 
-    def opening(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+    def opening(self, output: RequestOutput) -> bytes:
+        """Before anything else, with the first output that there is."""
+        ...
 
     def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes: ...
 
@@ -94,7 +98,11 @@ class Call:
         self.hints = hints
         self._generations: list[AsyncGenerator[RequestOutput]] = []
         self.timeout_s = timeout_s
+        length = http.headers.get("content-length", "")
+        self.body_size = int(length) if length.isdecimal() and len(length) < 12 else LONG_TEXT
+        """How much there may be to turn into tokens."""
         self._is_cancelled = False
+        self._first: asyncio.Future[Any] | None = None
         self._work: asyncio.Future[Any] | None = None
         """What is no generation, and is cancelled by itself."""
         self._is_streaming = False
@@ -149,16 +157,20 @@ class Call:
             await self._while_there(reading)
             return reading.result()
         finally:
+            await _stop(reading)
             await self._close()
 
     async def do(self, work: asyncio.Future[T]) -> T:
         """The result of other work in the engine."""
         self._check_cancelled()
         self._work = work
-        await self._while_there(work)
-        if work.cancelled():
-            self._check_cancelled()
-        return work.result()
+        try:
+            await self._while_there(work)
+            if work.cancelled():
+                self._check_cancelled()
+            return work.result()
+        finally:
+            await _stop(work)
 
     async def stream(self, answer: Answer) -> EventStream:
         """The answers as events. What can be refused is refused before the first byte.
@@ -166,61 +178,68 @@ class Call:
         The status is sent with the first output, or after a while without one: from then on errors are events.
         """
         self._check_cancelled()
-        first = asyncio.ensure_future(_all_first(self._generations))
+        outputs = _merged(self._generations)
+        first = self._first = asyncio.ensure_future(anext(outputs))
         try:
             await self._while_there(first, timeout_s=self._config.keep_alive_s)
             if first.done():
-                first.result()
+                _raise_if_refused(first.result()[1])
         except BaseException:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+            await _stop(first)
+            await outputs.aclose()
             await self._close()
             raise
         self._is_streaming = True
-        events = self._events(answer, first)
+        events = self._events(answer, first, outputs)
         timeouts = {"keep_alive_s": self._config.keep_alive_s, "send_timeout_s": self._config.send_timeout_s}
         return EventStream(events, self._end_stream, **timeouts)
 
-    async def _events(self, answer: Answer, first: asyncio.Future[list[RequestOutput]]) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, answer: Answer, first: asyncio.Future[Placed], grown: AsyncGenerator[Placed]
+    ) -> AsyncGenerator[bytes]:
         deltas = [Deltas() for _ in self._generations]
+        outputs: dict[int, RequestOutput] = {}
         try:
-            outputs = await first
-            yield answer.opening(outputs) + _grown(answer, deltas, enumerate(outputs))
-            async for place, output in _merged(self._generations, outputs):
+            place, output = await first
+            outputs[place] = output
+            _raise_if_refused(output)
+            yield answer.opening(output) + _grown(answer, deltas[place], place, output)
+            _raise_if_bad(output)
+            async for place, output in grown:
                 outputs[place] = output
-                if piece := _grown(answer, deltas, [(place, output)]):
+                if piece := _grown(answer, deltas[place], place, output):
                     yield piece
                 _raise_if_bad(output)
-            yield answer.closing(outputs)
+            yield answer.closing([outputs[place] for place in range(len(deltas))])
         except Exception as error:  # the status has been sent: the error goes into the stream
             told = to_api_error(error)
             log_failure(told, error)
             yield answer.failed(told)
         finally:
-            first.cancel()
+            await grown.aclose()
         yield DONE
 
     async def _end_stream(self) -> None:
         self._calls.remove(self)
+        if self._first is not None:
+            await _stop(self._first)
         await self._close()
 
     async def _while_there(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
         """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
-        leaving = asyncio.ensure_future(_leaves(self._http))
+        leaving = asyncio.ensure_future(disconnected(self._http.receive))
         waited_for: set[asyncio.Future[Any]] = {work, leaving}
         try:
             await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done() and not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                await _stop(work)
                 raise ClientGone
         finally:
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
+            await _stop(leaving)
 
     def _check_cancelled(self) -> None:
         if self._is_cancelled:
-            raise ended_badly("cancelled", None, num_tokens=0) or AssertionError
+            raise cancelled()
 
     async def _close(self) -> None:
         for generation in self._generations:
@@ -243,27 +262,21 @@ async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _grown(answer: Answer, deltas: Sequence[Deltas], outputs: Iterable[tuple[int, RequestOutput]]) -> bytes:
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Cancel it, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _grown(answer: Answer, deltas: Deltas, place: int, output: RequestOutput) -> bytes:
     """Events of what is new. A choice that has ended badly has no end here: the stream has, and it is an error."""
     events = []
-    for place, output in outputs:
-        for delta in deltas[place].take(output):
-            if delta.is_bad_end:
-                events += [answer.delta(place, replace(delta, finish_reason=None), output)] if delta.text else []
-            else:
-                events.append(answer.delta(place, delta, output))
+    for delta in deltas.take(output):
+        if delta.is_bad_end:
+            events += [answer.delta(place, replace(delta, finish_reason=None), output)] if delta.text else []
+        else:
+            events.append(answer.delta(place, delta, output))
     return b"".join(events)
-
-
-async def _all_first(generations: Sequence[AsyncGenerator[RequestOutput]]) -> list[RequestOutput]:
-    """The first output of each; raises if one of them can't be run."""
-    return await together(_first(one) for one in generations)
-
-
-async def _first(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:
-    output = await anext(generation)
-    _raise_if_bad(output)
-    return output
 
 
 async def _last(generation: AsyncGenerator[RequestOutput]) -> RequestOutput:
@@ -282,14 +295,17 @@ def _raise_if_bad(output: RequestOutput) -> None:
                 raise error
 
 
-async def _merged(
-    generations: Sequence[AsyncGenerator[RequestOutput]], outputs: Sequence[RequestOutput]
-) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """What all of them still have, as it comes: which one, and its output."""
+def _raise_if_refused(output: RequestOutput) -> None:
+    """Raise if it has ended badly before it has said anything: then there is nothing to stream."""
+    if not any(choice.text for choice in output.outputs):
+        _raise_if_bad(output)
+
+
+async def _merged(generations: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[Placed]:
+    """What all of them give, as it comes: which one, and its output."""
     if len(generations) == 1:
-        if not outputs[0].finished:
-            async for output in generations[0]:
-                yield 0, output
+        async for output in generations[0]:
+            yield 0, output
         return
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
     readers = [asyncio.ensure_future(_read(place, one, queue)) for place, one in enumerate(generations)]
@@ -316,9 +332,3 @@ async def _read(place: int, generation: AsyncGenerator[RequestOutput], queue: as
         queue.put_nowait((place, None))
     except Exception as error:
         queue.put_nowait((place, error))
-
-
-async def _leaves(http: HttpRequest) -> None:
-    """Until the client is gone. The body has been read, so nothing else can come."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

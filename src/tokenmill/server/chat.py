@@ -24,8 +24,7 @@ async def start_chat(call: Call, body: ChatRequest, config: ServerConfig, forms:
     params = body.sampling(defaults, logprobs=body.num_logprobs())
     options = body.template_options(config)
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-    size = sum(len(str(message.get("content"))) for message in messages)
-    ids = await call.tokens(size, lambda: call.llm.chat_ids(messages, **options))
+    ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len)
     call.generate(ids, params)
     return ChatAnswer(call, body, forms)
@@ -56,15 +55,15 @@ class ChatAnswer:
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(outputs)}
         return {**answer, **self._about_prompt(output)}
 
-    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:
+    def opening(self, output: RequestOutput) -> bytes:
         """The first chunk of each choice has its role."""
-        (output,) = outputs
         said = {"role": "assistant", "content": ""}
-        more = self._about_prompt(output)
+        more = self._about_prompt(output)  # once
         chunks = []
         for choice in output.outputs:
             made = self._choice(Delta(choice.index, "", 0, [], None, None), {"delta": said})
             chunks.append(self._chunk([made], output, **more))
+            more = {}
         return b"".join(chunks)
 
     def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:  # noqa: ARG002

@@ -71,7 +71,7 @@ class CompletionAnswer:
         ]
         return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
-    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:  # noqa: ARG002
+    def opening(self, output: RequestOutput) -> bytes:  # noqa: ARG002
         return b""
 
     def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:

@@ -25,6 +25,8 @@ class ServerConfig:
     """SHA-256 of each API key; none: everybody who can reach the server may use it."""
     insecure: bool = False
     """Listen beyond this machine without a key."""
+    allowed_hosts: frozenset[str] = frozenset()
+    """Names by which clients may call the server, beside those of this machine; of use only where there is no key."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server from a browser."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
@@ -45,11 +47,15 @@ class ServerConfig:
     """In /v1/completions; chats may have 20."""
     max_logit_bias: int = 1024
     max_prompts: int = 64
-    """In one call of /v1/completions or /v1/embeddings."""
+    """In one call of /v1/completions."""
+    max_inputs: int = 2048
+    """In one call of /v1/embeddings."""
     max_messages: int = 2048
     max_content_parts: int = 64
 
     # How long things may take.
+    idle_s: float = 75.0
+    """A connection may be idle for so long."""
     max_request_s: float = 600.0
     """From arrival to the last token. Clients may ask for less."""
     send_timeout_s: float = 30.0
@@ -64,6 +70,8 @@ class ServerConfig:
             raise ConfigError(
                 f"listening on {self.host} lets others in: give --api-key, or --insecure if that is what you want"
             )
+        if hash_key("") in self.key_hashes:
+            raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"a port is 0 to 65535, not {self.port}")
         for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):
@@ -77,8 +85,3 @@ def hash_key(key: str | bytes) -> bytes:
     """What is kept of an API key."""
     raw = key if isinstance(key, bytes) else key.encode("utf-8", errors="surrogateescape")
     return hashlib.sha256(raw).digest()
-
-
-def fingerprint(key_hash: bytes) -> str:
-    """Enough of a key's hash to tell keys apart in a log."""
-    return key_hash.hex()[:8]

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokenmill.server.bodies import discard
 from tokenmill.server.errors import ApiError
 
 access = logging.getLogger("tokenmill.access")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
+KEY_DIGITS = 8
+"""Of a key's hash, in the log."""
 CLIENT_GONE = 499
 """In the log: nobody was there any more to be answered."""
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -29,7 +32,7 @@ class Caller:
 
     request_id: str
     key: str = ""
-    """Which API key it came with; empty where none is needed."""
+    """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
     """The name of what it runs, as its answer has it: chatcmpl-..."""
 
@@ -51,7 +54,7 @@ class Gate:
 
 
 class RequestContext:
-    """The outermost layer: names, counts and logs requests, and turns them away while the gate is closed."""
+    """The outermost layer: names, counts and logs requests."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -76,21 +79,31 @@ class RequestContext:
         is_counted = scope["path"] not in self._gate.stays_open
         self._gate.num_inside += is_counted
         try:
-            if is_counted and self._gate.closed is not None:
-                await _refuse(self._gate.closed)(scope, receive, with_name)
-            else:
-                await self._app(scope, receive, with_name)
+            await self._app(scope, receive, with_name)
         finally:
             self._gate.num_inside -= is_counted
             took_ms = 1000 * (time.monotonic() - began)
             level = logging.INFO if is_counted else logging.DEBUG
             path = ascii(scope["path"])[1:-1]  # nothing in it may look like a line of the log
-            what = (scope["method"], f"{path:.200}", status, took_ms, caller.call_id, caller.key or "-")
+            what = (scope["method"], f"{path:.200}", status, took_ms, caller.call_id, caller.key[:KEY_DIGITS] or "-")
             access.log(level, "%s %s %d %.0f ms %s key=%s", *what)
 
 
-def _refuse(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers={**error.headers, "Connection": "close"})
+class Gatekeeper:
+    """Turns requests away while the gate is closed."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._gate.closed
+        if scope["type"] != "http" or error is None or scope["path"] in self._gate.stays_open:
+            await self._app(scope, receive, send)
+            return
+        await discard(receive)
+        response = JSONResponse(error.body(), error.status, headers={**error.headers, "Connection": "close"})
+        await response(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

@@ -17,10 +17,13 @@ from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
+AT_A_TIME = 16
+"""Inputs of one request that are in the engine at the same time."""
+
 
 async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -> dict[str, Any]:
     """One vector for each input, as numbers or as base64 of little-endian float32."""
-    inputs = as_prompts(body.input, config.max_prompts, "input")
+    inputs = as_prompts(body.input, config.max_inputs, "input")
     prompts = [
         await call.tokens(len(one), lambda one=one: _checked(one, call.llm))  # type: ignore[misc]
         for one in inputs
@@ -29,7 +32,10 @@ async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -
     if body.dimensions is not None and body.dimensions != size:
         raise ApiError(400, f"this model's embeddings have {size} dimensions", param="dimensions")
     options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
-    outputs = await call.do(asyncio.ensure_future(together(call.llm.embed(one, **options) for one in prompts)))
+    outputs = []
+    for begin in range(0, len(prompts), AT_A_TIME):  # a long list must not fill the queue
+        some = prompts[begin : begin + AT_A_TIME]
+        outputs += await call.do(asyncio.ensure_future(together(call.llm.embed(one, **options) for one in some)))
     data = []
     for index, output in enumerate(outputs):
         vector: Any = output.outputs.embedding
@@ -59,8 +65,8 @@ async def tokenize(body: TokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
     return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids}
 
 
-def detokenize(body: DetokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
+async def detokenize(body: DetokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
     """The text of ids."""
-    ids = token_ids("tokens", body.tokens)
-    check_ids("tokens", ids, llm.get_tokenizer().vocab_size)
-    return {"prompt": llm.get_tokenizer().decode(ids, skip_special=False)}
+    ids, tokenizer = token_ids("tokens", body.tokens), llm.get_tokenizer()
+    check_ids("tokens", ids, tokenizer.vocab_size)
+    return {"prompt": await off_the_loop(4 * len(ids), lambda: tokenizer.decode(ids, skip_special=False))}

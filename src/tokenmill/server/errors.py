@@ -52,8 +52,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again", "engine_dead")
     if isinstance(error, RequestFailed) and error.finish_reason is not None:
-        return ended_badly(error.finish_reason, None, num_tokens=0) or internal_error(error)
-    return internal_error(error)
+        return ended_badly(error.finish_reason, None, num_tokens=0) or internal_error()
+    return internal_error()
 
 
 def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | None:
@@ -83,6 +83,10 @@ def log_failure(told: ApiError, error: BaseException) -> None:
             log.error("the request failed", exc_info=error)
 
 
+def cancelled() -> ApiError:
+    return ApiError(499, "the request ended: cancelled", code="cancelled")
+
+
 def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:
     """Not now, but perhaps soon."""
     return ApiError(503, message, "server_error", code, headers=headers)
@@ -96,5 +100,5 @@ def _overloaded(message: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", "rate_limit_exceeded", headers=RETRY_SOON)
 
 
-def internal_error(error: BaseException) -> ApiError:
-    return ApiError(500, "internal error", "server_error", "internal_error", cause=f"{type(error).__name__}: {error}")
+def internal_error() -> ApiError:
+    return ApiError(500, "internal error", "server_error", "internal_error")

@@ -4,8 +4,8 @@ Uvicorn has one timeout, between requests. Here a request's head and body each h
 What is refused here is refused in OpenAI's words, as everywhere.
 
 A client may close its sending side and go on listening. Nothing tells this from one that has gone, but for writing to
-it: so until the answer begins it gets an interim response (102) now and then, which ends the connection of one that is
-not there.
+it: so until the answer begins it gets an interim response now and then, which ends the connection of one that is not
+there.
 """
 
 from __future__ import annotations
@@ -15,22 +15,36 @@ import json
 import logging
 import re
 import secrets
+from collections import deque
+from enum import Enum
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.errors import ApiError
+from tokenmill.server.errors import RETRY_SOON, ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
 UPGRADE = re.compile(rb"(?i)(^|\r\n)upgrade ?:")
-PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
 """Two in a row: the first one makes a peer that has gone say so, the second one hears it."""
+MAX_CONNECTIONS = 4096
+MAX_PIPELINED = 16
+"""Requests that may wait on one connection behind the one that is answered."""
 TOO_SLOW = ApiError(408, "the request did not arrive in time", code="request_timeout")
 TOO_LARGE = ApiError(431, "the request's headers are too large", code="headers_too_large")
+TOO_MANY = unavailable("too many connections", "too_many_connections", RETRY_SOON)
 INVALID = ApiError(400, "this is no valid HTTP request", code="invalid_http")
+
+
+class Reading(Enum):
+    """What the next byte belongs to."""
+
+    NOTHING = "between requests"
+    HEAD = "a request's head"
+    BODY = "its body"
 
 
 class _HeadRefused(Exception):
@@ -47,11 +61,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
-        self._is_in_head = True
+        self._reading = Reading.NOTHING
+        self._num_parsed = 0
+        """Bytes of this head that the parser has given us..."""
+        self._num_raw = 0
+        """...and those of whole packets that it has not."""
         self._refusal = INVALID
-        self._cycles: list[RequestResponseCycle] = []
-        """Requests that have no complete answer yet, in the order they came."""
+        self._cycles: deque[RequestResponseCycle] = deque()
+        """Requests in the order they came; those at the left may have their answers."""
 
     @classmethod
     def with_limits(cls, limits: ServerConfig) -> type[GuardedProtocol]:
@@ -62,16 +79,20 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_within(self.limits.header_timeout_s)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(TOO_MANY, is_told=True)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(_without_upgrade(data) if self._is_in_head else data)
-        if not self._is_in_head or self.transport.is_closing():
+        was = self._reading
+        super().data_received(data if was is Reading.BODY else _without_upgrade(data))
+        if self.transport.is_closing():
             return
-        self._num_head_bytes += len(data)
-        if self._num_head_bytes > self.limits.max_header_bytes:
-            self._refuse(TOO_LARGE)
-        elif self._deadline is None and not self._unanswered():  # uvicorn's own timer ends with any byte
-            self._expect_within(self.limits.header_timeout_s)
+        if was is self._reading is not Reading.BODY:  # part of a head, or line ends before one
+            self._num_raw += len(data)
+            if self._num_raw > self.limits.max_header_bytes:
+                self._refuse(TOO_LARGE)
+        if self._reading is Reading.NOTHING and self._deadline is None and not self._unanswered():
+            self._expect_within(self.limits.header_timeout_s)  # uvicorn's own timer ends with any byte
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it may still want its answers."""
@@ -96,8 +117,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"]["abort"] = self._abort
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._reading, self._num_parsed, self._num_raw = Reading.HEAD, 0, 0
         self._expect_within(self.limits.header_timeout_s)
+        self._stop_watching()  # whoever asks again is there
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -110,33 +132,40 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop(TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._num_head_bytes = False, 0
-        self._expect_within(self.limits.body_timeout_s)
         version = self.parser.get_http_version()
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if version not in ("1.0", "1.1") or num_hosts > 1 or (version == "1.1" and not num_hosts):
             self._stop(INVALID)
+        if self.parser.should_upgrade():  # the parser would take its body for the next request
+            self._stop(INVALID)
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        if len(self._cycles) > MAX_PIPELINED:
+            self._stop(TOO_MANY)
+        self._reading = Reading.BODY
+        self._expect_within(self.limits.body_timeout_s)
         super().on_headers_complete()
-        self._cycles = [*self._unanswered(), self.cycle]
+        self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._reading, self._num_raw = Reading.NOTHING, 0
         self._expect_within(None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._stop_watching()
         self._watch_flush(self.transport.get_write_buffer_size())
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the words are ours)
         """What the parser refuses."""
-        self._refuse(self._refusal)
+        self._refuse(self._refusal, is_told=True)
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _count(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > self.limits.max_header_bytes:
+        self._num_parsed += num_bytes
+        if self._num_parsed > self.limits.max_header_bytes:
             self._stop(TOO_LARGE)
 
     def _stop(self, refusal: ApiError) -> None:
@@ -149,13 +178,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self._refuse, TOO_SLOW)
 
-    def _refuse(self, error: ApiError) -> None:
-        """Nothing more is read. Answers to earlier requests are still given; else the client is told why."""
+    def _refuse(self, error: ApiError, *, is_told: bool = False) -> None:
+        """Nothing more is read. Answers to earlier requests are still given.
+
+        Else the client is told why, if it has begun a request that has no answer yet, or if `is_told`.
+        """
         self._expect_within(None)
         if self.transport.is_closing():
-            return
-        if self.cycle is not None and self.cycle.response_complete and not self._is_in_head:
-            self.transport.close()  # it has had its answer, and the rest of its body is not wanted
             return
         waiting = self._unanswered()
         earlier = [cycle for cycle in waiting if not cycle.more_body]
@@ -163,7 +192,9 @@ class GuardedProtocol(HttpToolsProtocol):
             earlier[-1].keep_alive = False
             self.flow.pause_reading()
             return
-        if not any(cycle.response_started for cycle in waiting):
+        is_answered = self._reading is Reading.BODY and not waiting
+        has_begun = self._reading is not Reading.NOTHING and not is_answered
+        if (has_begun or (is_told and not is_answered)) and not any(cycle.response_started for cycle in waiting):
             name = f"req-{secrets.token_hex(16)}"  # there is no request that could be named
             log.warning("%s refused with %d: %s", name, error.status, error.message)
             self.transport.write(_raw(error, name))
@@ -171,16 +202,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _watch_flush(self, before: int) -> None:
         """An answer is complete, but not all of it has been taken: somebody must be taking it."""
-        if before and not (self._flush and not self._flush.cancelled()):
+        if before:
             self._flush = self.loop.call_later(self.limits.send_timeout_s, self._look_at_flush, before)
 
     def _look_at_flush(self, before: int) -> None:
-        self._flush = None
         now = self.transport.get_write_buffer_size()
         if now >= before:
             self._abort()
         else:
             self._watch_flush(now)
+
+    def _stop_watching(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
 
     def _abort(self) -> None:
         """Give a client up: what is on its way to it is not waited for."""
@@ -206,7 +241,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def _without_upgrade(data: bytes) -> bytes:
     """A request to go on in another protocol may be ignored, but the parser would lose its body then."""
-    head, end, rest = data.partition(b"\r\n\r\n")
+    head, end, rest = data.partition(b"\r\n\r\n")  # one that is cut in two is refused instead
     return UPGRADE.sub(b"\\1X-Was-U:", head) + end + rest if UPGRADE.search(head) else data
 
 

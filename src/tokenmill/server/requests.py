@@ -33,6 +33,12 @@ Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Flag = StrictBool | None
 
 
+MOST_ITEMS = 1 << 18
+"""Of lists that have no other limit: more tokens than a vocabulary has."""
+MOST_IDS = 1 << 20
+"""In all prompts of a request."""
+
+
 def _at_most(count: int) -> BeforeValidator:
     """Looked at before the items are: a million wrong ones are one mistake."""
 
@@ -58,6 +64,8 @@ def _list_of(kind: type, words: str) -> AfterValidator:
     """A list of one kind of things, with one complaint for all that are not."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MOST_ITEMS:
+            raise ValueError(f"must have at most {MOST_ITEMS} items")
         if value is None or (isinstance(value, list) and all(type(one) is kind for one in value)):
             return value
         raise ValueError(f"must be a list of {words}")
@@ -104,6 +112,8 @@ TEXTS_OR_IDS = {
 def _texts_or_ids(value: Any) -> Any:
     """One prompt or several, as texts or as ids."""
     several = value if isinstance(value, list) else [value]
+    if len(several) + sum(len(one) for one in several if isinstance(one, list)) > MOST_IDS:
+        raise ValueError(f"must have at most {MOST_IDS} token ids")
     kinds = {type(one) for one in several}
     if kinds == {list}:
         kinds = {type(number) for one in several for number in one}
@@ -134,17 +144,10 @@ class StreamOptions(Body):
     """Usage so far in every chunk."""
 
 
-class Shared(Body):
-    """What all endpoints that generate understand."""
+class Hinted(Body):
+    """What all endpoints that use the engine understand."""
 
     model: StrictStr
-    stream: Flag = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    # Extensions.
-    top_k: StrictInt | None = None
-    min_p: Number | None = None
-    seed: StrictInt | None = None
     timeout_s: Annotated[Number, Field(gt=0)] | None = Field(None, description="Give up after so many seconds.")
     priority: Annotated[StrictInt, Field(ge=0, le=100)] | None = Field(
         None, description="Greater ones wait for smaller ones."
@@ -153,6 +156,22 @@ class Shared(Body):
         None, min_length=1, max_length=256, description="KV is shared only between requests with the same salt."
     )
 
+    def hints(self, key: str, *, separate: bool) -> Hints:
+        """Whose request it is. Keys that are `separate` share no KV: what is cached can't be found out by timing."""
+        salts = (*((key,) if separate else ()), *((self.cache_salt,) if self.cache_salt is not None else ()))
+        return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
+
+
+class Shared(Hinted):
+    """What all endpoints that generate understand."""
+
+    stream: Flag = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    # Extensions.
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    seed: StrictInt | None = None
     prompt_embeds: Annotated[Any, _refused("is not taken: a prompt is a text or token ids")] = None
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
@@ -162,11 +181,6 @@ class Shared(Body):
             given["seed"] = self._seed(self.seed)
         own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
         return SamplingParams(**{**own, **given, **more})
-
-    def hints(self, key: str, *, separate: bool) -> Hints:
-        """Whose request it is. Keys that are `separate` share no KV: what is cached can't be found out by timing."""
-        salts = (*((key,) if separate else ()), *((self.cache_salt,) if self.cache_salt is not None else ()))
-        return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
 
     @classmethod
     def _sampling_names(cls) -> tuple[str, ...]:
@@ -192,7 +206,7 @@ class SamplingFields(Shared):
     stop: Stop = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number] | None, _at_most(1024)] = None
+    logit_bias: Annotated[dict[str, Number] | None, _at_most(1 << 14)] = None
     # Extensions that other servers have under these names.
     typical_p: Number | None = None
     repetition_penalty: Number | None = None
@@ -385,8 +399,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, "suffix is not supported", param="suffix")
 
 
-class EmbeddingRequest(Body):
-    model: StrictStr
+class EmbeddingRequest(Hinted):
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = None

@@ -24,24 +24,23 @@ async def start_response(call: Call, body: ResponsesRequest, config: ServerConfi
     body.check(config)
     defaults = call.llm.get_default_sampling_params()
     params = body.sampling(defaults, logprobs=body.num_logprobs)
-    messages = as_messages(body)
-    size = sum(len(message["content"]) for message in messages)
-    ids = await call.tokens(size, lambda: call.llm.chat_ids(messages))
+    messages = as_messages(body, config.max_content_parts)
+    ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages))
     check_room(ids, body.max_output_tokens, call.llm.max_model_len)
     call.generate(ids, params)
     return ResponseAnswer(call, body, params.temperature, params.top_p, forms)
 
 
-def as_messages(body: ResponsesRequest) -> list[dict[str, str]]:
+def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, str]]:
     """The conversation as messages."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not isinstance(items, list) or not items:
         raise ApiError(400, "input must be a text or a list of items", param="input")
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    return [*system, *(_message(item) for item in items)]
+    return [*system, *(_message(item, most_parts) for item in items)]
 
 
-def _message(item: Any) -> dict[str, str]:
+def _message(item: Any, most_parts: int) -> dict[str, str]:
     if not isinstance(item, dict) or item.get("type", "message") != "message":
         kind = item.get("type") if isinstance(item, dict) else type(item).__name__
         raise ApiError(400, f"input items of type {kind!r:.40} are not supported: only messages are", param="input")
@@ -50,8 +49,8 @@ def _message(item: Any) -> dict[str, str]:
         raise ApiError(400, f"the role {role!r:.40} is not known", param="input")
     if isinstance(content, str):
         return {"role": role, "content": content}
-    if not isinstance(content, list) or not content:
-        raise ApiError(400, "the content of an item must be a text or a list of parts", param="input")
+    if not isinstance(content, list) or not 1 <= len(content) <= most_parts:
+        raise ApiError(400, f"the content of an item is a text or a list of 1 to {most_parts} parts", param="input")
     texts = []
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
@@ -81,7 +80,7 @@ class ResponseAnswer:
 
     # -- as a stream --------------------------------------------------------------------------------------------------
 
-    def opening(self, outputs: Sequence[RequestOutput]) -> bytes:  # noqa: ARG002
+    def opening(self, output: RequestOutput | None = None) -> bytes:  # noqa: ARG002
         begun = self._response("in_progress", [])
         item = {"type": "message", "id": self._item_id, "status": "in_progress", "role": "assistant", "content": []}
         return b"".join(
@@ -118,7 +117,7 @@ class ResponseAnswer:
         # The type of the codes is closed; what there is no word for is the server's error.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response["error"] = {"code": code, "message": error.message}
-        begun = b"" if self._number >= 0 else self.opening([])  # clients wait for the beginning first
+        begun = b"" if self._number >= 0 else self.opening()  # clients wait for the beginning first
         return begun + self._event("response.failed", response=response)
 
     # -- parts --------------------------------------------------------------------------------------------------------

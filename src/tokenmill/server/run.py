@@ -29,7 +29,6 @@ from tokenmill.server.protocol import GuardedProtocol
 from tokenmill.server.served import Served
 
 BACKLOG = 2048
-MAX_CONNECTIONS = 4096
 LAST_WORDS_S = 2.0
 """For the terminal events of what was cut off."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,7 +40,7 @@ def serve(load: Callable[[], AsyncLLM], config: ServerConfig) -> None:
     server = Server(Served(config))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
-            is_loaded = runner.run(server.run(load, listener))
+            is_loaded = runner.run(server.load_and_serve(load, listener))
         finally:
             listener.close()
         if not is_loaded:  # the model is still being loaded by a thread that can't be stopped
@@ -61,7 +60,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             log_config=None,
             access_log=False,  # ours has the requests' names
-            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=round(config.idle_s),
             timeout_graceful_shutdown=max(1, round(LAST_WORDS_S)),
             server_header=False,
         )
@@ -75,7 +74,7 @@ class Server(uvicorn.Server):
     def is_ready(self) -> bool:
         return self.started and self._served.is_ready
 
-    async def run(self, load: Callable[[], AsyncLLM], listener: socket.socket) -> bool:  # type: ignore[override]
+    async def load_and_serve(self, load: Callable[[], AsyncLLM], listener: socket.socket) -> bool:
         """Load the model and serve it; False if it was told to stop before that was done."""
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -86,6 +85,7 @@ class Server(uvicorn.Server):
         both: set[asyncio.Future[Any]] = {loading, serving}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
+            serving.result()
             return False
         try:
             self._llm = loading.result()  # what could not be loaded ends it all

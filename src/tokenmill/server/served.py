@@ -8,13 +8,12 @@ import time
 from starlette.requests import Request as HttpRequest
 
 from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.engine.request import Hints
 from tokenmill.server.auth import PUBLIC
 from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import Gate, caller_of
 from tokenmill.server.errors import ApiError, model_not_found, unavailable
-from tokenmill.server.requests import EmbeddingRequest, Shared
+from tokenmill.server.requests import Hinted
 from tokenmill.server.tokens import TokenForms
 
 TIMEOUT_HEADER = "x-request-timeout"
@@ -30,6 +29,7 @@ class Served:
         self.calls = OpenCalls()
         self.gate = Gate(unavailable("the model is being loaded", "loading"), stays_open=PUBLIC)
         self._llm: AsyncLLM | None = None
+        self._drains = False
         if llm is not None:
             self.open(llm)
 
@@ -37,10 +37,12 @@ class Served:
         """The model is there: let requests in."""
         self._llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
-        self.gate.closed = None
+        if not self._drains:
+            self.gate.closed = None
 
     def drain(self) -> None:
         """Let nobody in any more; who is inside may stay."""
+        self._drains = True
         self.gate.closed = unavailable("the server is stopping", "stopping")
 
     @property
@@ -50,7 +52,7 @@ class Served:
 
     @property
     def llm(self) -> AsyncLLM:
-        assert self._llm is not None, "the gate is open"
+        assert self._llm is not None, "the gate is closed until it is there"
         return self._llm
 
     def find(self, model: str | None) -> AsyncLLM:
@@ -59,13 +61,11 @@ class Served:
             raise model_not_found(model)
         return self.llm
 
-    def call(self, http: HttpRequest, body: Shared | EmbeddingRequest, prefix: str) -> Call:
+    def call(self, http: HttpRequest, body: Hinted, prefix: str) -> Call:
         """A call of the engine for a request."""
         llm, key = self.find(body.model), caller_of(http.scope).key
-        deadlines, hints = [self.config.max_request_s, _timeout(http)], Hints(key=key)
-        if isinstance(body, Shared):
-            deadlines.append(body.timeout_s)
-            hints = body.hints(key, separate=len(self.config.key_hashes) > 1)
+        hints = body.hints(key, separate=len(self.config.key_hashes) > 1)
+        deadlines = [self.config.max_request_s, _timeout(http), body.timeout_s]
         timeout_s = min(one for one in deadlines if one is not None)
         return Call(http, llm, self.config, self.calls, prefix, hints, timeout_s)
 

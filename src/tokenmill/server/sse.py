@@ -54,7 +54,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [
-            asyncio.ensure_future(one) for one in (self._send_all(send), _disconnected(receive), self._keep_alive(send))
+            asyncio.ensure_future(one) for one in (self._send_all(send), disconnected(receive), self._keep_alive(send))
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -94,6 +94,7 @@ class EventStream(Response):
                 await self._send(send, KEEP_ALIVE)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Until the client is gone. Its body has been read, so nothing else can come."""
     while (await receive())["type"] != "http.disconnect":
         pass

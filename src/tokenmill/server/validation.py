@@ -41,5 +41,5 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         words = "a JSON body is needed" if first["type"] == "missing" else "the body must be a JSON object"
         return ApiError(400, words)
     words = WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
-    path = ".".join(str(part) for part in where)
-    return ApiError(400, f"{path} {words}", param=str(where[0]) if inside == "body" else path)
+    path = f"{'.'.join(str(part) for part in where):.200}"
+    return ApiError(400, f"{path} {words}", param=f"{where[0]!s:.200}" if inside == "body" else path)

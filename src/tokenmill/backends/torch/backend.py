@@ -173,7 +173,7 @@ class TorchBackend(PagedBackend[TorchStep]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(min=0)
+        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(0, self._vocab_size - 1)
         step.mark_launched(self._device)
         return sampled
 

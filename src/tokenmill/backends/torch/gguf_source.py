@@ -17,6 +17,7 @@ from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderCo
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
 from tokenmill.backends.torch.native.library import INT4, INT8
 from tokenmill.backends.torch.native.packing import FOUR_BITS, Quantised, from_gguf
+from tokenmill.backends.torch.native.weights import MOST_WEIGHT
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings
@@ -51,7 +52,8 @@ class GGUFSource:
         tensor = self._file.tensors[name]
         layout = _layout(self._file, tensor)
         found = from_gguf(layout.kind.name, self._file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows))
-        if found is not None and not np.isfinite(found.scale).all():
+        parts = [] if found is None else [part for part in (found.scale, found.minimum) if part is not None]
+        if not all((np.abs(part) <= MOST_WEIGHT).all() for part in parts):  # NaN is not, either
             raise ModelLoadError(f"{self.where}: {name} has values that are no finite numbers")
         order = self._order(name)
         return found if found is None or order is None else found.rows(order)

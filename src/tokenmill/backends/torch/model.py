@@ -21,6 +21,8 @@ from tokenmill.core.memory import MemoryPlan
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ConfigError, InvalidOperation
 
+NUM_THREADS = torch.get_num_threads()
+"""What torch would take by itself, before any backend has told it otherwise."""
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
 
@@ -54,7 +56,7 @@ class TorchModel:
         self._gate = WeightsGate()
         self._deterministic = deterministic
         self._block_size = block_size
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = NUM_THREADS
         # Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor.
         self._depth = (1 if self._device.type == "cuda" else 0) if depth is None else depth
 

@@ -44,7 +44,7 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     _check_extras(options.extra)
     device = _device(options.device)
     config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
-    form = _form(options.dtype, device, source.is_quantised and can_hold(config))
+    form = _form(options.dtype, device, source.is_quantised, can_hold(config))
     if isinstance(form, torch.dtype) and options.deterministic:
         _check_deterministic(form, device)
     check_tensors(source, config, names)
@@ -63,7 +63,7 @@ class Described:
         self._device = _device(options.device)
         self._config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
         check_tensors(source, self._config, names)
-        self._form = _form(options.dtype, self._device, source.is_quantised and can_hold(self._config))
+        self._form = _form(options.dtype, self._device, source.is_quantised, can_hold(self._config))
         self._weight_bytes = weight_bytes(self._config, source, names, self._form)
 
     @property
@@ -167,18 +167,20 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _form(name: str, device: torch.device, is_quantised: bool) -> Form:
+def _form(name: str, device: torch.device, is_quantised: bool, fits: bool) -> Form:
     """How the weights are to be held. `auto` takes a quantised file as it is, where there are kernels for that."""
     if name in DTYPES:
         return DTYPES[name]
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16
-        return Native(None) if is_quantised and library() is not None else torch.float32
+        return Native(None) if is_quantised and fits and library() is not None else torch.float32
     if name not in BITS:
         raise ConfigError(f"dtype {name!r} is not known; known: auto, {', '.join([*DTYPES, *BITS])}")
     if device.type != "cpu":
         raise ConfigError(f"dtype {name!r} is for the CPU alone")
+    if not fits:
+        raise ConfigError(f"dtype {name!r}: the kernels can't do a model of these sizes; use float32")
     if library() is None:
         raise ConfigError(f"dtype {name!r} needs the CPU kernels, which are not there")
     return Native(BITS[name])

@@ -6,8 +6,8 @@ machine; which one is used is found out when the library is loaded.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -17,9 +17,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "libtokenmill.so"
-FLAGS = "-O3 -std=c11 -fPIC -Wno-psabi -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=default"
+FLAGS = "-O3 -std=gnu11 -fPIC -Wno-psabi -fno-math-errno -fno-trapping-math -ffp-contract=fast"
 VARIANTS = {
-    "variant_plain.c": "",
+    "variant_plain.c": "-ffp-contract=off",  # what is fused must not depend on the size of a batch
     "variant_avx2.c": "-mavx2 -mfma -mf16c",
     "variant_avx512vnni.c": (
         "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -mprefer-vector-width=512"
@@ -34,10 +34,12 @@ class BuildFailed(Exception):
 
 def build(target: Path = LIBRARY, more_flags: str = "") -> Path:
     """Compile everything into one shared library."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
+    given = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if given is None:
         raise BuildFailed("there is no C compiler (cc, gcc or clang)")
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    compiler = shlex.split(given)
+    is_x86 = _run([*compiler, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    sources_flag = f'-DTM_SOURCES="{fingerprint()}"'
     sources = {"pool.c": "", "kernels.c": "", **VARIANTS}
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = []
@@ -45,16 +47,23 @@ def build(target: Path = LIBRARY, more_flags: str = "") -> Path:
             if name in ONLY_X86 and not is_x86:
                 continue
             objects.append(str(Path(folder) / f"{name}.o"))
-            _run([compiler, *f"{FLAGS} {flags} {more_flags}".split(), "-c", str(FOLDER / name), "-o", objects[-1]])
+            own = [*f"{FLAGS} {flags} {more_flags}".split(), sources_flag]
+            _run([*compiler, *own, "-c", str(FOLDER / name), "-o", objects[-1]])
         made = Path(folder) / target.name
-        _run([compiler, "-shared", *more_flags.split(), "-o", str(made), *objects, "-lm", "-lpthread"])
+        _run([*compiler, "-shared", *more_flags.split(), "-o", str(made), *objects, "-lm", "-lpthread"])
         made.replace(target)  # whoever has the old one open keeps it
     return target
 
 
-def _run(command: list[str]) -> None:
+def fingerprint() -> str:
+    """Of everything that the library is made from: one that was built from something else is not used."""
+    files = sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h"), Path(__file__)])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or str(error)
         raise BuildFailed(f"{shlex.join(command[:1])} failed: {said.strip()[-2000:]}") from None

@@ -3,7 +3,9 @@
 #define TILE 8          /* inputs that share unpacked weights */
 #define PANEL (1 << 18) /* bytes of rounded inputs that are gone through for each block of weights */
 #define QUERIES 4       /* tokens of one sequence that read keys and values together */
-#define KEYS 16         /* cells that are scored together */
+#define KEYS 16         /* positions that are scored together: those from a multiple of it on */
+#define MOST_DIM 512    /* of a head */
+#define MOST_SHARED 64  /* heads that read the same keys */
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
@@ -84,20 +86,26 @@ static void multiply(const tm_matrix *m, const rounded *in, int32_t n, float *y,
 
 /* -- rows of activations ------------------------------------------------------------------------------------------- */
 
-static void norm_row(const float *x, const float *weight, float eps, int32_t width, float *y) {
-    float squares = 0;
+static float root_mean_square_inverse(const float *x, float eps, int32_t width) {
     int32_t i = 0;
     vf total = splat(0);
     for (; i + LANES <= width; i += LANES) {
         vf v = load(x + i);
         total += v * v;
     }
-    squares = sum(total);
+    float squares = sum(total);
     for (; i < width; i++) squares += x[i] * x[i];
-    float by = 1.0f / sqrtf(squares / (float)width + eps);
-    i = 0;
+    return 1.0f / sqrtf(squares / (float)width + eps);
+}
+
+static inline void scale_row(const float *x, const float *weight, float by, int32_t width, float *y) {
+    int32_t i = 0;
     for (; i + LANES <= width; i += LANES) store(y + i, load(x + i) * by * load(weight + i));
     for (; i < width; i++) y[i] = x[i] * by * weight[i];
+}
+
+static void norm_row(const float *x, const float *weight, float eps, int32_t width, float *y) {
+    scale_row(x, weight, root_mean_square_inverse(x, eps, width), width, y);
 }
 
 typedef struct {
@@ -107,42 +115,53 @@ typedef struct {
     rounded out;
 } row_work;
 
-static void round_into(const row_work *w, int32_t row, const float *values) {
-    int32_t groups = groups_of(w->width);
-    size_t at = (size_t)row * groups;
-    quantise_row(values, w->width, w->out.q + at * TM_GROUP, w->out.scale + at, w->out.sum + at);
+/* Round one group of a row to where it belongs. */
+static inline void round_group(const row_work *w, int32_t row, int32_t g, const float *values, int32_t count) {
+    size_t at = (size_t)row * groups_of(w->width) + g;
+    quantise_group(values, count, w->out.q + at * TM_GROUP, w->out.scale + at, w->out.sum + at);
 }
 
 static void round_rows(void *context, int32_t begin, int32_t end) {
     const row_work *w = context;
-    for (int32_t i = begin; i < end; i++) round_into(w, i, w->x + (size_t)i * w->width);
+    int32_t groups = groups_of(w->width);
+    for (int32_t i = begin; i < end; i++)
+        for (int32_t g = 0; g < groups; g++) {
+            int32_t at = g * TM_GROUP, count = w->width - at < TM_GROUP ? w->width - at : TM_GROUP;
+            round_group(w, i, g, w->x + (size_t)i * w->width + at, count);
+        }
 }
 
 static void norm_and_round(void *context, int32_t begin, int32_t end) {
     const row_work *w = context;
-    float *values = malloc((size_t)w->width * 4);
+    float values[TM_GROUP];
     for (int32_t i = begin; i < end; i++) {
-        norm_row(w->x + (size_t)i * w->width, w->weight, w->eps, w->width, values);
-        round_into(w, i, values);
+        const float *x = w->x + (size_t)i * w->width;
+        float by = root_mean_square_inverse(x, w->eps, w->width);
+        int32_t groups = groups_of(w->width);
+        for (int32_t g = 0; g < groups; g++) {
+            int32_t at = g * TM_GROUP, count = w->width - at < TM_GROUP ? w->width - at : TM_GROUP;
+            scale_row(x + at, w->weight + at, by, count, values);
+            round_group(w, i, g, values, count);
+        }
     }
-    free(values);
 }
 
 /* x is [n, 2 * width]: gate and up. */
 static void gate_and_round(void *context, int32_t begin, int32_t end) {
     const row_work *w = context;
-    float *values = malloc((size_t)(w->width + LANES) * 4);
+    float values[TM_GROUP];
     for (int32_t i = begin; i < end; i++) {
         const float *gate = w->x + (size_t)i * 2 * w->width, *up = gate + w->width;
-        int32_t k = 0;
-        for (; k + LANES <= w->width; k += LANES) {
-            vf g = load(gate + k);
-            store(values + k, g / (splat(1.0f) + vexp(-g)) * load(up + k));
+        int32_t groups = groups_of(w->width);
+        for (int32_t g = 0; g < groups; g++) {
+            int32_t at = g * TM_GROUP, count = w->width - at < TM_GROUP ? w->width - at : TM_GROUP;
+            for (int32_t k = 0; k < count; k += LANES) { /* the width is a multiple of 16 */
+                vf v = load(gate + at + k);
+                store(values + k, v / (splat(1.0f) + vexp(-v)) * load(up + at + k));
+            }
+            round_group(w, i, g, values, count);
         }
-        for (; k < w->width; k++) values[k] = gate[k] / (1.0f + expf(-gate[k])) * up[k];
-        round_into(w, i, values);
     }
-    free(values);
 }
 
 #define ROW_GRAIN 4 /* so few rows are not worth waking anybody */
@@ -162,26 +181,34 @@ typedef struct {
     const tile *tiles;
 } attention;
 
-static void turn(float *head, const float *cos, const float *sin, int32_t half) {
-    for (int32_t i = 0; i < half; i++) {
+/* Rotate a head's pairs (i, i + half) by their angles, and scale it. */
+static inline void turn(float *head, const float *cos, const float *sin, int32_t half, float by) {
+    int32_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vf a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
+        store(head + i, (a * c - b * s) * by);
+        store(head + half + i, (b * c + a * s) * by);
+    }
+    for (; i < half; i++) {
         float a = head[i], b = head[i + half];
-        head[i] = a * cos[i] - b * sin[i];
-        head[i + half] = b * cos[i] + a * sin[i];
+        head[i] = (a * cos[i] - b * sin[i]) * by;
+        head[i + half] = (b * cos[i] + a * sin[i]) * by;
     }
 }
 
-/* Norms and rotations of new queries and keys; keys and values go into their cells. */
+/* Norms and rotations of new queries and keys; keys and values go into their cells. Queries are scaled for attention. */
 static void place_tokens(void *context, int32_t begin, int32_t end) {
     const attention *a = context;
     const tm_decoder *d = a->decoder;
     int32_t dim = d->head_dim, heads = d->num_heads, kv = d->num_kv_heads;
+    float by = 1.0f / sqrtf((float)dim);
     for (int32_t t = begin; t < end; t++) {
         float *row = a->qkv + (size_t)t * (heads + 2 * kv) * dim;
         const float *cos = a->step->cos + (size_t)t * (dim / 2), *sin = a->step->sin + (size_t)t * (dim / 2);
         for (int32_t h = 0; h < heads + kv; h++) {
             const float *weight = h < heads ? a->layer->q_norm : a->layer->k_norm;
             if (weight) norm_row(row + h * dim, weight, d->eps, dim, row + h * dim);
-            turn(row + h * dim, cos, sin, dim / 2);
+            turn(row + h * dim, cos, sin, dim / 2, h < heads ? by : 1.0f);
         }
         size_t cell = (size_t)a->step->slot[t] * kv * dim;
         memcpy(a->keys + cell, row + heads * dim, (size_t)kv * dim * 4);
@@ -234,13 +261,13 @@ typedef struct {
     float most, total;
 } softmax;
 
-/* One query head and KEYS cells: what it has read so far, with these. */
-static inline void read_cells(
-    const float *scores, const float *values, size_t stride, int32_t dim, softmax *s, float *out) {
+/* One query head and KEYS cells: what it has read so far, with these. It may not see all of them. */
+static inline __attribute__((always_inline)) void read_cells(
+    const float *scores, const float *values, size_t stride, int32_t dim, int sees_all, softmax *s, float *out) {
     vf top = load(scores);
     for (int k = LANES; k < KEYS; k += LANES) top = larger(top, load(scores + k));
-    float most = largest(top);
-    if (!(most > -INFINITY) && most == most) return; /* it sees none of them */
+    float most = largest(top); /* of those that are numbers: one that is not makes the sum of weights none either */
+    if (most == -INFINITY) most = s->most == -INFINITY ? 0.0f : s->most;
     if (!(most <= s->most)) {
         float by = s->most == -INFINITY ? 0.0f : expf(s->most - most);
         s->most = most;
@@ -260,7 +287,7 @@ static inline void read_cells(
         vf acc[4];
         for (int i = 0; i < parts; i++) acc[i] = load(out + d + i * LANES);
         for (int k = 0; k < KEYS; k++) {
-            if (weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
+            if (!sees_all && weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
             for (int i = 0; i < parts; i++) acc[i] += weights[k] * load(values + (size_t)k * stride + d + i * LANES);
         }
         for (int i = 0; i < parts; i++) store(out + d + i * LANES, acc[i]);
@@ -277,27 +304,28 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
     const int32_t *blocks = step->table + (size_t)seq * step->table_width;
     const int32_t *tokens = step->order + tile->first;
     size_t stride = (size_t)d->num_kv_heads * dim, row = (size_t)(d->num_heads + 2 * d->num_kv_heads) * dim;
-    float by = 1.0f / sqrtf((float)dim);
     int32_t first = start, last = step->pos[tokens[tile->count - 1]];
     if (window && step->pos[tokens[0]] - window + 1 > first) first = step->pos[tokens[0]] - window + 1;
-    softmax state[QUERIES][shared];
+    softmax state[QUERIES][MOST_SHARED];
     for (int32_t t = 0; t < tile->count; t++)
         for (int32_t h = 0; h < shared; h++) {
             state[t][h] = (softmax){-INFINITY, 0.0f};
             memset(a->out + ((size_t)tokens[t] * d->num_heads + kv_head * shared + h) * dim, 0, (size_t)dim * 4);
         }
-    float copy[2][KEYS * dim];
-    for (int32_t begin = (first - base) / KEYS * KEYS + base; begin <= last; begin += KEYS) {
+    float copy[2][KEYS * MOST_DIM];
+    int is_whole = size % KEYS == 0 && base % KEYS == 0; /* KEYS positions lie in one block */
+    for (int32_t begin = first & ~(KEYS - 1); begin <= last; begin += KEYS) {
         const float *keys, *values;
         size_t apart = stride;
-        int32_t at = begin - base;
-        if (size % KEYS == 0) { /* cells of one block */
+        if (is_whole) {
+            int32_t at = begin - base;
             size_t cell = (size_t)blocks[at / size] * size + at % size;
             keys = a->keys + cell * stride + kv_head * dim;
             values = a->values + cell * stride + kv_head * dim;
         } else {
             for (int32_t k = 0; k < KEYS; k++) {
-                int32_t there = begin + k <= last ? at + k : last - base;
+                int32_t pos = begin + k < start ? start : begin + k > last ? last : begin + k;
+                int32_t there = pos - base;
                 size_t cell = ((size_t)blocks[there / size] * size + there % size) * stride + kv_head * dim;
                 memcpy(copy[0] + k * dim, a->keys + cell, (size_t)dim * 4);
                 memcpy(copy[1] + k * dim, a->values + cell, (size_t)dim * 4);
@@ -311,14 +339,19 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
             int32_t low = start - begin, high = pos - begin;
             if (window && pos - window + 1 - begin > low) low = pos - window + 1 - begin;
             if (high < 0 || low >= KEYS) continue;
+            int sees_all = low <= 0 && high >= KEYS - 1;
             for (int32_t h = 0; h < shared; h++) {
                 float scores[KEYS];
                 int32_t head = kv_head * shared + h;
-                score(a->qkv + tokens[t] * row + head * dim, keys, apart, dim, scores);
-                for (int32_t k = 0; k < KEYS; k++)
-                    scores[k] = k >= low && k <= high ? scores[k] * by : -INFINITY;
                 float *out = a->out + ((size_t)tokens[t] * d->num_heads + head) * dim;
-                read_cells(scores, values, apart, dim, &state[t][h], out);
+                score(a->qkv + tokens[t] * row + head * dim, keys, apart, dim, scores);
+                if (sees_all) {
+                    read_cells(scores, values, apart, dim, 1, &state[t][h], out);
+                    continue;
+                }
+                for (int32_t k = 0; k < KEYS; k++)
+                    if (k < low || k > high) scores[k] = -INFINITY;
+                read_cells(scores, values, apart, dim, 0, &state[t][h], out);
             }
         }
     }

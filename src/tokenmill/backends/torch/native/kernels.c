@@ -1,7 +1,12 @@
 /* Chooses the variant for this machine, and does what is the same on all of them. */
 #include "kernels.h"
 
+#include <stdatomic.h>
 #include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "lanes.h"
 
@@ -35,8 +40,9 @@ static int can_use(const variant *v) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vnni");
-    if (v == &avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    unsigned a, b, c, d; /* older compilers do not know "f16c" by its name */
+    int has_halves = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    if (v == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_halves;
 #endif
     return v == &plain;
 }
@@ -48,12 +54,26 @@ static const variant *const VARIANTS[] = {
     &plain,
 };
 
-static const variant *chosen = NULL;
+static const variant *_Atomic chosen = NULL;
 
 static const variant *use(void) {
-    for (size_t i = 0; chosen == NULL; i++)
-        if (can_use(VARIANTS[i])) chosen = VARIANTS[i];
-    return chosen;
+    const variant *found = chosen;
+    for (size_t i = 0; found == NULL; i++)
+        if (can_use(VARIANTS[i])) chosen = found = VARIANTS[i];
+    return found;
+}
+
+#ifndef TM_SOURCES
+#define TM_SOURCES "unknown"
+#endif
+
+const char *tm_sources(void) { return TM_SOURCES; }
+
+int32_t tm_size_of(const char *structure) {
+    if (strcmp(structure, "matrix") == 0) return (int32_t)sizeof(tm_matrix);
+    if (strcmp(structure, "layer") == 0) return (int32_t)sizeof(tm_layer);
+    if (strcmp(structure, "decoder") == 0) return (int32_t)sizeof(tm_decoder);
+    return strcmp(structure, "step") == 0 ? (int32_t)sizeof(tm_step) : 0;
 }
 
 const char *tm_variant(void) { return use()->name; }
@@ -87,12 +107,6 @@ void tm_norm(const float *x, const float *weight, float eps, int32_t n, int32_t 
 static void put_half(uint8_t *at, float value) {
     uint16_t half = float_to_half(value);
     memcpy(at, &half, 2);
-}
-
-static float get_half(const uint8_t *at) {
-    uint16_t half;
-    memcpy(&half, at, 2);
-    return half_to_float(half);
 }
 
 void tm_pack_int4(const uint8_t *q, const float *scale, const float *min, int32_t rows, int32_t cols, uint8_t *blocks) {
@@ -140,10 +154,10 @@ void tm_rows(const tm_matrix *m, const int64_t *rows, int32_t n, float *y) {
             if (m->kind == TM_INT4) {
                 uint8_t both = group[64 * (half / 4) + 4 * r + half % 4];
                 float value = (float)(k < 16 ? both & 15 : both >> 4);
-                y[(size_t)i * m->cols + c] = get_half(group + 256 + 2 * r) * value + get_half(group + 288 + 2 * r);
+                y[(size_t)i * m->cols + c] = half_at(group + 256 + 2 * r) * value + half_at(group + 288 + 2 * r);
             } else {
                 float value = (float)((int32_t)group[64 * (k / 4) + 4 * r + k % 4] - 128);
-                y[(size_t)i * m->cols + c] = get_half(group + 512 + 2 * r) * value;
+                y[(size_t)i * m->cols + c] = half_at(group + 512 + 2 * r) * value;
             }
         }
     }

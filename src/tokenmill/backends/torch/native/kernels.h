@@ -11,7 +11,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TM_VERSION 1
 #define TM_GROUP 32 /* inputs that share a scale */
 #define TM_ROWS 16  /* outputs that are stored side by side */
 
@@ -65,6 +64,10 @@ typedef struct {
     float *const *keys, *const *values; /* [layers] -> [cells, kv heads, head_dim] */
 } tm_step;
 
+/* A hash of the sources it was built from; and how large "matrix", "layer", "decoder" and "step" are. */
+const char *tm_sources(void);
+int32_t tm_size_of(const char *structure);
+
 /* "avx512vnni", "avx2" or "plain": what this machine can do; `tm_use` chooses another one (for tests), 0 if it can't. */
 const char *tm_variant(void);
 int32_t tm_use(const char *variant);
@@ -85,7 +88,7 @@ void tm_norm(const float *x, const float *weight, float eps, int32_t n, int32_t 
 /* y [n, cols]: some rows of a matrix, as float32. */
 void tm_rows(const tm_matrix *matrix, const int64_t *rows, int32_t n, float *y);
 
-/* Numbers [rows, cols] (0 to 15, or -127 to 127), scales and minima [rows, cols / 32], rounded up, into blocks. */
+/* Numbers [rows, cols] (0 to 15, or signed bytes), scales and minima [rows, cols / 32], rounded up, into blocks. */
 void tm_pack_int4(const uint8_t *q, const float *scale, const float *min, int32_t rows, int32_t cols, uint8_t *blocks);
 void tm_pack_int8(const int8_t *q, const float *scale, int32_t rows, int32_t cols, uint8_t *blocks);
 

@@ -77,7 +77,7 @@ static inline void store_bytes(int8_t *p, vi n) {
 
 /* e to the x: exact to about 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */
 static inline vf vexp(vf x) {
-    vi low = (vi)(x < splat(-87.3f)), high = (vi)(x > splat(88.7f)), bad = (vi)(x != x);
+    vi low = (vi)(x < splat(-87.3f)), high = (vi)(x > splat(88.37f)), bad = (vi)(x != x);
     vf clipped = (vf)((~(low | high | bad)) & (vi)x);
     vf scaled = clipped * 1.44269504088896341f;
     vf rounded = (scaled + splat(12582912.0f)) - splat(12582912.0f);
@@ -109,6 +109,12 @@ static inline float half_to_float(uint16_t half) {
     float f;
     memcpy(&f, &bits, 4);
     return f;
+}
+
+static inline float half_at(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return half_to_float(half);
 }
 
 /* To the nearest half, ties to even. */

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import weakref
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tokenmill.backends.torch.native.build import LIBRARY
+from tokenmill.backends.torch.native.build import LIBRARY, fingerprint
 
 log = logging.getLogger(__name__)
 
+BUILD_MODULE = "tokenmill.backends.torch.native.build"
 SWITCH = "TOKENMILL_KERNELS"
 """Set to 0, the library is not used."""
 GROUP, ROWS = 32, 16
@@ -71,14 +73,21 @@ def library() -> Any | None:
     if not LIBRARY.exists():
         log.warning(
             "the CPU kernels are not there, so quantised models run as float32, several times slower: install a C "
-            "compiler and run python -m tokenmill.backends.torch.native.build"
+            "compiler and run python -m %s",
+            BUILD_MODULE,
         )
         return None
     try:
-        return declare(ctypes.CDLL(str(LIBRARY)))
-    except OSError as error:
+        lib = declare(ctypes.CDLL(str(LIBRARY)))
+    except (OSError, AttributeError) as error:
         log.warning("the CPU kernels can't be used: %s", error)
         return None
+    if lib.tm_sources().decode() != fingerprint():
+        log.warning(
+            "the CPU kernels were built from other sources and are not used: run %s", "python -m " + BUILD_MODULE
+        )
+        return None
+    return lib
 
 
 def declare(lib: Any) -> Any:
@@ -86,6 +95,8 @@ def declare(lib: Any) -> Any:
     pointer, number = c_void_p, c_int32
     for name, result, arguments in (
         ("tm_variant", c_char_p, []),
+        ("tm_sources", c_char_p, []),
+        ("tm_size_of", number, [c_char_p]),
         ("tm_use", number, [c_char_p]),
         ("tm_pool_new", pointer, [number]),
         ("tm_pool_free", None, [pointer]),
@@ -105,8 +116,22 @@ def declare(lib: Any) -> Any:
 
 def address(array: np.ndarray[Any, Any]) -> int:
     """Where an array's numbers are."""
-    assert array.flags.c_contiguous
+    if not array.flags.c_contiguous:
+        raise ValueError("the kernels need arrays that lie in one piece")
     return int(array.ctypes.data)
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a child process: the threads have stayed with the parent. Without a pool the caller's own does all."""
+    for pool in _pools:
+        pool.handle = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 class Pool:
@@ -114,7 +139,9 @@ class Pool:
 
     def __init__(self, lib: Any, num_threads: int) -> None:
         self._lib = lib
+        self.handle: int | None = None
         self.handle = lib.tm_pool_new(num_threads)
+        _pools.add(self)
 
     def close(self) -> None:
         handle, self.handle = self.handle, None

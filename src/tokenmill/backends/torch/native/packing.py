@@ -1,7 +1,8 @@
 """From a file's numbers to the library's blocks: 4-bit and 8-bit weights in groups of 32 inputs.
 
 4-bit types of GGUF (Q4_0, Q4_1, Q4_K) have scale and minimum for each group of 32 already and are taken over number by
-number; so is Q8_0. All others become 8-bit numbers, which adds less than their own rounding.
+number; so is Q8_0. (The scales of Q4_K are products, rounded to half precision here.) All others become 8-bit numbers,
+which adds less than their own rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Quantised:
 
     kind: int
     numbers: NDArray[Any]
-    """[rows, cols]: 0 to 15 as uint8, or -127 to 127 as int8."""
+    """[rows, cols]: 0 to 15 as uint8, or signed bytes."""
     scale: Floats
     """[rows, groups]"""
     minimum: Floats | None = None
@@ -129,8 +130,7 @@ def _q4_1(raw: NDArray[np.uint8]) -> Quantised:
 def _q8_0(raw: NDArray[np.uint8]) -> Quantised:
     blocks = raw.reshape(len(raw), -1, 34)
     numbers = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(raw), -1)
-    # -128 does not occur in files that are made by the book; the kernels have no room for it.
-    return Quantised(INT8, np.maximum(numbers, -127), _halves(blocks[..., :2]))
+    return Quantised(INT8, numbers, _halves(blocks[..., :2]))
 
 
 def _q4_k(raw: NDArray[np.uint8]) -> Quantised:

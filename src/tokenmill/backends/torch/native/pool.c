@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -106,17 +107,22 @@ int32_t tm_pool_threads(const tm_pool *pool) { return pool == NULL ? 1 : pool->n
 tm_pool *tm_pool_new(int32_t num_threads) {
     tm_pool *pool = calloc(1, sizeof *pool);
     if (pool == NULL) return NULL;
+    if (num_threads < 1) num_threads = 1;
     pool->num_threads = num_threads;
     pool->threads = calloc((size_t)num_threads, sizeof *pool->threads);
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, NULL);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's, not ours */
     for (int32_t i = 1; i < num_threads; i++) {
         if (pool->threads == NULL || pthread_create(&pool->threads[i], NULL, work, pool) != 0) {
             pool->num_threads = i; /* as many as there are */
             break;
         }
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return pool;
 }
 

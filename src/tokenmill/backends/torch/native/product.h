@@ -14,36 +14,31 @@ static int32_t groups_of(int32_t cols) { return (cols + TM_GROUP - 1) / TM_GROUP
 
 static size_t block_bytes(int32_t kind) { return kind == TM_INT4 ? TM_INT4_BLOCK : TM_INT8_BLOCK; }
 
-/* Round one row: numbers of -127 to 127 by groups, the last one filled up with zeros. */
-static void quantise_row(const float *x, int32_t cols, int8_t *q, float *scale, float *total) {
-    int32_t groups = groups_of(cols);
-    for (int32_t g = 0; g < groups; g++, q += TM_GROUP) {
-        float tail[TM_GROUP];
-        const float *in = x + g * TM_GROUP;
-        if ((g + 1) * TM_GROUP > cols) {
-            memset(tail, 0, sizeof tail);
-            memcpy(tail, in, (size_t)(cols - g * TM_GROUP) * 4);
-            in = tail;
-        }
-        vf most = splat(0), bad = splat(0);
-        for (int i = 0; i < TM_GROUP; i += LANES) {
-            vf v = load(in + i);
-            vf size = (vf)((vi)v & 0x7fffffff);
-            most = larger(most, size);
-            bad += v * 0.0f; /* NaN, if one of them is no number */
-        }
-        float amax = largest(most) + sum(bad);
-        float inverse = amax > 0 ? 127.0f / amax : 0.0f;
-        vf count = splat(0);
-        for (int i = 0; i < TM_GROUP; i += LANES) {
-            vf v = load(in + i) * inverse;
-            vf whole = (v + splat(12582912.0f)) - splat(12582912.0f); /* to the nearest, ties to even */
-            store_bytes(q + i, __builtin_convertvector(whole, vi));
-            count += whole; /* small whole numbers: exact in any order */
-        }
-        scale[g] = amax / 127.0f;
-        total[g] = scale[g] * sum(count);
+/* Round one group, or the beginning of one, to numbers of -127 to 127; the rest is zeros. */
+static inline void quantise_group(const float *x, int32_t cols, int8_t *q, float *scale, float *total) {
+    float filled[TM_GROUP];
+    if (cols < TM_GROUP) {
+        memset(filled, 0, sizeof filled);
+        memcpy(filled, x, (size_t)cols * 4);
+        x = filled;
     }
+    vf most = splat(0), bad = splat(0);
+    for (int i = 0; i < TM_GROUP; i += LANES) {
+        vf v = load(x + i);
+        most = larger(most, (vf)((vi)v & 0x7fffffff));
+        bad += v * 0.0f; /* NaN, if one of them is no number */
+    }
+    float amax = largest(most) + sum(bad);
+    float inverse = amax > 1e-30f ? 127.0f / amax : 0.0f; /* less is nothing, and its inverse would be infinite */
+    vf count = splat(0);
+    for (int i = 0; i < TM_GROUP; i += LANES) {
+        vf v = load(x + i) * inverse;
+        vf whole = (v + splat(12582912.0f)) - splat(12582912.0f); /* to the nearest, ties to even */
+        store_bytes(q + i, __builtin_convertvector(whole, vi));
+        count += whole; /* small whole numbers: exact in any order */
+    }
+    *scale = amax / 127.0f;
+    *total = *scale * sum(count);
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -191,9 +186,8 @@ static inline __attribute__((always_inline)) void product_int8(
 static void product_int4(const uint8_t *w, int32_t groups, const input_row *in, int n, float *const *y) {
     for (int t = 0; t < n; t++) memset(y[t], 0, TM_ROWS * sizeof(float));
     for (int32_t g = 0; g < groups; g++, w += TM_INT4_BLOCK) {
-        const uint16_t *scale = (const uint16_t *)(w + 256), *min = (const uint16_t *)(w + 288);
         for (int r = 0; r < TM_ROWS; r++) {
-            float s = half_to_float(scale[r]), m = half_to_float(min[r]);
+            float s = half_at(w + 256 + 2 * r), m = half_at(w + 288 + 2 * r);
             for (int t = 0; t < n; t++) {
                 const int8_t *q = in[t].q + g * TM_GROUP;
                 int32_t a = 0;
@@ -210,9 +204,8 @@ static void product_int4(const uint8_t *w, int32_t groups, const input_row *in, 
 static void product_int8(const uint8_t *w, int32_t groups, const input_row *in, int n, float *const *y) {
     for (int t = 0; t < n; t++) memset(y[t], 0, TM_ROWS * sizeof(float));
     for (int32_t g = 0; g < groups; g++, w += TM_INT8_BLOCK) {
-        const uint16_t *scale = (const uint16_t *)(w + 512);
         for (int r = 0; r < TM_ROWS; r++) {
-            float s = half_to_float(scale[r]);
+            float s = half_at(w + 512 + 2 * r);
             for (int t = 0; t < n; t++) {
                 const int8_t *q = in[t].q + g * TM_GROUP;
                 int32_t a = 0;

@@ -20,6 +20,10 @@ from tokenmill.errors import InvalidOperation, ModelLoadError
 
 MERGED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The matrices of a layer, and the tensors that each is made of."""
+MOST_WEIGHT = 65504.0
+"""Scales and minima are kept in half precision."""
+MOST_HEAD_DIM, MOST_SHARED = 512, 64
+"""As in decoder.h."""
 NORMS = ("attn_norm", "mlp_norm", "q_norm", "k_norm")
 
 
@@ -53,12 +57,14 @@ class Part:
 
 
 def can_hold(config: DecoderConfig) -> bool:
-    """Are these sizes that the library can do?"""
-    return config.head_dim % 16 == 0 and config.hidden_size % ROWS == 0 and config.intermediate_size % ROWS == 0
+    """Are these sizes that the library can do? Parts of a matrix begin with a block, and heads fill whole vectors."""
+    fits_head = config.head_dim % 16 == 0 and config.head_dim <= MOST_HEAD_DIM
+    shared = config.num_heads // config.num_kv_heads
+    return fits_head and shared <= MOST_SHARED and config.intermediate_size % ROWS == 0
 
 
 class NativeWeights:
-    """All tensors of a decoder. `kinds` says how a tensor is stored: None as its file has it, else 4 or 8 bits."""
+    """All tensors of a decoder. `bits` says how matrices are stored: None as their file has them, else 4 or 8 bits."""
 
     def __init__(self, lib: Any, config: DecoderConfig, bits: int | None) -> None:
         self.config = config
@@ -125,8 +131,9 @@ class NativeWeights:
         expected = shapes(self.config)[own]
         if tuple(value.shape) != expected:
             raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {expected}")
-        if not value.is_floating_point() or not bool(value.isfinite().all()):
-            raise InvalidOperation("the new tensor has values that are no finite numbers")
+        most = MOST_WEIGHT if len(expected) == 2 else torch.finfo(torch.float32).max
+        if not value.is_floating_point() or not bool((value.abs() <= most).all()):
+            raise InvalidOperation("the new tensor has values that are no finite numbers, or too large to be rounded")
         floats = value.detach().to("cpu", torch.float32).numpy()
         if own in self._vectors:
             self._vectors[own][:] = floats
