@@ -282,15 +282,28 @@ static inline __attribute__((always_inline)) void read_cells(
         store(weights + k, w);
     }
     s->total += sum(total);
-    for (int32_t d = 0; d < dim; d += 4 * LANES) {
-        int parts = dim - d < 4 * LANES ? (dim - d) / LANES : 4;
-        vf acc[4];
-        for (int i = 0; i < parts; i++) acc[i] = load(out + d + i * LANES);
-        for (int k = 0; k < KEYS; k++) {
+    int32_t at = 0;
+    for (; at + 4 * LANES <= dim; at += 4 * LANES) {
+        const float *v = values + at;
+        float *o = out + at;
+        vf a = load(o), b = load(o + LANES), c = load(o + 2 * LANES), d = load(o + 3 * LANES);
+        for (int k = 0; k < KEYS; k++, v += stride) {
             if (!sees_all && weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
-            for (int i = 0; i < parts; i++) acc[i] += weights[k] * load(values + (size_t)k * stride + d + i * LANES);
+            a += weights[k] * load(v);
+            b += weights[k] * load(v + LANES);
+            c += weights[k] * load(v + 2 * LANES);
+            d += weights[k] * load(v + 3 * LANES);
         }
-        for (int i = 0; i < parts; i++) store(out + d + i * LANES, acc[i]);
+        store(o, a);
+        store(o + LANES, b);
+        store(o + 2 * LANES, c);
+        store(o + 3 * LANES, d);
+    }
+    for (; at < dim; at += LANES) {
+        vf a = load(out + at);
+        for (int k = 0; k < KEYS; k++)
+            if (sees_all || weights[k] != 0.0f) a += weights[k] * load(values + (size_t)k * stride + at);
+        store(out + at, a);
     }
 }
 
