@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.bench.contenders import prompt
 from tokenmill.engine.fit import limits_for, plan_fit
 
@@ -53,7 +54,7 @@ def use(model: str, sessions: int, context: int, dtype: str) -> int:
     from tokenmill.engine.llm import LLM
     from tokenmill.params import SamplingParams
 
-    cells = limits_for(sessions, context, 16).num_cells
+    cells = limits_for(sessions, context, BLOCK_SIZE).num_cells
     with LLM(model, max_num_seqs=sessions, max_model_len=context, kv_cache_tokens=cells, dtype=dtype) as llm:
         vocab_size = llm.get_tokenizer().vocab_size
         prompts: list[Any] = [prompt(i + 1, context - NEW, vocab_size) for i in range(sessions)]

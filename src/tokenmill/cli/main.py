@@ -9,6 +9,7 @@ import sys
 import typer
 
 from tokenmill import __version__
+from tokenmill.cli.bench import bench
 from tokenmill.cli.chat import chat
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
@@ -22,11 +23,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(serve)
 app.command()(fit)
-bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""The benchmarks have their own parsers, so that they run without this command line, too."""
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -65,59 +62,3 @@ def root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """A session-first LLM inference engine."""
-
-
-@bench.command("engine", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_engine(context: typer.Context) -> None:
-    """What a step costs the host, for 1 to 1,024 running requests, on the fake backend."""
-    from tokenmill.bench.engine import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("agreement", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_agreement(context: typer.Context) -> None:
-    """How far a model's numbers depend on how they are computed, and its perplexity on a text."""
-    from tokenmill.bench.agreement import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("compare", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_compare(context: typer.Context) -> None:
-    """Our engine beside llama.cpp's raw loop and transformers, on the same file, in turn."""
-    from tokenmill.bench.compare import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("throughput", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_throughput(context: typer.Context) -> None:
-    """Tokens a second by the number of requests that run together, offline."""
-    from tokenmill.bench.throughput import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("memory", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_memory(context: typer.Context) -> None:
-    """What `tokenmill fit` plans beside what is really used."""
-    from tokenmill.bench.memory import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("http", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_http(context: typer.Context) -> None:
-    """What HTTP costs: many clients that stream, beside the same work offline."""
-    from tokenmill.bench.http import main as run
-
-    raise typer.Exit(run(context.args))
-
-
-@bench.command("sessions", context_settings=PASS_THROUGH, add_help_option=False)
-def bench_sessions(context: typer.Context) -> None:
-    """What a session saves at its last turn, and what a reader that stops costs the others."""
-    from tokenmill.bench.sessions import main as run
-
-    raise typer.Exit(run(context.args))

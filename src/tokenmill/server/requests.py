@@ -9,122 +9,27 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
 from tokenmill.engine.request import Hints
 from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.fields import (
+    Content,
+    Flag,
+    Ids,
+    Number,
+    Objects,
+    Stop,
+    Texts,
+    TextsOrIds,
+    at_most,
+    list_of,
+    refused,
+)
 
 log = logging.getLogger(__name__)
-
-Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Flag = StrictBool | None
-
-
-MOST_ITEMS = 1 << 18
-"""Of lists that have no other limit: more tokens than a vocabulary has."""
-MOST_IDS = 1 << 20
-"""In all prompts of a request."""
-
-
-def _at_most(count: int) -> BeforeValidator:
-    """Looked at before the items are: a million wrong ones are one mistake."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (list, dict)) and len(value) > count:
-            raise ValueError(f"must have at most {count} items")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _refused(words: str) -> AfterValidator:
-    """A field that others have and we don't: better said than ignored."""
-
-    def check(value: Any) -> Any:
-        if value is not None:
-            raise ValueError(words)
-
-    return AfterValidator(check)
-
-
-def _list_of(kind: type, words: str) -> AfterValidator:
-    """A list of one kind of things, with one complaint for all that are not."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MOST_ITEMS:
-            raise ValueError(f"must have at most {MOST_ITEMS} items")
-        if value is None or (isinstance(value, list) and all(type(one) is kind for one in value)):
-            return value
-        raise ValueError(f"must be a list of {words}")
-
-    return AfterValidator(check)
-
-
-def _array(items: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": items}}, {"type": "null"}]})
-
-
-Ids = Annotated[Any, _list_of(int, "token ids"), _array("integer")]
-Texts = Annotated[Any, _list_of(str, "texts"), _array("string")]
-Objects = Annotated[Any, _list_of(dict, "objects"), _array("object")]
-
-
-def _stop(value: Any) -> Any:
-    texts = value if isinstance(value, list) else [] if value is None else [value]
-    if all(isinstance(one, str) for one in texts):
-        return value
-    raise ValueError("must be a text or a list of texts")
-
-
-Stop = Annotated[
-    Any,
-    AfterValidator(_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
-]
-
-TEXTS_OR_IDS = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-        },
-    ]
-}
-
-
-def _texts_or_ids(value: Any) -> Any:
-    """One prompt or several, as texts or as ids."""
-    several = value if isinstance(value, list) else [value]
-    if len(several) + sum(len(one) for one in several if isinstance(one, list)) > MOST_IDS:
-        raise ValueError(f"must have at most {MOST_IDS} token ids")
-    kinds = {type(one) for one in several}
-    if kinds == {list}:
-        kinds = {type(number) for one in several for number in one}
-        if kinds == {int}:
-            return value
-    elif kinds == {str} or (kinds == {int} and isinstance(value, list)):
-        return value
-    raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
-
-
-TextsOrIds = Annotated[Any, AfterValidator(_texts_or_ids), WithJsonSchema(TEXTS_OR_IDS)]
 
 
 class Body(BaseModel):
@@ -172,7 +77,7 @@ class Shared(Hinted):
     top_k: StrictInt | None = None
     min_p: Number | None = None
     seed: StrictInt | None = None
-    prompt_embeds: Annotated[Any, _refused("is not taken: a prompt is a text or token ids")] = None
+    prompt_embeds: Annotated[Any, refused("is not taken: a prompt is a text or token ids")] = None
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
@@ -206,7 +111,7 @@ class SamplingFields(Shared):
     stop: Stop = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number] | None, _at_most(1 << 14)] = None
+    logit_bias: Annotated[dict[str, Number] | None, at_most(1 << 14)] = None
     # Extensions that other servers have under these names.
     typical_p: Number | None = None
     repetition_penalty: Number | None = None
@@ -262,42 +167,17 @@ def _check_top(count: int | None) -> None:
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-CONTENT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
-
-
-def _content(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise ValueError("must be a text or a list of text parts")
-    other = next((part for part in value if part.get("type") != "text" or not isinstance(part.get("text"), str)), None)
-    if other is not None:
-        raise ValueError(f"parts of type {other.get('type')!r:.40} are not supported: only text is")
-    return value
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Role
-    content: Annotated[Any, AfterValidator(_content), WithJsonSchema(CONTENT)] = None
+    content: Content = None
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[ChatMessage], FailFast(), _at_most(1 << 16), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     logprobs: Flag = None
@@ -309,7 +189,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: Flag = None
     continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Annotated[Any, _refused("is not taken from a request")] = None
+    chat_template: Annotated[Any, refused("is not taken from a request")] = None
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -420,7 +300,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: StrictStr | None = None
-    tokens: Annotated[Any, _list_of(int, "token ids"), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
+    tokens: Annotated[Any, list_of(int, "token ids"), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [19556, 665]}]})
 
@@ -436,7 +316,7 @@ class ResponsesRequest(Shared):
     max_output_tokens: StrictInt | None = None
     top_logprobs: StrictInt | None = None
     include: Texts = None
-    metadata: Annotated[dict[str, StrictStr] | None, _at_most(16)] = None
+    metadata: Annotated[dict[str, StrictStr] | None, at_most(16)] = None
     previous_response_id: StrictStr | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None

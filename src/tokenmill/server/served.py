@@ -16,6 +16,8 @@ from tokenmill.server.errors import ApiError, model_not_found, unavailable
 from tokenmill.server.requests import Hinted
 from tokenmill.server.tokens import TokenForms
 
+LOADING = unavailable("the model is being loaded", "loading")
+STOPPING = unavailable("the server is stopping", "stopping")
 TIMEOUT_HEADER = "x-request-timeout"
 """A client's own deadline, in seconds."""
 
@@ -23,27 +25,23 @@ TIMEOUT_HEADER = "x-request-timeout"
 class Served:
     """A server's state. Its gate is closed until the model is there, and again when it stops."""
 
-    def __init__(self, config: ServerConfig, llm: AsyncLLM | None = None) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.started = int(time.time())
         self.calls = OpenCalls()
-        self.gate = Gate(unavailable("the model is being loaded", "loading"), stays_open=PUBLIC)
+        self.gate = Gate(LOADING, stays_open=PUBLIC)
         self._llm: AsyncLLM | None = None
-        self._drains = False
-        if llm is not None:
-            self.open(llm)
 
     def open(self, llm: AsyncLLM) -> None:
-        """The model is there: let requests in."""
+        """The model is there: let requests in, unless the server is stopping already."""
         self._llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
-        if not self._drains:
+        if self.gate.closed is LOADING:
             self.gate.closed = None
 
     def drain(self) -> None:
         """Let nobody in any more; who is inside may stay."""
-        self._drains = True
-        self.gate.closed = unavailable("the server is stopping", "stopping")
+        self.gate.closed = STOPPING
 
     @property
     def is_ready(self) -> bool:

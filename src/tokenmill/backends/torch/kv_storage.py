@@ -13,6 +13,9 @@ from tokenmill.backends.torch.rope import rotate, rotations
 from tokenmill.core import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
 
+BLOCK_SIZE = 16
+"""Cells that are handed out together, unless told otherwise."""
+
 
 class TorchKV:
     """A `KVStorage`. Keys are stored rotated to their positions."""

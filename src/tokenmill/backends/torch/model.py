@@ -13,7 +13,7 @@ from tokenmill.backends.torch.backend import TorchBackend
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
 from tokenmill.backends.torch.invariant import rows_are_independent
-from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.memory import Form, free_bytes, plan
 from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
@@ -39,7 +39,7 @@ class TorchModel:
         *,
         form: Form | None = None,
         deterministic: bool = False,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         depth: int | None = None,
     ) -> None:
         self.path = path

@@ -17,6 +17,7 @@ from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
+from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.backends.torch.memory import Form, free_bytes, plan, weight_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.decoder import NativeDecoder
@@ -57,7 +58,7 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
 class Described:
     """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
 
-    block_size = 16
+    block_size = BLOCK_SIZE
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
         self._device = _device(options.device)
@@ -146,7 +147,7 @@ def _check_extras(extra: Mapping[str, Any]) -> None:
     unknown = set(extra) - EXTRAS
     if unknown:
         raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
-    block_size, depth = extra.get("block_size", 16), extra.get("depth")
+    block_size, depth = extra.get("block_size", BLOCK_SIZE), extra.get("depth")
     if type(block_size) is not int or block_size < 1:  # a bool is no number here
         raise ConfigError(f"block_size must be a whole number of at least 1, not {block_size!r}")
     if depth is not None and (type(depth) is not int or depth not in (0, 1)):

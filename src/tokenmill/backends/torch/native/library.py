@@ -83,9 +83,7 @@ def library() -> Any | None:
         log.warning("the CPU kernels can't be used: %s", error)
         return None
     if lib.tm_sources().decode() != fingerprint():
-        log.warning(
-            "the CPU kernels were built from other sources and are not used: run %s", "python -m " + BUILD_MODULE
-        )
+        log.warning("the CPU kernels were built from other sources and are not used: run python -m %s", BUILD_MODULE)
         return None
     return lib
 

@@ -53,6 +53,22 @@ static inline __m512i four(const int8_t *q) {
     return _mm512_set1_epi32(v);
 }
 
+/* One group of 16 outputs, unpacked to unsigned bytes, for each input: scaled, and shifted by the inputs' sum. */
+static inline __attribute__((always_inline)) void add_group(
+    const __m512i *u, __m512 scale, __m512 shift, int32_t g, const input_row *in, int n, __m512 *acc) {
+    for (int t = 0; t < n; t++) {
+        const int8_t *q = in[t].q + g * TM_GROUP;
+        __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
+        for (int i = 0; i < 4; i++) {
+            a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
+            b = _mm512_dpbusd_epi32(b, u[i + 4], four(q + 16 + 4 * i));
+        }
+        __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
+        acc[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g])), acc[t]);
+        acc[t] = _mm512_fmadd_ps(shift, _mm512_set1_ps(in[t].sum[g]), acc[t]);
+    }
+}
+
 static inline __attribute__((always_inline)) void product_int4(
     const uint8_t *w, int32_t groups, const input_row *in, int n, float *const *y) {
     __m512 acc[8];
@@ -66,18 +82,7 @@ static inline __attribute__((always_inline)) void product_int4(
             u[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
         }
         _mm_prefetch((const char *)w + 4 * TM_INT4_BLOCK, _MM_HINT_T0);
-        __m512 scale = halves(w + 256), min = halves(w + 288);
-        for (int t = 0; t < n; t++) {
-            const int8_t *q = in[t].q + g * TM_GROUP;
-            __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
-            for (int i = 0; i < 4; i++) {
-                a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
-                b = _mm512_dpbusd_epi32(b, u[i + 4], four(q + 16 + 4 * i));
-            }
-            __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
-            acc[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g])), acc[t]);
-            acc[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(in[t].sum[g]), acc[t]);
-        }
+        add_group(u, halves(w + 256), halves(w + 288), g, in, n, acc);
     }
     for (int t = 0; t < n; t++) _mm512_storeu_ps(y[t], acc[t]);
 }
@@ -90,18 +95,8 @@ static inline __attribute__((always_inline)) void product_int8(
         __m512i u[8];
         for (int i = 0; i < 8; i++) u[i] = _mm512_loadu_si512(w + 64 * i);
         __m512 scale = halves(w + 512);
-        __m512 offset = _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)); /* numbers are stored 128 too large */
-        for (int t = 0; t < n; t++) {
-            const int8_t *q = in[t].q + g * TM_GROUP;
-            __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
-            for (int i = 0; i < 4; i++) {
-                a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
-                b = _mm512_dpbusd_epi32(b, u[i + 4], four(q + 16 + 4 * i));
-            }
-            __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
-            acc[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g])), acc[t]);
-            acc[t] = _mm512_fmadd_ps(offset, _mm512_set1_ps(in[t].sum[g]), acc[t]);
-        }
+        /* numbers are stored 128 too large */
+        add_group(u, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)), g, in, n, acc);
     }
     for (int t = 0; t < n; t++) _mm512_storeu_ps(y[t], acc[t]);
 }
