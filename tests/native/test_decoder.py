@@ -83,6 +83,7 @@ class Numpy:
         if f"{at}.q_norm.weight" in self.state:
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k = self.turned(q, pos), self.turned(k, pos)
+        k, v = (one.astype(np.float16).astype(np.float64) for one in (k, v))
         shared = q.shape[1] // k.shape[1]
         sees = pos[:, None] >= pos
         if getattr(config, "sliding_window", None):
@@ -114,7 +115,8 @@ def test_logits_are_those_of_the_same_arithmetic(variant: str, dtype: str, lib: 
     wanted = Numpy(variant, INT8 if dtype == "int8" else INT4).logits(TOKENS[:70])
     found = all_logits(model, TOKENS[:70], 32)
     error = np.abs(found - wanted).max(axis=1) / np.abs(wanted).max(axis=1)
-    assert np.median(error) < 0.01
+    assert error.min() < 1e-5  # the first token, as a rule: nothing was rounded otherwise yet
+    assert np.median(error) < 0.015
     assert error.max() < 0.06
 
 

@@ -13,7 +13,7 @@ from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import in_file, num_values, shapes
 from tokenmill.backends.torch.native.library import INT4, INT8
 from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
-from tokenmill.backends.torch.native.weights import MERGED, Native
+from tokenmill.backends.torch.native.weights import KV_DTYPE, MERGED, Native
 from tokenmill.backends.torch.weights import TensorSource
 from tokenmill.core import BackendLimits
 from tokenmill.core.memory import MemoryPlan
@@ -51,9 +51,14 @@ def weight_bytes(config: DecoderConfig, source: TensorSource, names: Mapping[str
     return total + sum(packed_bytes(config.vocab_size, config.hidden_size, bits(own, INT8)) for own in heads)
 
 
+def kv_dtype(form: Form) -> torch.dtype:
+    """In which keys and values are held."""
+    return form if isinstance(form, torch.dtype) else KV_DTYPE
+
+
 def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits, num_rows: int) -> MemoryPlan:
     """Everything, for one backend; so many rows of logits are wanted in a step."""
-    itemsize = form.itemsize if isinstance(form, torch.dtype) else 4
+    itemsize = kv_dtype(form).itemsize
     per_token = sum(layer.bytes_per_token for layer in config.layer_kv(itemsize))
     num_tokens = min(limits.ubatch_size, limits.num_cells)
     activations = (

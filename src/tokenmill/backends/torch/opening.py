@@ -18,7 +18,7 @@ from tokenmill.backends.torch.families import family_of
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
-from tokenmill.backends.torch.memory import Form, free_bytes, plan, weight_bytes
+from tokenmill.backends.torch.memory import Form, free_bytes, kv_dtype, plan, weight_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.decoder import NativeDecoder
 from tokenmill.backends.torch.native.library import INT4, INT8, library
@@ -79,8 +79,7 @@ class Described:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        itemsize = self._form.itemsize if isinstance(self._form, torch.dtype) else 4
-        return sum(layer.bytes_per_token for layer in self._config.layer_kv(itemsize))
+        return sum(layer.bytes_per_token for layer in self._config.layer_kv(kv_dtype(self._form).itemsize))
 
     @property
     def free_bytes(self) -> int:

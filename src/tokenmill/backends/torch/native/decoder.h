@@ -177,7 +177,7 @@ typedef struct {
     const tm_layer *layer;
     const tm_step *step;
     float *qkv, *out;
-    float *keys, *values;
+    uint16_t *keys, *values;
     const tile *tiles;
 } attention;
 
@@ -211,8 +211,11 @@ static void place_tokens(void *context, int32_t begin, int32_t end) {
             turn(row + h * dim, cos, sin, dim / 2, h < heads ? by : 1.0f);
         }
         size_t cell = (size_t)a->step->slot[t] * kv * dim;
-        memcpy(a->keys + cell, row + heads * dim, (size_t)kv * dim * 4);
-        memcpy(a->values + cell, row + (heads + kv) * dim, (size_t)kv * dim * 4);
+        const float *key = row + heads * dim, *value = key + kv * dim;
+        for (int32_t i = 0; i < kv * dim; i += LANES) { /* heads are multiples of 16 wide */
+            store_halves(a->keys + cell + i, load(key + i));
+            store_halves(a->values + cell + i, load(value + i));
+        }
     }
 }
 
@@ -244,14 +247,14 @@ static inline vf sums(const vf *v) {
 static inline vf sums(const vf *v) { return (vf){sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
 #endif
 
-/* Scores of a query against KEYS cells that lie one after the other, `stride` floats apart. */
-static inline void score(const float *q, const float *keys, size_t stride, int32_t dim, float *scores) {
+/* Scores of a query against KEYS keys, one after the other. */
+static inline void score(const float *q, const float *keys, int32_t dim, float *scores) {
     for (int k = 0; k < KEYS; k += LANES) {
         vf acc[LANES];
         for (int i = 0; i < LANES; i++) acc[i] = splat(0);
         for (int32_t d = 0; d < dim; d += LANES) {
             vf part = load(q + d);
-            for (int i = 0; i < LANES; i++) acc[i] += part * load(keys + (size_t)(k + i) * stride + d);
+            for (int i = 0; i < LANES; i++) acc[i] += part * load(keys + (k + i) * dim + d);
         }
         store(scores + k, sums(acc));
     }
@@ -263,7 +266,7 @@ typedef struct {
 
 /* One query head and KEYS cells: what it has read so far, with these. It may not see all of them. */
 static inline __attribute__((always_inline)) void read_cells(
-    const float *scores, const float *values, size_t stride, int32_t dim, int sees_all, softmax *s, float *out) {
+    const float *scores, const float *values, int32_t dim, int sees_all, softmax *s, float *out) {
     vf top = load(scores);
     for (int k = LANES; k < KEYS; k += LANES) top = larger(top, load(scores + k));
     float most = largest(top); /* of those that are numbers: one that is not makes the sum of weights none either */
@@ -287,7 +290,7 @@ static inline __attribute__((always_inline)) void read_cells(
         const float *v = values + at;
         float *o = out + at;
         vf a = load(o), b = load(o + LANES), c = load(o + 2 * LANES), d = load(o + 3 * LANES);
-        for (int k = 0; k < KEYS; k++, v += stride) {
+        for (int k = 0; k < KEYS; k++, v += dim) {
             if (!sees_all && weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
             a += weights[k] * load(v);
             b += weights[k] * load(v + LANES);
@@ -302,19 +305,34 @@ static inline __attribute__((always_inline)) void read_cells(
     for (; at < dim; at += LANES) {
         vf a = load(out + at);
         for (int k = 0; k < KEYS; k++)
-            if (sees_all || weights[k] != 0.0f) a += weights[k] * load(values + (size_t)k * stride + at);
+            if (sees_all || weights[k] != 0.0f) a += weights[k] * load(values + k * dim + at);
         store(out + at, a);
     }
 }
 
-/* One tile of tokens and one KV head: the cells in order, KEYS at a time. */
+/* The cells of KEYS positions from a multiple of it on; positions that are not held get the nearest one that is. */
+static inline void find_cells(const tm_step *step, int32_t seq, int32_t begin, int32_t last, size_t *cells) {
+    const int32_t *blocks = step->table + (size_t)seq * step->table_width;
+    int32_t base = step->base[seq], start = step->start[seq], size = step->block_size;
+    if (size % KEYS == 0 && base % KEYS == 0) { /* they lie in one block */
+        int32_t at = begin - base;
+        size_t first = (size_t)blocks[at / size] * size + at % size;
+        for (int32_t k = 0; k < KEYS; k++) cells[k] = first + k;
+        return;
+    }
+    for (int32_t k = 0; k < KEYS; k++) {
+        int32_t at = (begin + k < start ? start : begin + k > last ? last : begin + k) - base;
+        cells[k] = (size_t)blocks[at / size] * size + at % size;
+    }
+}
+
+/* One tile of tokens and one KV head: the cells in order, KEYS at a time, widened once for all queries. */
 static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
     const tm_step *step = a->step;
     const tm_decoder *d = a->decoder;
-    int32_t dim = d->head_dim, shared = d->num_heads / d->num_kv_heads, size = step->block_size;
+    int32_t dim = d->head_dim, shared = d->num_heads / d->num_kv_heads;
     int32_t seq = step->seq[tile->run], window = a->layer->window;
-    int32_t base = step->base[seq], start = step->start[seq];
-    const int32_t *blocks = step->table + (size_t)seq * step->table_width;
+    int32_t start = step->start[seq];
     const int32_t *tokens = step->order + tile->first;
     size_t stride = (size_t)d->num_kv_heads * dim, row = (size_t)(d->num_heads + 2 * d->num_kv_heads) * dim;
     int32_t first = start, last = step->pos[tokens[tile->count - 1]];
@@ -325,27 +343,16 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
             state[t][h] = (softmax){-INFINITY, 0.0f};
             memset(a->out + ((size_t)tokens[t] * d->num_heads + kv_head * shared + h) * dim, 0, (size_t)dim * 4);
         }
-    float copy[2][KEYS * MOST_DIM];
-    int is_whole = size % KEYS == 0 && base % KEYS == 0; /* KEYS positions lie in one block */
+    float keys[KEYS * MOST_DIM], values[KEYS * MOST_DIM];
     for (int32_t begin = first & ~(KEYS - 1); begin <= last; begin += KEYS) {
-        const float *keys, *values;
-        size_t apart = stride;
-        if (is_whole) {
-            int32_t at = begin - base;
-            size_t cell = (size_t)blocks[at / size] * size + at % size;
-            keys = a->keys + cell * stride + kv_head * dim;
-            values = a->values + cell * stride + kv_head * dim;
-        } else {
-            for (int32_t k = 0; k < KEYS; k++) {
-                int32_t pos = begin + k < start ? start : begin + k > last ? last : begin + k;
-                int32_t there = pos - base;
-                size_t cell = ((size_t)blocks[there / size] * size + there % size) * stride + kv_head * dim;
-                memcpy(copy[0] + k * dim, a->keys + cell, (size_t)dim * 4);
-                memcpy(copy[1] + k * dim, a->values + cell, (size_t)dim * 4);
+        size_t cells[KEYS];
+        find_cells(step, seq, begin, last, cells);
+        for (int32_t k = 0; k < KEYS; k++) {
+            size_t cell = cells[k] * stride + kv_head * dim;
+            for (int32_t i = 0; i < dim; i += LANES) {
+                store(keys + k * dim + i, load_halves(a->keys + cell + i));
+                store(values + k * dim + i, load_halves(a->values + cell + i));
             }
-            keys = copy[0];
-            values = copy[1];
-            apart = dim;
         }
         for (int32_t t = 0; t < tile->count; t++) {
             int32_t pos = step->pos[tokens[t]];
@@ -357,14 +364,14 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
                 float scores[KEYS];
                 int32_t head = kv_head * shared + h;
                 float *out = a->out + ((size_t)tokens[t] * d->num_heads + head) * dim;
-                score(a->qkv + tokens[t] * row + head * dim, keys, apart, dim, scores);
+                score(a->qkv + tokens[t] * row + head * dim, keys, dim, scores);
                 if (sees_all) {
-                    read_cells(scores, values, apart, dim, 1, &state[t][h], out);
+                    read_cells(scores, values, dim, 1, &state[t][h], out);
                     continue;
                 }
                 for (int32_t k = 0; k < KEYS; k++)
                     if (k < low || k > high) scores[k] = -INFINITY;
-                read_cells(scores, values, apart, dim, 0, &state[t][h], out);
+                read_cells(scores, values, dim, 0, &state[t][h], out);
             }
         }
     }

@@ -15,7 +15,7 @@ from tokenmill.backends.torch.backend import TorchBackend, Ubatch
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.native.library import Matrix, Pool, StepStruct, address
-from tokenmill.backends.torch.native.weights import NativeWeights
+from tokenmill.backends.torch.native.weights import KV_DTYPE, NativeWeights
 from tokenmill.backends.torch.rope import frequencies, rotations
 from tokenmill.core import Batch, IntArray, PagedKV
 from tokenmill.core.segments import Segment
@@ -27,7 +27,7 @@ class NativeDecoder:
     """Weights and what is done with them. Shared by all backends of a model; keeps no state of its own."""
 
     device = torch.device("cpu")
-    kv_dtype = torch.float32
+    kv_dtype = KV_DTYPE
 
     def __init__(self, lib: Any, config: DecoderConfig, weights: NativeWeights) -> None:
         self.lib = lib

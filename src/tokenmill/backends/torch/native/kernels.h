@@ -61,7 +61,7 @@ typedef struct {
     const int32_t *table;   /* [sequences, table_width]: blocks */
     const int32_t *base, *start; /* [sequences]: the first cell's position; the first position held */
     int32_t table_width, block_size;
-    float *const *keys, *const *values; /* [layers] -> [cells, kv heads, head_dim] */
+    uint16_t *const *keys, *const *values; /* [layers] -> [cells, kv heads, head_dim], in half precision */
 } tm_step;
 
 /* A hash of the sources it was built from; and how large "matrix", "layer", "decoder" and "step" are. */

@@ -18,6 +18,8 @@ from tokenmill.backends.torch.native.library import BLOCK_BYTES, GROUP, INT4, IN
 Floats = NDArray[np.float32]
 FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """GGUF's types that stay 4 bits."""
+ROUNDED_TOGETHER = 1 << 20
+"""Values that are rounded at a time: what that takes on the way must not count beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Quantised:
     minimum: Floats | None = None
     """[rows, groups], of 4-bit ones."""
 
-    def rows(self, order: NDArray[np.intp]) -> Quantised:
-        """The same rows in another order."""
+    def rows(self, order: NDArray[np.intp] | slice) -> Quantised:
+        """Some rows, in this order."""
         minimum = None if self.minimum is None else self.minimum[order]
         return Quantised(self.kind, self.numbers[order], self.scale[order], minimum)
 
@@ -77,11 +79,27 @@ def to_int4(values: Floats) -> Quantised:
 
 def as_kind(matrix: Quantised | Floats, kind: int) -> Quantised:
     """A matrix in one of the two forms."""
-    if isinstance(matrix, Quantised):
-        if matrix.kind == kind:
-            return matrix
-        matrix = matrix.values()
-    return to_int4(matrix) if kind == INT4 else to_int8(matrix)
+    if isinstance(matrix, Quantised) and matrix.kind == kind:
+        return matrix
+    rows, cols = (matrix.numbers if isinstance(matrix, Quantised) else matrix).shape
+    together = max(1, ROUNDED_TOGETHER // max(1, cols))
+    parts = []
+    for at in range(0, rows, together):
+        part = matrix.rows(slice(at, at + together)) if isinstance(matrix, Quantised) else matrix[at : at + together]
+        values = part.values() if isinstance(part, Quantised) else part
+        parts.append(to_int4(values) if kind == INT4 else to_int8(values))
+    return _joined(parts)
+
+
+def _joined(parts: list[Quantised]) -> Quantised:
+    """All rows, one below the other."""
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return Quantised(
+        parts[0].kind,
+        np.concatenate([part.numbers for part in parts]),
+        np.concatenate([part.scale for part in parts]),
+        np.concatenate(minima) if minima else None,
+    )
 
 
 def pack(lib: Any, matrix: Quantised, blocks: NDArray[np.uint8]) -> None:

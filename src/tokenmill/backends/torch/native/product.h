@@ -58,12 +58,9 @@ static inline __attribute__((always_inline)) void add_group(
     const __m512i *u, __m512 scale, __m512 shift, int32_t g, const input_row *in, int n, __m512 *acc) {
     for (int t = 0; t < n; t++) {
         const int8_t *q = in[t].q + g * TM_GROUP;
-        __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
-        for (int i = 0; i < 4; i++) {
-            a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
-            b = _mm512_dpbusd_epi32(b, u[i + 4], four(q + 16 + 4 * i));
-        }
-        __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(a, b));
+        __m512i a = _mm512_setzero_si512();
+        for (int i = 0; i < 8; i++) a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
+        __m512 whole = _mm512_cvtepi32_ps(a);
         acc[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g])), acc[t]);
         acc[t] = _mm512_fmadd_ps(shift, _mm512_set1_ps(in[t].sum[g]), acc[t]);
     }

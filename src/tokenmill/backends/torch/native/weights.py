@@ -24,6 +24,8 @@ MOST_WEIGHT = 65504.0
 """Scales and minima are kept in half precision."""
 MOST_HEAD_DIM, MOST_SHARED = 512, 64
 """As in decoder.h."""
+KV_DTYPE = torch.float16
+"""Of keys and values."""
 NORMS = ("attn_norm", "mlp_norm", "q_norm", "k_norm")
 
 
@@ -114,16 +116,17 @@ class NativeWeights:
             name = in_file(own, names)
             vector[:] = _floats(source, name)
             done += 1
+        # The largest ones first: what reading them takes on the way is given back before the others come.
+        self.embed = self._merged({"embed": self._read(source, in_file("embed", names), INT8)}, None)
+        self.head = self.embed
+        if not self.config.tied:
+            self.head = self._merged({"head": self._read(source, in_file("head", names), INT8)}, None)
         for i, layer in enumerate(self.layers):
             for name, parts in MERGED.items():
                 found = {f"{part}.{i}": self._read(source, in_file(f"{part}.{i}", names)) for part in parts}
                 setattr(layer, name, self._merged(found, self._bias(parts, i)))
                 done += len(parts)
                 report(done, total)
-        self.embed = self._merged({"embed": self._read(source, in_file("embed", names), INT8)}, None)
-        self.head = self.embed
-        if not self.config.tied:
-            self.head = self._merged({"head": self._read(source, in_file("head", names), INT8)}, None)
         report(total, total)
 
     def replace(self, own: str, value: Tensor) -> None:
