@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 NEVER = float("-inf")
 LARGEST = torch.finfo(torch.float32).max
+LEAST = -85.0
+"""Logits this far below the largest weigh nothing."""
+BLOCK = 64
+"""Columns that are looked at together first."""
 
 
 def saturate(edited: Tensor, before: Tensor) -> Tensor:
@@ -14,11 +20,9 @@ def saturate(edited: Tensor, before: Tensor) -> Tensor:
     return edited.clamp(-LARGEST, LARGEST).masked_fill(before == NEVER, NEVER)
 
 
-def penalize(
-    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Repetition over prompt and output (`seen`), presence and frequency over the output (`counts`)."""
-    factor = torch.where(seen, repetition[:, None], torch.ones_like(logits))
+def penalize(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Logits of tokens seen in prompt or output: repetition for all of them, the others by `counts` in the output."""
+    factor = repetition[:, None]
     repeated = saturate(torch.where(logits > 0, logits / factor, logits * factor), logits)
     return saturate(repeated - frequency[:, None] * counts - presence[:, None] * (counts > 0), logits)
 
@@ -28,9 +32,32 @@ def tax(logits: Tensor, taxes: Tensor) -> Tensor:
     return saturate(logits - taxes, logits).masked_fill(taxes.isinf(), NEVER)
 
 
+def likeliest(logits: Tensor, few: int) -> tuple[Tensor, Tensor]:
+    """The `few` largest logits of each row and where they are; in falling order, equal ones by their ids.
+
+    They lie in the blocks with the `few` largest maxima, so that most of a long row is only looked at once.
+    """
+    num_blocks, vocab = logits.shape[-1] // BLOCK, logits.shape[-1]
+    if 2 * few >= num_blocks:
+        values, ids = logits.topk(few, dim=-1)
+    else:
+        blocks = logits[:, : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
+        found = blocks.amax(dim=-1).topk(few, dim=-1).indices[..., None]
+        inside = torch.arange(BLOCK, device=logits.device)
+        ids = (found * BLOCK + inside).flatten(1)
+        tail = torch.arange(num_blocks * BLOCK, vocab, device=logits.device)
+        ids = torch.cat((ids, tail.expand(len(ids), -1)), dim=-1)
+        values, place = logits.gather(-1, ids).topk(few, dim=-1)
+        ids = ids.gather(-1, place)
+    by_id = ids.argsort(dim=-1)
+    values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
+    values, by_value = values.sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
 def cool(logits: Tensor, temperature: Tensor) -> Tensor:
     """Logits divided by the temperature. The largest becomes 0, so that none can overflow upwards."""
-    return (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
 
 def keep_typical(logits: Tensor, mass: Tensor) -> Tensor:
@@ -72,11 +99,41 @@ def exclude_top_choices(ordered: Tensor, threshold: Tensor, struck: Tensor) -> T
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Column of the token that a number in [0, 1) falls on, by the running sum of the probabilities."""
-    weights = (logits - logits.max(dim=-1, keepdim=True).values).exp().to(torch.float64)
+    """Column of the token that a number in [0, 1) falls on, by the running sum of the probabilities.
+
+    First the block of columns that it falls on, then the column in it: sums run over few numbers, in float64.
+    """
+    weights = _weights(logits - logits.amax(dim=-1, keepdim=True))
+    missing = -weights.shape[-1] % BLOCK
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(dim=-1).to(torch.float64)
+    wanted = uniform.to(torch.float64)[:, None] * sums.sum(dim=-1, keepdim=True)
+    block, before = _fall(sums, wanted)
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].to(torch.float64)
+    column, _ = _fall(inside, wanted - before[:, None])
+    return block * BLOCK + column
+
+
+def mass(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of what logits weigh."""
+    top = logits.amax(dim=-1, keepdim=True)
+    return _weights(logits - top).sum(dim=-1).log() + top[:, 0]
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """What logits weigh; the largest is 0. Nobody draws what weighs next to nothing, and such numbers are slow."""
+    weights = logits.clamp(min=LEAST).exp_()
+    return torch.nn.functional.threshold_(weights, 2 * math.exp(LEAST), 0.0)
+
+
+def _fall(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """On which of the weights a number falls that is less than their sum, and the sum of those before it."""
     running = weights.cumsum(dim=-1)
-    wanted = uniform.to(torch.float64)[:, None] * running[:, -1:]
-    column = (running <= wanted).sum(dim=-1)
-    # Rounding may point past the last token that has any weight.
-    last = logits.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(dim=-1)
-    return torch.minimum(column, last)
+    place = (running <= wanted).sum(dim=-1)
+    # Rounding may point past the last one that is not 0.
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(dim=-1)
+    place = torch.minimum(place, last)
+    at = place[:, None]
+    return place, (running.gather(-1, at) - weights.gather(-1, at))[:, 0]

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenmill.backends.torch.largest import largest
 from tokenmill.core import BAD_ROW, IntArray, Sampled, unpack_mask
 from tokenmill.sampling import ops
 from tokenmill.sampling.philox import uniforms
 from tokenmill.sampling.state import SamplingState
 
-FEW = 1024
-"""Filtered draws look at this many likeliest tokens first; the rest is sorted only if they are not enough."""
+FEW = (64, 1024)
+"""Filtered draws look at this many likeliest tokens, then at more; all are sorted only if these are not enough."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,17 @@ class StepSampler:
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
-        bad = ~raw.max(dim=-1).values.isfinite()  # NaN wins every comparison
-        if mask is None and self.state.is_plain_greedy[self.rows].all():
-            ids, extras = raw.argmax(dim=-1), {}
-        else:
+        top, ids = largest(raw)
+        bad, extras = ~top.isfinite(), {}
+        if mask is not None or not self.state.is_plain_greedy[self.rows].all():
             extras = self._logprobs(raw)
             edited = self._edited(raw, mask)
-            bad |= ~edited.max(dim=-1).values.isfinite()
-            ids = self._sample(edited.masked_fill(bad[:, None], 0.0))
+            if edited is not raw:
+                top, ids = largest(edited)
+                bad |= ~top.isfinite()
+            if bad.device.type != "cpu" or bool(bad.any()):
+                edited = edited.masked_fill(bad[:, None], 0.0)
+            ids = self._sample(edited, ids)
             if extras:
                 extras["logprob"] = _chosen(raw, ids)
         ids = torch.where(bad, BAD_ROW, ids)
@@ -73,7 +77,8 @@ class StepSampler:
             index = torch.from_numpy(penalized).to(logits.device)
             seen, counts = (torch.from_numpy(table).to(logits.device) for table in state.histories(rows[penalized]))
             values = (self._floats(name, penalized, logits) for name in _PENALTIES)
-            logits[index] = ops.penalize(logits[index], seen, counts, *values)
+            places = (index[:, None], seen)
+            logits[places] = ops.penalize(logits[places], counts, *values)
         if len(ruled):
             places, tokens, taxes = (torch.from_numpy(part).to(logits.device) for part in state.taxes(rows, ruled))
             logits[places, tokens] = ops.tax(logits[places, tokens], taxes)
@@ -81,45 +86,47 @@ class StepSampler:
 
     # -- the draw -----------------------------------------------------------------------------------------------------
 
-    def _sample(self, logits: Tensor) -> Tensor:
+    def _sample(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Draw where rows are to be drawn; the others keep their largest logit, `ids`."""
         state, rows = self.state, self.rows
         temperature = state.floats["temperature"][rows]
         drawn, filtered = temperature > 0, state.is_filtered[rows]
-        ids = logits.argmax(dim=-1)
         for kind, place in ((self._draw_plain, drawn & ~filtered), (self._draw_filtered, drawn & filtered)):
             index = place.nonzero()[0]
             if len(index):
-                scaled = ops.cool(logits[index], self._floats("temperature", index, logits))
+                chosen = logits if len(index) == len(logits) else logits[index]
+                scaled = ops.cool(chosen, self._floats("temperature", index, logits))
                 ids[torch.from_numpy(index).to(ids.device)] = kind(scaled, index)
         return ids
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
-        floor = logits.max(dim=-1, keepdim=True).values + self._floats("min_p", index, logits)[:, None].log()
-        return ops.draw(logits.masked_fill(logits < floor, ops.NEVER), self._uniforms(index, logits)[0])
+        if self.state.floats["min_p"][self.rows[index]].any():
+            floor = logits.amax(dim=-1, keepdim=True) + self._floats("min_p", index, logits)[:, None].log()
+            logits = logits.masked_fill(logits < floor, ops.NEVER)
+        return ops.draw(logits, self._uniforms(index, logits)[0])
 
     def _draw_filtered(self, logits: Tensor, index: np.ndarray) -> Tensor:
         typical = (self.state.floats["typical_p"][self.rows[index]] < 1).nonzero()[0]
         if len(typical):
             logits = logits.clone()
             logits[typical] = ops.keep_typical(logits[typical], self._floats("typical_p", index[typical], logits))
-        few = min(FEW, logits.shape[-1])
-        ids, enough = self._draw_among(logits, index, few)
-        rest = (~enough).nonzero()[:, 0]
-        if len(rest):
-            ids[rest] = self._draw_among(logits[rest], index[rest.cpu().numpy()], logits.shape[-1])[0]
+        ids = torch.empty(len(index), dtype=torch.int64, device=logits.device)
+        left = torch.arange(len(index), device=logits.device)
+        for few in (*FEW, logits.shape[-1]):
+            chosen = logits if len(left) == len(index) else logits[left]
+            ids[left], enough = self._draw_among(chosen, index[left.cpu().numpy()], min(few, logits.shape[-1]))
+            left = left[~enough]
+            if not len(left):
+                break
         return ids
 
     def _draw_among(self, logits: Tensor, index: np.ndarray, few: int) -> tuple[Tensor, Tensor]:
         """Draw among the `few` likeliest tokens: (ids, were they enough to hold all that the filters keep?)."""
         vocab = logits.shape[-1]
-        values, order = logits.topk(few, dim=-1)
-        by_id = order.argsort(dim=-1)  # equal logits in the order of their ids
-        values, order = values.gather(-1, by_id), order.gather(-1, by_id)
-        values, by_value = values.sort(dim=-1, descending=True, stable=True)
-        order = order.gather(-1, by_value)
+        values, order = ops.likeliest(logits, few)
         top_k = torch.from_numpy(self.state.top_k[self.rows[index]]).to(logits.device).clamp(max=vocab)
         top_p, min_p = self._floats("top_p", index, logits), self._floats("min_p", index, logits)
-        total = logits.logsumexp(dim=-1)
+        total = ops.mass(logits)
         kept = ops.keep_likely(values, total, top_k, top_p, min_p, vocab)
         mass = (values - total[:, None]).exp().sum(dim=-1, dtype=torch.float64)
         # Top-p is a part of the top-k tokens' mass, which is known if they are all here, or are all there are.

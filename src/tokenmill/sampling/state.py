@@ -99,13 +99,14 @@ class SamplingState:
     # -- what a step's sampler asks -----------------------------------------------------------------------------------
 
     def histories(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, vocab]: was the token seen in prompt or output; how often was it drawn."""
-        seen = np.zeros((len(rows), self.vocab_size), dtype=bool)
-        counts = np.zeros((len(rows), self.vocab_size), dtype=np.float32)
-        for i, row in enumerate(rows.tolist()):
-            log = np.asarray(self._logs[row], dtype=np.int64)
-            seen[i, log] = True
-            np.add.at(counts[i], log[self._num_prompt[row] :], 1.0)
+        """[rows, tokens]: those seen in prompt or output, some of them more than once; how often each was drawn."""
+        logs = [np.asarray(self._logs[row], dtype=np.int64) for row in rows.tolist()]
+        seen = np.zeros((len(rows), max(map(len, logs))), dtype=np.int64)
+        counts = np.zeros(seen.shape, dtype=np.float32)
+        for i, (row, log) in enumerate(zip(rows.tolist(), logs, strict=True)):
+            drawn = np.bincount(log[self._num_prompt[row] :], minlength=self.vocab_size)
+            seen[i, : len(log)], seen[i, len(log) :] = log, log[-1]
+            counts[i] = drawn[seen[i]]
         return seen, counts
 
     def edit(self, logits: np.ndarray, rows: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from tokenmill.backends.torch.attention import AttentionMaker, GatherAttention
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.invariant import ROWS, TiledAttention
 from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.backends.torch.largest import largest
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
 from tokenmill.core.backend import SampleRows, unpack_mask
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
@@ -224,7 +225,7 @@ def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
     if mask is not None:
         allowed = torch.from_numpy(unpack_mask(mask, logits.shape[1])).to(logits.device)
         logits = logits.masked_fill(~allowed, -torch.inf)
-    best, ids = logits.max(dim=-1)
+    best, ids = largest(logits)
     return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))
 
 

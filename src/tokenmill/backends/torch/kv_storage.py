@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +17,7 @@ from tokenmill.errors import InvalidOperation
 
 BLOCK_SIZE = 16
 """Cells that are handed out together, unless told otherwise."""
+LARGE_PAGE = 2 << 20
 
 
 class TorchKV:
@@ -99,5 +102,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    raw = np.frombuffer(_fresh_memory(math.prod(shape) * dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def _fresh_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros, not there yet. Large ones come in large pages, where the system has them: each costs once."""
+    memory = mmap.mmap(-1, num_bytes)
+    if num_bytes >= LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,9 +1,10 @@
 /* A decoder's layers over paged keys and values. Included once for each kind of machine. */
 
-#define TILE 8          /* inputs that share unpacked weights */
 #define PANEL (1 << 18) /* bytes of rounded inputs that are gone through for each block of weights */
 #define QUERIES 4       /* tokens of one sequence that read keys and values together */
 #define KEYS 16         /* positions that are scored together: those from a multiple of it on */
+#define HEADS 4         /* of those that read the same keys, at a time */
+#define WIDE (LANES / 4) /* vectors of values that are added up at a time */
 #define MOST_DIM 512    /* of a head */
 #define MOST_SHARED 64  /* heads that read the same keys */
 
@@ -80,7 +81,7 @@ static rounded rounded_at(char **at, int32_t n, int32_t cols) {
 static void multiply(const tm_matrix *m, const rounded *in, int32_t n, float *y, int adds, tm_pool *pool) {
     product p = {m, n, y, adds, in->q, in->scale, in->sum};
     int32_t blocks = (m->rows + TM_ROWS - 1) / TM_ROWS;
-    int32_t grain = blocks / (4 * tm_pool_threads(pool));
+    int32_t grain = blocks / (16 * tm_pool_threads(pool));
     tm_parallel(pool, product_blocks, &p, blocks, grain < 1 ? 1 : grain);
 }
 
@@ -247,26 +248,30 @@ static inline vf sums(const vf *v) {
 static inline vf sums(const vf *v) { return (vf){sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
 #endif
 
-/* Scores of a query against KEYS keys, one after the other. */
-static inline void score(const float *q, const float *keys, int32_t dim, float *scores) {
-    for (int k = 0; k < KEYS; k += LANES) {
-        vf acc[LANES];
-        for (int i = 0; i < LANES; i++) acc[i] = splat(0);
-        for (int32_t d = 0; d < dim; d += LANES) {
-            vf part = load(q + d);
-            for (int i = 0; i < LANES; i++) acc[i] += part * load(keys + (k + i) * dim + d);
+/* Scores of some heads' queries, `row` floats apart, against KEYS keys: a vector of sums is four keys of each head. */
+static inline __attribute__((always_inline)) void score_heads(
+    const float *q, int heads, const float *keys, int32_t dim, float scores[HEADS][KEYS]) {
+    for (int h = 0; h < heads; h += LANES / 4)
+        for (int k = 0; k < KEYS; k += 4) {
+            vf acc[LANES];
+            for (int i = 0; i < LANES; i++) acc[i] = splat(0);
+            for (int32_t d = 0; d < dim; d += LANES)
+                for (int i = 0; i < 4; i++) {
+                    vf key = load(keys + (k + i) * dim + d);
+                    for (int j = 0; j < LANES / 4 && h + j < heads; j++) acc[4 * j + i] += load(q + (h + j) * dim + d) * key;
+                }
+            float found[LANES];
+            store(found, sums(acc));
+            for (int j = 0; j < LANES / 4 && h + j < heads; j++) memcpy(scores[h + j] + k, found + 4 * j, 16);
         }
-        store(scores + k, sums(acc));
-    }
 }
 
 typedef struct {
     float most, total;
 } softmax;
 
-/* One query head and KEYS cells: what it has read so far, with these. It may not see all of them. */
-static inline __attribute__((always_inline)) void read_cells(
-    const float *scores, const float *values, int32_t dim, int sees_all, softmax *s, float *out) {
+/* From the scores of KEYS cells to their weights; what was read before is scaled down where one is larger than all. */
+static inline void weigh(float *scores, int32_t dim, softmax *s, float *out) {
     vf top = load(scores);
     for (int k = LANES; k < KEYS; k += LANES) top = larger(top, load(scores + k));
     float most = largest(top); /* of those that are numbers: one that is not makes the sum of weights none either */
@@ -277,37 +282,49 @@ static inline __attribute__((always_inline)) void read_cells(
         s->total *= by;
         for (int32_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) * by);
     }
-    float weights[KEYS];
     vf total = splat(0);
     for (int k = 0; k < KEYS; k += LANES) {
         vf w = vexp(load(scores + k) - splat(s->most));
         total += w;
-        store(weights + k, w);
+        store(scores + k, w);
     }
     s->total += sum(total);
-    int32_t at = 0;
-    for (; at + 4 * LANES <= dim; at += 4 * LANES) {
-        const float *v = values + at;
-        float *o = out + at;
-        vf a = load(o), b = load(o + LANES), c = load(o + 2 * LANES), d = load(o + 3 * LANES);
-        for (int k = 0; k < KEYS; k++, v += dim) {
-            if (!sees_all && weights[k] == 0.0f) continue; /* a cell it does not see may hold anything */
-            a += weights[k] * load(v);
-            b += weights[k] * load(v + LANES);
-            c += weights[k] * load(v + 2 * LANES);
-            d += weights[k] * load(v + 3 * LANES);
-        }
-        store(o, a);
-        store(o + LANES, b);
-        store(o + 2 * LANES, c);
-        store(o + 3 * LANES, d);
+}
+
+/* Add the values of the cells from `low` to `high`, weighted, to what some heads have read. */
+static inline __attribute__((always_inline)) void read_cells(
+    float weights[HEADS][KEYS], int heads, const float *values, int32_t dim, int low, int high, float *out) {
+    for (int32_t at = 0; at < dim; at += WIDE * LANES) {
+        int wide = dim - at < WIDE * LANES ? (int)(dim - at) / LANES : WIDE;
+        vf acc[HEADS][WIDE];
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < wide; i++) acc[h][i] = load(out + h * dim + at + i * LANES);
+        if (wide == WIDE)
+            for (int k = low; k <= high; k++)
+                for (int i = 0; i < WIDE; i++) {
+                    vf v = load(values + k * dim + at + i * LANES);
+                    for (int h = 0; h < heads; h++) acc[h][i] += weights[h][k] * v;
+                }
+        else
+            for (int k = low; k <= high; k++)
+                for (int i = 0; i < wide; i++)
+                    for (int h = 0; h < heads; h++) acc[h][i] += weights[h][k] * load(values + k * dim + at + i * LANES);
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < wide; i++) store(out + h * dim + at + i * LANES, acc[h][i]);
     }
-    for (; at < dim; at += LANES) {
-        vf a = load(out + at);
+}
+
+/* Some heads of a token and KEYS cells, of which it sees those from `low` to `high`: what it has read, with these. */
+static inline __attribute__((always_inline)) void attend_heads(const float *q, int heads, const float *keys,
+    const float *values, int32_t dim, int low, int high, softmax *state, float *out) {
+    float scores[HEADS][KEYS];
+    score_heads(q, heads, keys, dim, scores);
+    for (int h = 0; h < heads; h++) {
         for (int k = 0; k < KEYS; k++)
-            if (sees_all || weights[k] != 0.0f) a += weights[k] * load(values + k * dim + at);
-        store(out + at, a);
+            if (k < low || k > high) scores[h][k] = -INFINITY; /* a cell it does not see may hold anything */
+        weigh(scores[h], dim, &state[h], out + h * dim);
     }
+    read_cells(scores, heads, values, dim, low, high, out);
 }
 
 /* The cells of KEYS positions from a multiple of it on; positions that are not held get the nearest one that is. */
@@ -345,8 +362,16 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
         }
     float keys[KEYS * MOST_DIM], values[KEYS * MOST_DIM];
     for (int32_t begin = first & ~(KEYS - 1); begin <= last; begin += KEYS) {
-        size_t cells[KEYS];
+        size_t cells[KEYS], next[KEYS];
         find_cells(step, seq, begin, last, cells);
+        if (begin + KEYS <= last) { /* have the next ones on their way */
+            find_cells(step, seq, begin + KEYS, last, next);
+            for (int32_t k = 0; k < KEYS; k++)
+                for (int32_t i = 0; i < dim; i += 32) {
+                    __builtin_prefetch(a->keys + next[k] * stride + kv_head * dim + i);
+                    __builtin_prefetch(a->values + next[k] * stride + kv_head * dim + i);
+                }
+        }
         for (int32_t k = 0; k < KEYS; k++) {
             size_t cell = cells[k] * stride + kv_head * dim;
             for (int32_t i = 0; i < dim; i += LANES) {
@@ -359,19 +384,19 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
             int32_t low = start - begin, high = pos - begin;
             if (window && pos - window + 1 - begin > low) low = pos - window + 1 - begin;
             if (high < 0 || low >= KEYS) continue;
-            int sees_all = low <= 0 && high >= KEYS - 1;
-            for (int32_t h = 0; h < shared; h++) {
-                float scores[KEYS];
+            if (low < 0) low = 0;
+            if (high > KEYS - 1) high = KEYS - 1;
+            for (int32_t h = 0; h < shared; h += HEADS) {
                 int32_t head = kv_head * shared + h;
+                const float *q = a->qkv + tokens[t] * row + head * dim;
                 float *out = a->out + ((size_t)tokens[t] * d->num_heads + head) * dim;
-                score(a->qkv + tokens[t] * row + head * dim, keys, dim, scores);
-                if (sees_all) {
-                    read_cells(scores, values, dim, 1, &state[t][h], out);
-                    continue;
+                softmax *s = state[t] + h;
+                switch (shared - h) { /* a constant in each call: loops unroll */
+                    case 1: attend_heads(q, 1, keys, values, dim, low, high, s, out); break;
+                    case 2: attend_heads(q, 2, keys, values, dim, low, high, s, out); break;
+                    case 3: attend_heads(q, 3, keys, values, dim, low, high, s, out); break;
+                    default: attend_heads(q, HEADS, keys, values, dim, low, high, s, out);
                 }
-                for (int32_t k = 0; k < KEYS; k++)
-                    if (k < low || k > high) scores[k] = -INFINITY;
-                read_cells(scores, values, dim, 0, &state[t][h], out);
             }
         }
     }
@@ -429,6 +454,8 @@ void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scra
     tile *tiles = (tile *)at;
     at += aligned((size_t)n * sizeof(tile));
     int32_t num_tiles = cut_tiles(step, tiles);
+    /* Heads of a token lie side by side: one thread reads them all, where there are tokens enough for every thread. */
+    int32_t grain = num_tiles > 2 * tm_pool_threads(pool) ? d->num_kv_heads : 1;
     for (int32_t i = 0; i < d->num_layers; i++) {
         const tm_layer *layer = &d->layers[i];
         char *room = at;
@@ -437,7 +464,7 @@ void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scra
         multiply(&layer->qkv, &rows.out, n, qkv, 0, pool);
         attention a = {d, layer, step, qkv, read, step->keys[i], step->values[i], tiles};
         tm_parallel(pool, place_tokens, &a, n, ROW_GRAIN);
-        tm_parallel(pool, attend, &a, num_tiles * d->num_kv_heads, 1);
+        tm_parallel(pool, attend, &a, num_tiles * d->num_kv_heads, grain);
         room = at;
         rows = (row_work){read, NULL, 0, query, rounded_at(&room, n, query)};
         tm_parallel(pool, round_rows, &rows, n, ROW_GRAIN);

@@ -4,6 +4,9 @@
  * an output does not depend on how many inputs are computed beside it.
  */
 
+#define TILE 8  /* inputs that share unpacked weights */
+#define AHEAD 5 /* blocks between the one that is fetched and the one that is used */
+
 /* A rounded input row: numbers, and for each group its scale and the scaled sum of its numbers. */
 typedef struct {
     const int8_t *q;
@@ -13,6 +16,11 @@ typedef struct {
 static int32_t groups_of(int32_t cols) { return (cols + TM_GROUP - 1) / TM_GROUP; }
 
 static size_t block_bytes(int32_t kind) { return kind == TM_INT4 ? TM_INT4_BLOCK : TM_INT8_BLOCK; }
+
+/* Weights are read once, in order: have those on their way that come some blocks later. */
+static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *w, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(w + AHEAD * bytes + i);
+}
 
 /* Round one group, or the beginning of one, to numbers of -127 to 127; the rest is zeros. */
 static inline void quantise_group(const float *x, int32_t cols, int8_t *q, float *scale, float *total) {
@@ -53,47 +61,55 @@ static inline __m512i four(const int8_t *q) {
     return _mm512_set1_epi32(v);
 }
 
-/* One group of 16 outputs, unpacked to unsigned bytes, for each input: scaled, and shifted by the inputs' sum. */
+/* Four of a group's inputs, from `at` on, for 16 outputs: their products with unsigned bytes are added to the sums.
+ * All inputs in turn, so that no addition waits for the one before it.
+ */
+static inline __attribute__((always_inline)) void add_four(
+    __m512i u, int32_t at, const input_row *in, int n, __m512i *whole) {
+    for (int t = 0; t < n; t++) whole[t] = _mm512_dpbusd_epi32(whole[t], u, four(in[t].q + at));
+}
+
+/* A group's sums, scaled, and shifted by the inputs' own sum. */
 static inline __attribute__((always_inline)) void add_group(
-    const __m512i *u, __m512 scale, __m512 shift, int32_t g, const input_row *in, int n, __m512 *acc) {
+    const __m512i *whole, __m512 scale, __m512 shift, int32_t g, const input_row *in, int n, __m512 *acc) {
     for (int t = 0; t < n; t++) {
-        const int8_t *q = in[t].q + g * TM_GROUP;
-        __m512i a = _mm512_setzero_si512();
-        for (int i = 0; i < 8; i++) a = _mm512_dpbusd_epi32(a, u[i], four(q + 4 * i));
-        __m512 whole = _mm512_cvtepi32_ps(a);
-        acc[t] = _mm512_fmadd_ps(whole, _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g])), acc[t]);
+        __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(in[t].scale[g]));
+        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[t]), by, acc[t]);
         acc[t] = _mm512_fmadd_ps(shift, _mm512_set1_ps(in[t].sum[g]), acc[t]);
     }
 }
 
 static inline __attribute__((always_inline)) void product_int4(
     const uint8_t *w, int32_t groups, const input_row *in, int n, float *const *y) {
-    __m512 acc[8];
+    __m512 acc[TILE];
     const __m512i low = _mm512_set1_epi8(15);
     for (int t = 0; t < n; t++) acc[t] = _mm512_setzero_ps();
     for (int32_t g = 0; g < groups; g++, w += TM_INT4_BLOCK) {
-        __m512i u[8];
+        fetch_ahead(w, TM_INT4_BLOCK);
+        __m512i whole[TILE];
+        for (int t = 0; t < n; t++) whole[t] = _mm512_setzero_si512();
         for (int i = 0; i < 4; i++) {
             __m512i both = _mm512_loadu_si512(w + 64 * i);
-            u[i] = _mm512_and_si512(both, low);
-            u[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+            add_four(_mm512_and_si512(both, low), g * TM_GROUP + 4 * i, in, n, whole);
+            add_four(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), g * TM_GROUP + 16 + 4 * i, in, n, whole);
         }
-        _mm_prefetch((const char *)w + 4 * TM_INT4_BLOCK, _MM_HINT_T0);
-        add_group(u, halves(w + 256), halves(w + 288), g, in, n, acc);
+        add_group(whole, halves(w + 256), halves(w + 288), g, in, n, acc);
     }
     for (int t = 0; t < n; t++) _mm512_storeu_ps(y[t], acc[t]);
 }
 
 static inline __attribute__((always_inline)) void product_int8(
     const uint8_t *w, int32_t groups, const input_row *in, int n, float *const *y) {
-    __m512 acc[8];
+    __m512 acc[TILE];
     for (int t = 0; t < n; t++) acc[t] = _mm512_setzero_ps();
     for (int32_t g = 0; g < groups; g++, w += TM_INT8_BLOCK) {
-        __m512i u[8];
-        for (int i = 0; i < 8; i++) u[i] = _mm512_loadu_si512(w + 64 * i);
+        fetch_ahead(w, TM_INT8_BLOCK);
+        __m512i whole[TILE];
+        for (int t = 0; t < n; t++) whole[t] = _mm512_setzero_si512();
+        for (int i = 0; i < 8; i++) add_four(_mm512_loadu_si512(w + 64 * i), g * TM_GROUP + 4 * i, in, n, whole);
         __m512 scale = halves(w + 512);
         /* numbers are stored 128 too large */
-        add_group(u, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)), g, in, n, acc);
+        add_group(whole, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)), g, in, n, acc);
     }
     for (int t = 0; t < n; t++) _mm512_storeu_ps(y[t], acc[t]);
 }
@@ -111,10 +127,11 @@ static inline __m256i four(const int8_t *q) {
 /* Eight of the sixteen rows. Products of 4-bit numbers fit into 16 bits, 16 of them: they are widened once a group. */
 static inline __attribute__((always_inline)) void half_int4(
     const uint8_t *w, int part, int32_t groups, const input_row *in, int n, float *const *y) {
-    __m256 acc[8];
+    __m256 acc[TILE];
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     for (int t = 0; t < n; t++) acc[t] = _mm256_setzero_ps();
     for (int32_t g = 0; g < groups; g++, w += TM_INT4_BLOCK) {
+        fetch_ahead(w, TM_INT4_BLOCK);
         __m256i u[8];
         for (int i = 0; i < 4; i++) {
             __m256i both = _mm256_loadu_si256((const __m256i *)(w + 64 * i + 32 * part));
@@ -145,10 +162,11 @@ static inline __attribute__((always_inline)) void product_int4(
 
 static inline __attribute__((always_inline)) void half_int8(
     const uint8_t *w, int part, int32_t groups, const input_row *in, int n, float *const *y) {
-    __m256 acc[8];
+    __m256 acc[TILE];
     const __m256i ones = _mm256_set1_epi16(1), sign = _mm256_set1_epi8((char)0x80);
     for (int t = 0; t < n; t++) acc[t] = _mm256_setzero_ps();
     for (int32_t g = 0; g < groups; g++, w += TM_INT8_BLOCK) {
+        fetch_ahead(w, TM_INT8_BLOCK);
         __m256i u[8];
         for (int i = 0; i < 8; i++)
             u[i] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(w + 64 * i + 32 * part)), sign);

@@ -1,0 +1,15 @@
+"""The likeliest token of each row of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's largest logit and where it is. A NaN is larger than everything."""
+    if logits.device.type == "cpu" and logits.dtype is torch.float32:  # numpy is ten times as fast
+        ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return logits.gather(-1, ids[:, None])[:, 0], ids
+    values, ids = logits.max(dim=-1)
+    return values, ids
