@@ -31,12 +31,46 @@ def test_what_the_readme_says_to_a_server_works_as_printed(tmp_path: Path, capsy
         here = f"127.0.0.1:{served.port}"
         (client,) = [one for one in BLOCKS if ADDRESS in one]
         exec(compile(client.replace(ADDRESS, here), "README.md", "exec"), {})
-        assert "Paris" in capsys.readouterr().out
-        (curl,) = SHELL
+        assert "Tokyo" in capsys.readouterr().out
+        chat, session = SHELL
         if shutil.which("curl") is None:
             pytest.skip("curl is not installed")
-        done = subprocess.run(["sh", "-c", curl.replace(ADDRESS, here)], capture_output=True, check=True, timeout=300)
-        assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+        assert "Tokyo" in json.loads(said_by(chat, here))["choices"][0]["message"]["content"]
+        first, second, end = said_by(session, here).split("data: [DONE]")
+        assert "Tokyo" in first
+        assert '"finish_reason":"stop"' in second
+        assert not end.strip()
+
+
+@pytest.mark.req("R36")
+def test_what_the_docs_say_about_sessions_works_as_printed(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    lines, _ = re.findall(
+        r"```(?:bash|python)\n(.*?)```", (ROOT / "docs/sessions-http.md").read_text(), flags=re.DOTALL
+    )
+    with child(tmp_path / "log", "--dtype", "auto") as served:
+        said = said_by(lines, f"127.0.0.1:{served.port}")
+    stream, _, rest = said.partition("data: [DONE]")
+    assert "Tokyo" in stream
+    decoder, answers = json.JSONDecoder(), []
+    while rest := rest.strip():
+        answer, end = decoder.raw_decode(rest)
+        answers.append(answer)
+        rest = rest[end:]
+    italy, turns, another, forked, edited, spain, empty = answers
+    assert italy["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+    assert [turn["kind"] for turn in turns["data"]] == ["input", "answer", "input", "answer"]
+    assert another["session_id"] == italy["session_id"] != forked["data"][0]["id"]
+    assert edited["pending"] == [{"role": "user", "content": "And of Spain?"}]
+    assert spain["finish_reason"] in ("stop", "length")
+    assert empty["num_tokens"] == 0
+
+
+def said_by(lines: str, here: str) -> str:
+    """What these lines of shell print, with a server at `here`."""
+    command = ["bash", "-ec", lines.replace(ADDRESS, here)]
+    return subprocess.run(command, capture_output=True, check=True, timeout=300, text=True).stdout
 
 
 def test_every_relative_link_in_the_docs_leads_somewhere() -> None:

@@ -113,7 +113,7 @@ class InvalidOperation(BackendError):
 
 
 class Unsupported(InvalidOperation):
-    """The call is legal, but not with this backend's `Capabilities`."""
+    """The call is legal, but not with this backend's `Capabilities`, or not of an engine in a process of its own."""
 
 
 class BackendClosed(InvalidOperation):

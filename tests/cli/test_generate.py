@@ -178,5 +178,5 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     conversation = begin(None)
     talk(lambda _: conversation, None, reader("one", "x" * 5000, "two"))
     err = capsys.readouterr().err
-    assert "has no room for an answer; /new begins another" in err
+    assert "or ask for less. /new begins another conversation." in err
     assert len(conversation.session.log.messages) == 4

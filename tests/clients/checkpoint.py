@@ -17,6 +17,7 @@ TASK = Path(__file__).with_name("tiny_choice.jsonl")
 SPREAD = 0.2
 """Standard deviation of the weights: large, so that scores lie far apart."""
 NUM_GREEDY = 5
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -40,7 +41,8 @@ def _tokenizer(texts: list[str]) -> Any:
         texts * 3,
         trainers.BpeTrainer(vocab_size=320, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False),
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", bos_token="<|end|>")
+    ends = {"eos_token": "<|end|>", "bos_token": "<|end|>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **ends)
 
 
 def _model(vocab_size: int) -> Any:

@@ -34,6 +34,7 @@ CLIENTS = {
     "litellm": Client("check_litellm", ("litellm==1.104.5",)),
     "langchain": Client("check_langchain", ("langchain-openai==1.7.3",)),
     "llm": Client("check_llm", ("llm==0.36",)),
+    "guidellm": Client("check_guidellm", ("guidellm==0.8.1", "torch==2.13.0", "transformers==5.22.2"), checkpoint=True),
     "lm-eval": Client("check_lm_eval", ("lm-eval[api]==0.4.13", "transformers==5.22.2"), checkpoint=True),
 }
 

@@ -16,7 +16,7 @@ from tokenmill.cli.conversation import Conversation
 
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def llm(default_model: Path) -> Iterator[LLM]:
 @pytest.mark.req("R21", "R28")
 def test_it_answers_sensibly(llm: LLM) -> None:
     (out,) = llm.chat(CAPITAL, GREEDY)
-    assert "Paris" in out.outputs[0].text
+    assert "Tokyo" in out.outputs[0].text
     assert out.outputs[0].finish_reason == "stop"
     assert "<|im_end|>" not in out.outputs[0].text
     (text,) = llm.generate("The opposite of hot is", SamplingParams(temperature=0, max_tokens=3))
@@ -58,13 +58,13 @@ def test_streams_of_many_at_once_equal_the_whole(llm: LLM, default_model: Path) 
 
 def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
     talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=16))
-    for turn, question in enumerate(["What is the capital of France?", "And of Italy?", "And what is 2 + 2?"]):
+    for turn, question in enumerate(["What is the capital of Japan?", "And of Italy?", "And what is 2 + 2?"]):
         before = len(talk.session.log)
         *_, out = talk.ask(question)
         if turn:
             assert out.usage.cached_tokens >= before - 1
         assert talk.session.log.tokens[: out.usage.prompt_tokens].tolist() == out.prompt_token_ids
-    assert "Paris" in talk.session.log.messages[1]["content"]
+    assert "Tokyo" in talk.session.log.messages[1]["content"]
     assert "Rome" in talk.session.log.messages[3]["content"]
     answer = talk.ask("Count to one hundred.")
     next(answer)
@@ -86,18 +86,18 @@ def test_from_the_command_line(default_model: Path) -> None:
         command = [TOKENMILL, *arguments]
         return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=240)
 
-    done = call("generate", "What is the capital of France?", "--temperature", "0", "--max-tokens", "16")
+    done = call("generate", "What is the capital of Japan?", "--temperature", "0", "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Tokyo" in done.stdout
     assert "tok/s" in done.stderr
     done = call("generate", "--temperature", "0", "--max-tokens", "8", stdin="What is 1+1?\n\nName a colour.\n")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["What is 1+1?", "Name a colour."]
     assert all(line["completion_tokens"] <= 8 for line in lines)
-    questions = "What is the capital of France?\n/help\nAnd of Italy?\n/new\n/exit\n"
+    questions = "What is the capital of Japan?\n/help\nAnd of Italy?\n/new\n/exit\n"
     done = call("chat", "--temperature", "0", "--max-tokens", "12", stdin=questions)
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Tokyo" in done.stdout
     assert "Rome" in done.stdout
     assert "prompt tokens reused" in done.stderr
     assert call("pull").stdout.strip() == str(default_model)

@@ -13,7 +13,7 @@ from tokenmill import LLM, SamplingParams, SessionService, open_model
 NUM_TURNS = 20
 AGREEMENT = 1e-3
 """The stated agreement of log-probabilities, computed in two ways (docs/kv.md)."""
-QUESTIONS = ["What is the capital of France?", "Tell me more.", "Why is that so?", "And what about Italy?"]
+QUESTIONS = ["What is the capital of Japan?", "Tell me more.", "Why is that so?", "And what about Italy?"]
 
 
 @pytest.mark.req("B1", "R2", "R4", "R5", "G4", "G15")

@@ -114,3 +114,16 @@ def test_after_any_end_the_kv_is_that_of_the_log(depth: int, ending: str) -> Non
     engine.add(follow)
     assert run(engine).tokens["next"] == alone((*log, 33), 5)
     assert follow.num_cached >= len(log) - 1
+
+
+def test_a_stop_string_found_in_a_preempted_request_leaves_no_tokens_in_the_queue() -> None:
+    engine = make_engine(max_num_seqs=2, fake={"num_cells": 72, "max_context": 64, "block_size": 4}, admission_margin=0)
+    for i in range(2):
+        engine.add(request(f"r{i}", (10 * i + 1,) * 12, max_new_tokens=40))
+    while not any(one.is_preempted for one in engine.snapshot().waiting):
+        engine.step()
+    (waiting,) = engine.snapshot().waiting
+    assert engine.finish(waiting.request_id, keep_tokens=3)
+    assert engine.stats().num_waiting_tokens == 0
+    run(engine)
+    assert_clean(engine)

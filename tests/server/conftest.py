@@ -17,7 +17,7 @@ from tokenmill.server.config import ServerConfig, hash_key
 def server() -> Iterator[Running]:
     model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
     llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
-    config = ServerConfig(model_name="fake", key_hashes=(hash_key("other"), hash_key(KEY)), keep_alive_s=0.2)
+    config = ServerConfig(key_hashes=(hash_key("other"), hash_key(KEY)), keep_alive_s=0.2)
     with running(llm, config) as one:
         yield one
 

@@ -38,7 +38,7 @@ def make_server(**settings: Any) -> AbstractContextManager[Running]:
     model = FakeModel(FakeConfig(vocab_size=258, max_context=32_768))
     engine = EngineConfig(max_num_seqs=1, max_queue=8, max_num_batched_tokens=CHUNK)
     llm = AsyncLLM(model, config=engine, kv_cache_tokens=65_536)
-    return running(llm, ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),), keep_alive_s=20.0, **settings))
+    return running(llm, ServerConfig(key_hashes=(hash_key(KEY),), keep_alive_s=20.0, **settings))
 
 
 @contextmanager

@@ -33,9 +33,7 @@ def make_server(kv_cache_tokens: int, context: int = CONTEXT, **settings: Any) -
         max_num_seqs=1, max_queue=MAX_QUEUE, max_num_batched_tokens=CHUNK, queue_timeout_s=QUEUE_TIMEOUT_S
     )
     keys = (hash_key(KEY), hash_key(OTHER_KEY))
-    config = ServerConfig(
-        model_name="fake", key_hashes=keys, max_request_s=MAX_REQUEST_S, **{"keep_alive_s": 20.0, **settings}
-    )
+    config = ServerConfig(key_hashes=keys, max_request_s=MAX_REQUEST_S, **{"keep_alive_s": 20.0, **settings})
     return running(AsyncLLM(model, config=engine, kv_cache_tokens=kv_cache_tokens), config)
 
 

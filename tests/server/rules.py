@@ -26,12 +26,12 @@ NAMES = ["chat", "completions", "responses"]
 
 
 @contextmanager
-def fake_server(engine: EngineConfig | None = None, **settings: Any) -> Iterator[Running]:
+def fake_server(engine: EngineConfig | None = None, name: str = "fake", **settings: Any) -> Iterator[Running]:
     """A server over the fake model with settings of its own; one that is silent does not begin a stream."""
     model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
     llm = AsyncLLM(model, config=engine or EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
-    usual = {"model_name": "fake", "key_hashes": (hash_key(KEY),), "keep_alive_s": 60.0}
-    with running(llm, ServerConfig(**{**usual, **settings})) as one:
+    usual = {"key_hashes": (hash_key(KEY),), "keep_alive_s": 60.0}
+    with running(llm, ServerConfig(**{**usual, **settings}), name) as one:
         yield one
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import openai
 from tokenmill import AsyncLLM
 from tokenmill.core import Fault, FaultKind
 from tokenmill.server.config import ServerConfig
+from tokenmill.server.models import ModelSpec
 from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
@@ -132,12 +133,14 @@ class Running:
 
 
 @contextmanager
-def running(llm: AsyncLLM, config: ServerConfig) -> Iterator[Running]:
+def running(llm: AsyncLLM, config: ServerConfig, *names: str, others: Sequence[ModelSpec] = ()) -> Iterator[Running]:
     """A server on a thread of its own, with real sockets; the engine is closed with it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    served = Served(replace(config, idle_s=min(config.idle_s, 3.0)))  # some tests read until the server hangs up
+    spec = ModelSpec(name=next(iter(names), "fake"), load=lambda: llm, aliases=frozenset(names[1:]))
+    config = replace(config, idle_s=min(config.idle_s, 3.0))  # some tests read until the server hangs up
+    served = Served(config, [spec, *others])
     server = Server(served)
-    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(lambda: llm, listener)), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(listener)), daemon=True)
     thread.start()
     while not server.is_ready:
         assert thread.is_alive()

@@ -30,7 +30,7 @@ PAGE = "https://chat.example"
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Running]:
     """No keys, and a model with a slash in its name."""
-    with fake_server(key_hashes=(), model_name="org/name") as one:
+    with fake_server(name="org/name", key_hashes=()) as one:
         yield one
 
 

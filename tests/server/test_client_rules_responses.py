@@ -74,9 +74,11 @@ def kinds_of(events: list[Any]) -> list[str]:
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
         {"input": [{"type": "message", "role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]},
         {"store": True, "truncation": "auto", "service_tier": "auto", "reasoning": {"effort": "low"}},
+        {"store": False, "instructions": "be brief"},
     ],
 )
 def test_c28_a_response_has_the_form_of_its_type(server: Running, changes: dict[str, Any]) -> None:
+    before = len(server.served.responses)
     reply = server.post(PATH, {**BODY, **changes})
     answer = strict(Response, strict_json(reply.body), MORE)
     (item,) = answer.output
@@ -87,7 +89,8 @@ def test_c28_a_response_has_the_form_of_its_type(server: Running, changes: dict[
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     for name in ("instructions", "metadata", "temperature", "top_p"):
         assert name not in changes or getattr(answer, name) == changes[name]
-    assert answer.store is False, "nothing is stored, and the answer says so"
+    assert answer.store is changes.get("store", True), "what is stored can be gone on from, and the answer says so"
+    assert len(server.served.responses) == before + answer.store
 
 
 @pytest.mark.parametrize("seed", [0, 15])

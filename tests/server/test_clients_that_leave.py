@@ -306,11 +306,11 @@ def test_n07_half_a_request_and_no_more_is_given_up(server: Running) -> None:
 
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (
-        PlantedBug("nobody listens while the answer is made", calls.Call, "_while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens while the answer is made", calls, "while_there", "{work, leaving}", "{work}"),
         lambda server: leave_after_3_tokens(server, "FIN", stream=False),
     ),
     (
-        PlantedBug("nobody listens in the queue", calls.Call, "_while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens in the queue", calls, "while_there", "{work, leaving}", "{work}"),
         lambda server: leave_the_queue(server, "RST", stream=True),
     ),
     (

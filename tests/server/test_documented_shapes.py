@@ -35,6 +35,7 @@ SETTINGS = settings(
 )
 OPERATIONS = [f"GET {path}" for path in ("/v1/models", "/v1/models/{name}", "/health", "/health/live", "/health/ready")]
 OPERATIONS += [f"POST {path}" for path in (*BODIES, "/v1/requests/{request_id}/cancel")]
+OPERATIONS += [f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/requests/{request_id}/timeline")]
 REFUSED = {"chat_template", "tools", "functions", "response_format", "chat_template_kwargs", "suffix", "background"}
 REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "stream_options", "best_of", "timeout_s"}
 
@@ -44,7 +45,7 @@ def documented() -> Iterator[schemathesis.BaseSchema]:
     """A server whose answers are short, and its document."""
     model = FakeModel(FakeConfig(vocab_size=VOCABULARY, max_context=128, depth=1))
     llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=8192)
-    with running(llm, ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))) as one:
+    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
         schema = schemathesis.openapi.from_dict(one.get("/openapi.json").json())
         key = {"Authorization": f"Bearer {KEY}"}
         schema.config.update(base_url=f"http://127.0.0.1:{one.port}", headers=key, request_timeout=WAIT_S)

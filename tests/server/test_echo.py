@@ -58,7 +58,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     llm = AsyncLLM(str(folder), dtype="float32", kv_cache_tokens=4096, num_threads=1)
-    with running(llm, ServerConfig(model_name="fake")) as one:
+    with running(llm, ServerConfig()) as one:
         yield one
 
 

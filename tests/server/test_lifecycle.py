@@ -23,6 +23,7 @@ from tests.server.wire import LONG, Wire, chat_request, until
 from tokenmill import AsyncLLM
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.server.models import ModelSpec
 from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
@@ -196,8 +197,8 @@ def loading(may_load: threading.Event) -> Iterator[tuple[int, Server]]:
         return AsyncLLM(FakeModel(FakeConfig(vocab_size=258)))
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(Served(ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))))
-    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(load, listener)), daemon=True)
+    server = Server(Served(ServerConfig(key_hashes=(hash_key(KEY),)), [ModelSpec(name="fake", load=load)]))
+    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(listener)), daemon=True)
     thread.start()
     try:
         yield listener.getsockname()[1], server

@@ -41,7 +41,7 @@ def make_server() -> Iterator[Running]:
     llm = AsyncLLM(FakeModel(FAKE), config=engine, kv_cache_tokens=768)
     with ExitStack() as stack:
         with production_loop():
-            one = stack.enter_context(running(llm, ServerConfig(model_name="fake", key_hashes=(hash_key(KEY),))))
+            one = stack.enter_context(running(llm, ServerConfig(key_hashes=(hash_key(KEY),))))
         yield one
 
 

@@ -18,9 +18,14 @@ from tokenmill.session.info import SessionLimits
 def test_bytes_and_time_bound_the_logs() -> None:
     async def play(service: SessionService) -> None:
         names = []
-        while service._log_bytes < service.limits.max_log_bytes:
+
+        async def create() -> None:
             names.append(await service.create_session(sampling_params=GREEDY))
             await service.append_input(names[-1], "x" * 100, raw=True)
+
+        with pytest.raises(Overloaded, match="end some sessions first"):
+            while True:
+                await create()
         assert len(names) > 5
         with pytest.raises(Overloaded, match="end some sessions first"):
             await service.create_session()
@@ -31,7 +36,7 @@ def test_bytes_and_time_bound_the_logs() -> None:
         assert service.end_idle(0.0) == len(names)
         assert service._log_bytes == 0
 
-    scene(play, limits=SessionLimits(max_log_bytes=4000, stall_timeout_s=None))
+    scene(play, limits=SessionLimits(max_log_bytes=12_000, stall_timeout_s=None))
 
 
 @pytest.mark.req("R4")

@@ -29,7 +29,7 @@ BUGS = [
         "ended sessions keep their KV", SessionService, "_end", "loaded.client.release(session.session_id)", "pass"
     ),
     PlantedBug(
-        "a fork draws with its parent's seed and attempt forgotten", SessionService, "_generate",
+        "a fork draws with its parent's seed and attempt forgotten", SessionService, "answer",
         '"attempt": session.attempt', '"attempt": 0',
     ),
 ]  # fmt: skip

@@ -106,6 +106,7 @@ class Tree:
         if regenerate:
             if not twin.ends or not twin.is_answered:
                 return
+            before = twin.copy()
             del twin.ends[-1]
             del twin.log[twin.ends[-1] :]
             twin.attempt += 1
@@ -130,6 +131,10 @@ class Tree:
             _, _, last = await read(stream)
         session = self.service._model().master.find(name)
         log = session.log.tokens.tolist()
+        if regenerate and not last.offset and not last.token_ids:  # without a word: the old answer stays
+            assert log == before.log
+            self.twins[name] = before
+            return
         said = log[len(twin.log) :]
         assert log[: len(twin.log)] == twin.log, f"{name}: the log before the answer is not what it was"
         params = SamplingParams(

@@ -158,8 +158,13 @@ def _sizes(model: Path) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if "--server" in arguments:
+        from tokenmill.bench import servers
+
+        return servers.main([one for one in arguments if one != "--server"])
     parser = argparse.ArgumentParser(prog="tokenmill bench compare", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--server", action="store_true", help="compare servers over HTTP; see --server --help")
     parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help="llama.cpp, transformers")
     parser.add_argument("--llamacpp-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])

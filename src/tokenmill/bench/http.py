@@ -13,21 +13,15 @@ import itertools
 import json
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench.processes import serving
 from tokenmill.engine.llm import LLM
 from tokenmill.params import SamplingParams
-
-START_S = 120.0
-READY = re.compile(r" on http://127\.0\.0\.1:(\d+)/v1")
 
 
 @dataclass(frozen=True)
@@ -99,26 +93,6 @@ async def _client(port: int, model: str, work: Work, prompt: list[int]) -> int:
     return int(re.findall(rb'"completion_tokens":(\d+)', answer)[-1])
 
 
-@contextmanager
-def serving(model: str, arguments: Sequence[str]) -> Iterator[int]:
-    """`tokenmill serve` as a process of its own; its port."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as file:
-            command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", *arguments]
-            process = subprocess.Popen(command, stdout=file, stderr=file)
-        try:
-            deadline = time.monotonic() + START_S
-            while (found := READY.search(log.read_text())) is None:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start: {log.read_text()}")
-                time.sleep(0.05)
-            yield int(found.group(1))
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def measure(model: str, work: Work, num_pairs: int, llm: LLM, port: int) -> Report:
     """In turn: offline, over HTTP, offline."""
     numbers = itertools.count()
@@ -148,8 +122,8 @@ def main(arguments: Sequence[str]) -> int:
         vocab_size = llm.get_tokenizer().vocab_size
         work = Work(options.clients, options.prompt_tokens, options.new_tokens, vocab_size)
         more = ["--max-num-seqs", str(options.clients), "--log-level", "warning", *options.serve]
-        with serving(options.model, more) as port:
-            report = measure(options.model, work, options.pairs, llm, port)
+        with serving(options.model, more) as server:
+            report = measure(options.model, work, options.pairs, llm, server.port)
     if options.json:
         print(json.dumps({**asdict(report), "ratio": report.ratio, "noise": report.noise}, indent=2))
         return 0

@@ -1,7 +1,7 @@
 """`tokenmill bench memory`: what `tokenmill fit` plans beside what is really used, on a grid of settings.
 
 For each setting a process of its own loads the model, fills the KV of all sessions to the last token and says how many
-private bytes it has more than after importing torch.
+private bytes it had more than after importing torch, at the most.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tokenmill.engine.fit import limits_for, plan_fit
 
 MIB = 1 << 20
 GRID = ((1, 256), (1, 2048), (4, 1024), (16, 256), (16, 1024), (32, 512), (8, 4096))
+LOOK_EVERY_S = 0.005
 NEW = 8
 """Tokens that are generated; the rest of the context is prompt."""
 
@@ -42,15 +44,38 @@ class Row:
 
 def private_bytes() -> int:
     """Pages of this process that it shares with nobody."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
+    return 1024 * sum(_numbers("/proc/self/smaps_rollup", "Private_Clean", "Private_Dirty"))
+
+
+def _numbers(file: str, *names: str) -> list[int]:
+    return [int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(names)]
+
+
+class Peak:
+    """Looks again and again how much memory the process has of its own; the most that it saw."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(LOOK_EVERY_S):
+            self._most = max(self._most, *_numbers("/proc/self/status", "RssAnon:"))
+
+    def above_now(self) -> int:
+        """Bytes that there were more than there are now."""
+        self._is_over.set()
+        self._thread.join()
+        return 1024 * max(0, self._most - _numbers("/proc/self/status", "RssAnon:")[0])
 
 
 def use(model: str, sessions: int, context: int, dtype: str) -> int:
     """In a process of its own: bytes more than after importing torch."""
     import torch  # noqa: F401
 
-    before = private_bytes()
+    before, peak = private_bytes(), Peak()
     from tokenmill.engine.llm import LLM
     from tokenmill.params import SamplingParams
 
@@ -60,7 +85,7 @@ def use(model: str, sessions: int, context: int, dtype: str) -> int:
         prompts: list[Any] = [prompt(i + 1, context - NEW, vocab_size) for i in range(sessions)]
         params = SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.7, seed=1)
         llm.generate(prompts, params, use_tqdm=False)
-        return private_bytes() - before
+        return private_bytes() - before + peak.above_now()
 
 
 def measure(model: str, dtype: str, sessions: int, context: int) -> Row:

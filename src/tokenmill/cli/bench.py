@@ -9,11 +9,13 @@ import typer
 
 BENCHMARKS = {
     "engine": "What a step costs the host, for 1 to 1,024 running requests, on the fake backend.",
+    "events": "What it costs the engine that the server listens to it.",
     "agreement": "How far a model's numbers depend on how they are computed, and its perplexity on a text.",
     "compare": "Our engine beside llama.cpp's raw loop and transformers, on the same file, in turn.",
     "throughput": "Tokens a second by the number of requests that run together, offline.",
     "memory": "What `tokenmill fit` plans beside what is really used.",
     "http": "What HTTP costs: many clients that stream, beside the same work offline.",
+    "serve": "Load on any OpenAI-compatible server: throughput and latencies, as `vllm bench serve` has them.",
     "sessions": "What a session saves at its last turn, and what a reader that stops costs the others.",
 }
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -112,7 +112,7 @@ def _answer(conversation: Conversation, question: str) -> None:
         answer.close()  # type: ignore[attr-defined]
         print(" ...", flush=True)
     except ContextOverflow as error:
-        print(f"tokenmill: {error}; /new begins another conversation", file=sys.stderr)
+        print(f"tokenmill: {error} /new begins another conversation.", file=sys.stderr)
         return
     except InvalidRequest as error:
         print(f"tokenmill: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
 from tokenmill.cli.pull import pull
 from tokenmill.cli.serve import serve
+from tokenmill.cli.top import top
 from tokenmill.errors import EngineDead, ModelLoadError, RequestFailed, TokenmillError
 
 app = typer.Typer(name="tokenmill", help="A session-first LLM inference engine.", no_args_is_help=True)
@@ -23,6 +24,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(serve)
 app.command()(fit)
+app.command()(top)
 app.add_typer(bench, name="bench")
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,14 +12,29 @@ from tokenmill.errors import ConfigError
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A name, a Hugging Face directory or a .gguf file.")] = shared.DEFAULT,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A name, a Hugging Face directory or a .gguf file.", show_default=shared.DEFAULT),
+    ] = None,
+    more: Annotated[
+        list[str] | None, typer.Option("--model", "-m", metavar="NAME=PATH", help="One more model. May be repeated.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with [[model]] tables; see docs/server.md.", dir_okay=False)
+    ] = None,
+    keep_alive: Annotated[
+        float | None, typer.Option(help="Seconds; models that are not used for so long are unloaded.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. Beyond this machine only with --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Clients must know one of these.")
     ] = None,
+    admin_key: Annotated[
+        list[str] | None, typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="A key that may load and unload models.")
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL.")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A name by which clients may call this machine, where there is no key.")
     ] = None,
@@ -32,48 +47,59 @@ def serve(
         float, typer.Option(help="Seconds; a request that has not started by then is answered with 503.")
     ] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take in all.")] = 600.0,
+    session_ttl: Annotated[
+        float, typer.Option(help="Seconds; a session that nobody uses for so long ends.")
+    ] = 86_400.0,
     drain: Annotated[float, typer.Option(help="Seconds that what runs may go on when the server is stopped.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send each request as an OpenTelemetry span there (OTLP, HTTP).")
+    ] = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API has it."""
+    """Serve models over HTTP: OpenAI's API, and sessions."""
     try:
+        from tokenmill.server.catalogue import named, read_catalogue, short_name, spec
         from tokenmill.server.config import ServerConfig, hash_key
         from tokenmill.server.logs import configure_logs
         from tokenmill.server.run import serve as run
     except ImportError as error:
         raise ConfigError(f"the server needs more packages ({error.name}): pip install 'tokenmill[server]'") from None
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.async_llm import AsyncLLM
 
-    configure_logs(log_level)
-    config = ServerConfig(
-        model_name=served_model_name or (Path(model).name if "/" in model else model),
+    configure_logs(log_level, log_format)
+    settings = ServerConfig(
         host=host,
         port=port,
         key_hashes=tuple(hash_key(key) for key in api_key or ()),
+        admin_key_hashes=tuple(hash_key(key) for key in admin_key or ()),
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        spans_url=otlp,
+        session_ttl_s=session_ttl,
         max_request_s=request_timeout,
         drain_s=drain,
     )
-    engine = EngineConfig(max_queue=max_queue, queue_timeout_s=queue_timeout)
-
-    def load() -> AsyncLLM:
-        return AsyncLLM(
-            model,
-            config=engine,
-            dtype=dtype,
-            device=device,
-            deterministic=deterministic,
-            max_model_len=context,
-            max_num_seqs=max_num_seqs,
-            num_threads=threads,
-        )
-
-    run(load, config)
+    options: dict[str, Any] = {
+        "config": EngineConfig(max_queue=max_queue, queue_timeout_s=queue_timeout),
+        "dtype": dtype,
+        "device": device,
+        "deterministic": deterministic,
+        "max_model_len": context,
+        "max_num_seqs": max_num_seqs,
+        "num_threads": threads,
+    }
+    specs = [] if config is None else read_catalogue(config, options, keep_alive)
+    if model is not None or not (specs or more):
+        path = model or shared.DEFAULT
+        specs.insert(0, spec(served_model_name or short_name(path), path, options, keep_alive_s=keep_alive))
+    elif served_model_name is not None:
+        raise ConfigError("--served-model-name is for MODEL; --model NAME=PATH has its name")
+    specs += [spec(*named(one), options, keep_alive_s=keep_alive) for one in more or ()]
+    run(specs, settings)

@@ -15,10 +15,13 @@ class MemoryPlan:
     """What a step needs while it runs."""
     other: int = 0
     """Tokenizer, tables, code: what is there whatever the settings are."""
+    loading: int = 0
+    """What reading the weights takes on the way, while nothing of the rest is there yet."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.activations + self.other
+        """At the most."""
+        return self.weights + max(self.kv + self.activations + self.other, self.loading)
 
 
 def cells_for(num_seqs: int, context: int, block_size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self, Unpack
@@ -16,8 +16,10 @@ from typing import Any, Self, Unpack
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output
-from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
+from tokenmill.engine.pool import MakeSubscriber
 from tokenmill.engine.request import Hints
+from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
@@ -110,6 +112,16 @@ class AsyncLLM:
         return self._client.max_model_len
 
     @property
+    def opened(self) -> OpenedModel:
+        """The model, its tokenizer and template, and what the engine was made of."""
+        return self._opened
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine, for others who use it as well: sessions."""
+        return self._client
+
+    @property
     def embedding_size(self) -> int:
         return self._opened.model.info.hidden_size
 
@@ -117,6 +129,22 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Does it take requests, and do its steps end?"""
         return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
+
+    @property
+    def num_cores(self) -> int:
+        return self._client.num_cores
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
+        """Hear what a core of the engine tells, from a snapshot on; returns the call that ends it.
+
+        `make` gets the snapshot and gives the subscriber, which is called on the engine's thread. `Unsupported` if the
+        engine runs in a process of its own.
+        """
+        return self._client.subscribe(core, make)
+
+    async def snapshot(self) -> list[CoreSnapshot | None]:
+        """What each core of the engine is doing right now; None for one that is gone."""
+        return await asyncio.to_thread(self._client.snapshots)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._opened.text.tokenizer
@@ -197,6 +225,7 @@ class AsyncLLM:
     async def embed(
         self,
         prompt: Prompt,
+        request_id: str | None = None,
         *,
         pooling: str | Pooling = "last",
         normalize: bool = True,
@@ -205,7 +234,7 @@ class AsyncLLM:
     ) -> EmbeddingRequestOutput:
         """The embedding of a text: the last token's hidden state, or the mean of all; of length 1 unless told."""
         self._check_open()
-        request = self._intake.embedding(prompt, pooling, hints, timeout_s)
+        request = self._intake.embedding(prompt, pooling, request_id, hints, timeout_s)
         mailbox = self._mailbox()
         self._client.submit(request, partial(mailbox.put, 0))
         try:

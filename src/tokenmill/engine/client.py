@@ -9,9 +9,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.interrupts import deferred_interrupts
-from tokenmill.engine.pool import EnginePool, Sink
+from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink
 from tokenmill.engine.request import Request
-from tokenmill.engine.stats import CoreStats
+from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken
 
@@ -52,6 +52,17 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> list[CoreStats | None]: ...
+
+    def snapshots(self) -> list[CoreSnapshot | None]:
+        """What each core is doing right now; None for one that is gone."""
+        ...
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
+        """Hear a core's events, on its thread, from a snapshot on; returns the call that ends it.
+
+        `Unsupported` if the engine does not tell them here.
+        """
+        ...
 
     def close(self) -> None: ...
 
@@ -97,6 +108,13 @@ class InlineClient:
 
     def stats(self) -> list[CoreStats | None]:
         return [self.core.stats()]
+
+    def snapshots(self) -> list[CoreSnapshot | None]:
+        return [self.core.snapshot()]
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:  # noqa: ARG002 (there is one)
+        with deferred_interrupts():
+            return self.core.events.subscribe(make(self.core.snapshot()))
 
     def is_open(self, request_id: str) -> bool:
         """Is somebody still to be told how this request ended?"""
@@ -177,6 +195,12 @@ class ThreadClient:
 
     def stats(self) -> list[CoreStats | None]:
         return self.pool.stats()
+
+    def snapshots(self) -> list[CoreSnapshot | None]:
+        return self.pool.snapshots()
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
+        return self.pool.follow(core, make)
 
     def close(self) -> None:
         self.pool.close()

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
 from tokenmill.core import Backend, ModelInfo, Sampled
-from tokenmill.engine.events import EventBus, TickEvent
+from tokenmill.engine.events import CellsEvent, EventBus, FailedStepEvent, StartEvent, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
 from tokenmill.engine.isolation import Isolation, Suspect
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import GREEDY, Draw, Hints, Limits, Request
 from tokenmill.engine.scheduler import Scheduler
-from tokenmill.engine.stats import CoreStats, SlotView, slot_views
+from tokenmill.engine.stats import CoreSnapshot, CoreStats, SlotView, slot_views
 from tokenmill.errors import (
     BackendError,
     ConfigError,
@@ -69,7 +69,7 @@ class EngineCore:
         self.model = model
         self.depth = capabilities.depth if config.depth is None else config.depth
         self.events = events or EventBus(clock)
-        self.kv = KVManager(backend.kv, capabilities, reuse=config.prefix_caching)
+        self.kv = KVManager(backend.kv, capabilities, self.events, reuse=config.prefix_caching)
         self.max_model_len = _longest_request(config, model.max_context, self.kv)
         self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events)
         self.failure: BaseException | None = None
@@ -81,6 +81,8 @@ class EngineCore:
         self._in_flight: deque[InFlight] = deque()
         self._isolation = Isolation()
         self._last_collect = self.heartbeat
+        self._last_tick = 0
+        self._told_cells = self.kv.free()
         self._names = itertools.count()
         self._added: list[Request] = []
 
@@ -99,6 +101,7 @@ class EngineCore:
         request = self.scheduler.requests.get(request_id)
         if request is not None:
             self.scheduler.finish(request, reason, error=error)
+            self._tell_cells()
         return request is not None
 
     def finish(self, request_id: str, keep_tokens: int) -> bool:
@@ -109,11 +112,13 @@ class EngineCore:
                 raise InvalidRequest(f"{keep_tokens} of {len(request.output)} generated tokens can't be kept")
             del request.tokens[request.num_prompt + keep_tokens :]
             self.scheduler.finish(request, FinishReason.STOP)
+            self._tell_cells()
         return request is not None
 
     def release(self, owner: str) -> None:
         """A session has ended: KV that is parked for it is free."""
         self.kv.drop_owner(owner)
+        self._tell_cells()
 
     def fork(
         self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints(), draw: Draw = GREEDY
@@ -139,6 +144,7 @@ class EngineCore:
                 self._tick()
         except Exception as error:
             self.die(error)
+        self._tell_cells()
         self.heartbeat = self.events.clock()
         return self.scheduler.results.take()
 
@@ -194,7 +200,7 @@ class EngineCore:
             if isinstance(error, StaleKV):
                 self.scheduler.drop_kv()
             else:
-                self._isolation.suspect(plan, self.scheduler.rows)
+                self._suspect(plan)
             return False
         now = self.events.clock()
         self._in_flight.append(InFlight(step, now, now - began))
@@ -209,7 +215,7 @@ class EngineCore:
             _raise_if_fatal(error)
             self._in_flight.clear()
             self.scheduler.resync()
-            self._isolation.suspect(flight.step.plan, self.scheduler.rows)
+            self._suspect(flight.step.plan)
             return False
         self._take(flight, sampled)
         return True
@@ -220,22 +226,50 @@ class EngineCore:
         plan, now = flight.step.plan, self.events.clock()
         step_s, self._last_collect = now - max(flight.submitted_at, self._last_collect), now
         self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill)
+        self._last_tick = plan.tick
         if self.events.is_heard:
-            self.events.emit(
-                TickEvent(
-                    plan=plan,
-                    at=now,
-                    schedule_s=flight.schedule_s,
-                    step_s=step_s,
-                    num_running=self.scheduler.rows.num_running,
-                    num_waiting=len(self.scheduler.queue),
-                    free_cells=self.kv.free(),
-                    num_parked=self.kv.num_parked,
-                )
-            )
+            self._tell_tick(plan, now, flight.schedule_s, step_s)
         self.scheduler.results.update(plan, sampled, self._executor.outputs(flight.step))
 
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _tell_tick(self, plan: StepPlan, at: float, schedule_s: float, step_s: float) -> None:
+        self._told_cells = self.kv.free()
+        self.events.emit(
+            TickEvent(
+                plan=plan,
+                requests=self.scheduler.rows.names(plan),
+                at=at,
+                schedule_s=schedule_s,
+                step_s=step_s,
+                num_running=self.scheduler.rows.num_running,
+                num_waiting=len(self.scheduler.queue),
+                free_cells=self._told_cells,
+                num_parked=self.kv.num_parked,
+            )
+        )
+
+    def _tell_cells(self) -> None:
+        """Tell how many cells are free if that is not known: steps are submitted, KV is parked and trimmed."""
+        free = self.kv.free()
+        if free != self._told_cells:
+            self._told_cells = free
+            if self.events.is_heard:
+                self.events.emit(CellsEvent(self.events.clock(), free))
+
+    def tell_start(self) -> None:
+        """It has taken the place of a core that died; its subscribers are the same."""
+        if self.events.is_heard:
+            num_rows = len(self.scheduler.rows.requests)
+            self.events.emit(StartEvent(self.events.clock(), num_rows, self.kv.num_cells))
+
     # -- failure ------------------------------------------------------------------------------------------------------
+
+    def _suspect(self, plan: StepPlan) -> None:
+        """The step failed: any of its requests may be the reason."""
+        self._isolation.suspect(plan, self.scheduler.rows)
+        if self.events.is_heard:
+            self.events.emit(FailedStepEvent(self.events.clock(), plan.tick, plan.num_tokens))
 
     def _run_alone(self, suspect: Suspect) -> None:
         """Run one request of a failed step alone. If it fails again it is the culprit, and ends with an error."""
@@ -302,7 +336,18 @@ class EngineCore:
 
     def slots(self) -> list[SlotView]:
         """What each row is doing right now."""
-        return slot_views(self.scheduler.rows)
+        return slot_views(self.scheduler.rows, [flight.step.plan for flight in self._in_flight])
+
+    def snapshot(self) -> CoreSnapshot:
+        """All that events tell of, as it is right now: where a view begins."""
+        return CoreSnapshot(
+            tick=self._last_tick,
+            slots=tuple(self.slots()),
+            waiting=self.scheduler.queue.views(),
+            parked=self.kv.parked_views(),
+            free_cells=self.kv.free(),
+            num_cells=self.kv.num_cells,
+        )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books do not balance; when idle, nothing but parked KV may be left."""

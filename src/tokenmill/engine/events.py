@@ -1,7 +1,8 @@
-"""What the engine tells about itself: one event a tick, one a change in a request's life.
+"""What the engine tells about itself: one event a step, one a change in a request's life or in parked KV.
 
 Metrics, timelines, live views and logs are subscribers; the engine knows none of them. A subscriber is called on the
-engine's thread and must return at once; one that raises is dropped.
+engine's thread and must return at once; one that raises is dropped. Nothing is made that nobody hears. Together the
+events are all that happens: `view.py` keeps a copy of a core's state with nothing else.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from tokenmill.engine.plan import StepPlan
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import NO_ROW, Request
 from tokenmill.outputs import FinishReason
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,20 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+class ParkedChange(Enum):
+    """What became of KV that nobody runs."""
+
+    PARKED = "parked"
+    SHORTENED = "shortened"
+    """Its end was given up to make room."""
+    TAKEN = "taken"
+    """A request goes on with it."""
+    RELEASED = "released"
+    """Its session has ended."""
+    EVICTED = "evicted"
+    """It was given up to make room, or because it no longer held what it said."""
+
+
 @dataclass(frozen=True)
 class RequestEvent:
     """A request entered a phase."""
@@ -39,14 +55,36 @@ class RequestEvent:
     num_tokens: int
     num_cached: int = 0
     finish_reason: FinishReason | None = None
+    num_prompt: int = 0
+    num_computed: int = 0
+    """In prefill: tokens whose KV was there when it got its row. Preempted or ended: how far it had come in it."""
+    row: int = NO_ROW
+    """The one that it has from now on."""
+    key: str = ""
+    owner: str | None = None
+    """Its session."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one request had of a step."""
+
+    row: int
+    request_id: str
+    num_tokens: int
+    is_decode: bool
+    is_drawn: bool
+    """It got a token."""
 
 
 @dataclass(frozen=True)
 class TickEvent:
-    """A step was collected."""
+    """A step was collected. What its tokens mean for their requests is told after it."""
 
     plan: StepPlan
     """Batch composition: rows, tokens a row, decode and prefill."""
+    requests: tuple[str | None, ...]
+    """Whose each of the plan's rows is; None where the request has left it since the step was submitted."""
     at: float
     schedule_s: float
     """Host time to plan and submit it."""
@@ -57,8 +95,71 @@ class TickEvent:
     free_cells: int
     num_parked: int
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Is every request of it still there?"""
+        return None not in self.requests
 
-Event = RequestEvent | TickEvent
+    @cached_property
+    def num_generated(self) -> int:
+        """Tokens that were drawn for requests that are still there."""
+        if self.is_whole:
+            return len(self.plan.sampled_rows)
+        return sum(share.is_drawn for share in self.shares)
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """What each request had of it that is still there."""
+        drawn = frozenset(self.plan.sampled_rows.tolist())
+        rows = zip(self.plan.rows.tolist(), self.requests, self.plan.counts.tolist(), strict=True)
+        return tuple(
+            Share(row, name, count, place < self.plan.num_decode, row in drawn)
+            for place, (row, name, count) in enumerate(rows)
+            if name is not None
+        )
+
+
+@dataclass(frozen=True)
+class ParkedEvent:
+    """Parked KV has changed."""
+
+    at: float
+    change: ParkedChange
+    seq: int
+    num_tokens: int
+    """What it holds; once it is gone, what it held."""
+    owner: str | None
+    """The session it is kept for."""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class CellsEvent:
+    """The number of free cells is another than was last told."""
+
+    at: float
+    free_cells: int
+
+
+@dataclass(frozen=True)
+class FailedStepEvent:
+    """A step failed and was undone; its requests are run alone."""
+
+    at: float
+    tick: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StartEvent:
+    """A new core has taken the place of one that died. All of it is empty."""
+
+    at: float
+    num_rows: int
+    num_cells: int
+
+
+Event = RequestEvent | TickEvent | ParkedEvent | CellsEvent | FailedStepEvent | StartEvent
 Subscriber = Callable[[Event], None]
 
 
@@ -91,7 +192,7 @@ class EventBus:
                 log.exception("a subscriber failed and is dropped: %r", subscriber)
                 self._subscribers.remove(subscriber)
 
-    def phase(self, request: Request, phase: Phase, tick: int) -> None:
+    def phase(self, request: Request, phase: Phase, tick: int, num_computed: int = 0) -> None:
         if self._subscribers:
             self.emit(
                 RequestEvent(
@@ -102,5 +203,10 @@ class EventBus:
                     len(request.tokens),
                     request.num_cached,
                     request.finish_reason,
+                    request.num_prompt,
+                    num_computed,
+                    request.row,
+                    request.hints.key,
+                    request.hints.owner,
                 )
             )

@@ -33,6 +33,16 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
+OWN_NAME = "~"
+"""In the engine's name for a request: between its caller's and the engine's own."""
+
+
+def callers_name(request_id: str) -> str:
+    """What its caller called a request of the engine; all of it, if that said nothing."""
+    name, is_named, _ = request_id.rpartition(OWN_NAME)
+    return name if is_named else request_id
+
+
 @dataclass
 class Choice:
     """One of a request's choices on its way: the engine's request, the text so far."""
@@ -161,7 +171,6 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         text, ids = self.prompt(prompt)
-        # The engine's name for it is its own, so that a caller's can be used again, or twice at a time.
         name = self._name()
         generation = Generation(
             request_id or name,
@@ -169,7 +178,7 @@ class Intake:
             ids,
             params,
             self.text.tokenizer,
-            engine_id=name if request_id is None else f"{request_id}~{name}",
+            engine_id=self._engine_id(request_id, name),
             vocab_size=self._model.vocab_size,
             max_model_len=self._max_model_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -183,6 +192,7 @@ class Intake:
         self,
         prompt: Prompt,
         pooling: str | Pooling,
+        request_id: str | None = None,
         hints: Hints = Hints(),
         timeout_s: float | None = None,
     ) -> Request:
@@ -193,7 +203,8 @@ class Intake:
             known = ", ".join(repr(one.value) for one in Pooling)
             raise InvalidRequest(f"pooling {pooling!r} is not known; known: {known}", param="pooling") from None
         _, ids = self.prompt(prompt)
-        request = Request(self._name(), ids, Limits(max_new_tokens=1, timeout_s=timeout_s), hints, pooling=kind)
+        limits = Limits(max_new_tokens=1, timeout_s=timeout_s)
+        request = Request(self._engine_id(request_id, self._name()), ids, limits, hints, pooling=kind)
         check_request(request, self._model, self._max_model_len)
         return request
 
@@ -213,6 +224,11 @@ class Intake:
 
     def _name(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
+
+    @staticmethod
+    def _engine_id(request_id: str | None, name: str) -> str:
+        """The engine's name for a request is its own, so that a caller's can be used again, or twice at a time."""
+        return name if request_id is None else f"{request_id}{OWN_NAME}{name}"
 
 
 def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.core import Batch, Capabilities, IntArray, KVMemory
+from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
 from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex
+from tokenmill.engine.request import Hints
+from tokenmill.engine.stats import ParkedView
 from tokenmill.errors import IntegrityError
 
 
@@ -24,6 +27,7 @@ class Parked:
 
     entry: Entry
     owner: str | None
+    key: str
 
     @property
     def seq(self) -> int:
@@ -33,12 +37,14 @@ class Parked:
 class KVManager:
     """Leases sequences, shares prefixes, parks, evicts. One thread owns it: the engine core's."""
 
-    def __init__(self, kv: KVMemory, capabilities: Capabilities, *, reuse: bool = True) -> None:
+    def __init__(self, kv: KVMemory, capabilities: Capabilities, events: EventBus, *, reuse: bool = True) -> None:
         self.kv = kv
         self.index = PrefixIndex()
         self.num_cells = kv.stats().num_cells
         self.num_evicted = 0
+        """Parked sequences given up to make room."""
         self._capabilities = capabilities
+        self._events = events
         self._reuse = reuse
         self._free_seqs = list(range(capabilities.max_seqs - 1, -1, -1))
         self._leased: dict[int, Entry | None] = {}
@@ -71,7 +77,7 @@ class KVManager:
 
     def _take_over(self, entry: Entry, length: int) -> tuple[int, int]:
         """Go on with a parked sequence itself instead of a copy: it is used up, or its id is the last one left."""
-        self._unpark(entry.seq)
+        self._unpark(entry.seq, ParkedChange.TAKEN)
         self._leased[entry.seq] = None
         if not self._trim(entry.seq, length):
             self.kv.seq_rm(entry.seq)
@@ -103,7 +109,7 @@ class KVManager:
         self._forget_lease(seq)
         self._free(seq)
 
-    def park(self, seq: int, tokens: Sequence[int], namespace: Namespace, owner: str | None) -> None:
+    def park(self, seq: int, tokens: Sequence[int], hints: Hints) -> None:
         """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus)."""
         self._forget_lease(seq)
         keep = min(self.length(seq), len(tokens))
@@ -111,16 +117,17 @@ class KVManager:
             self._free(seq)
             return
         held = np.array(tokens[:keep], dtype=np.int32)
-        entry = Entry(seq, held, namespace, lambda: keep, parked=True)
+        entry = Entry(seq, held, hints.namespace, lambda: keep, parked=True)
         self.index.insert(entry)
         self._cells_parked += self._cells_of(entry)
-        shelf = self._plain if owner is None else self._sessions
-        shelf[seq] = Parked(entry, owner)
+        shelf = self._plain if hints.owner is None else self._sessions
+        shelf[seq] = Parked(entry, hints.owner, hints.key)
+        self._tell(shelf[seq], ParkedChange.PARKED)
 
     def drop_owner(self, owner: str) -> None:
         """A session ended: its parked KV is free."""
         for parked in [parked for parked in self._sessions.values() if parked.owner == owner]:
-            self._evict(parked)
+            self._give_up(parked, ParkedChange.RELEASED)
 
     def touch(self, entry: Entry) -> None:
         """It was of use just now: evict it later."""
@@ -175,6 +182,8 @@ class KVManager:
         self.index.insert(entry)
         if self.kv.free() == before:
             self._evict(parked)
+        else:
+            self._tell(parked, ParkedChange.SHORTENED)
 
     def _oldest(self, keep: Entry | None = None) -> Parked | None:
         for shelf in (self._plain, self._sessions):
@@ -185,8 +194,16 @@ class KVManager:
 
     def _evict(self, parked: Parked) -> None:
         self.num_evicted += 1
-        self._unpark(parked.seq)
+        self._give_up(parked, ParkedChange.EVICTED)
+
+    def _give_up(self, parked: Parked, change: ParkedChange) -> None:
+        self._unpark(parked.seq, change)
         self._free(parked.seq)
+
+    def _tell(self, parked: Parked, change: ParkedChange) -> None:
+        if self._events.is_heard:
+            length = len(parked.entry.tokens)
+            self._events.emit(ParkedEvent(self._events.clock(), change, parked.seq, length, parked.owner, parked.key))
 
     # -- sequence ids -------------------------------------------------------------------------------------------------
 
@@ -212,8 +229,9 @@ class KVManager:
     def _parked(self, seq: int) -> Parked:
         return self._plain[seq] if seq in self._plain else self._sessions[seq]
 
-    def _unpark(self, seq: int) -> None:
+    def _unpark(self, seq: int, change: ParkedChange) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
+        self._tell(parked, change)
         self.index.remove(parked.entry)
         self._cells_parked -= self._cells_of(parked.entry)
 
@@ -235,6 +253,11 @@ class KVManager:
     @property
     def num_parked_tokens(self) -> int:
         return sum(len(parked.entry.tokens) for parked in [*self._plain.values(), *self._sessions.values()])
+
+    def parked_views(self) -> tuple[ParkedView, ...]:
+        """All parked KV, by sequence."""
+        parked = sorted([*self._plain.values(), *self._sessions.values()], key=lambda one: one.seq)
+        return tuple(ParkedView(one.seq, len(one.entry.tokens), one.owner, one.key) for one in parked)
 
     def evict_all(self) -> None:
         """Give up all parked KV."""

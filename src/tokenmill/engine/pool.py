@@ -22,7 +22,7 @@ from tokenmill.core import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore, check_cancel
 from tokenmill.engine.events import EventBus, Subscriber
 from tokenmill.engine.request import Request, check_request
-from tokenmill.engine.stats import CoreStats
+from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
 
@@ -30,7 +30,12 @@ log = logging.getLogger(__name__)
 
 Sink = Callable[[GeneratedToken], None]
 Command = Callable[[EngineCore], None]
+MakeSubscriber = Callable[[CoreSnapshot], Subscriber]
+"""Makes the subscriber that goes on from a snapshot: `CoreView`, for one."""
 T = TypeVar("T")
+
+ANSWER_S = 10.0
+"""How long a core may take to answer: it does so between two steps."""
 
 
 class CoreThread:
@@ -198,6 +203,7 @@ class CoreThread:
             try:
                 self.core = self._make_core(self.events)
                 self.num_restarts += 1
+                self.core.tell_start()
                 return True
             except Exception:
                 log.exception("engine core %s could not be built again", self._thread.name)
@@ -282,10 +288,22 @@ class EnginePool:
 
         return unsubscribe
 
-    def stats(self, timeout_s: float | None = 10.0) -> list[CoreStats | None]:
-        """A snapshot of each core, taken between two of its steps; None for one that is gone."""
+    def stats(self, timeout_s: float | None = ANSWER_S) -> list[CoreStats | None]:
+        """The numbers of each core, taken between two of its steps; None for one that is gone."""
         answers = [core.call(lambda engine: engine.stats()) if core.is_alive else None for core in self.cores]
         return [answer.result(timeout_s) if answer is not None else None for answer in answers]
+
+    def snapshots(self, timeout_s: float | None = ANSWER_S) -> list[CoreSnapshot | None]:
+        """What each core is doing, taken between two of its steps; None for one that is gone."""
+        answers = [core.call(lambda engine: engine.snapshot()) if core.is_alive else None for core in self.cores]
+        return [answer.result(timeout_s) if answer is not None else None for answer in answers]
+
+    def follow(self, core: int, make: MakeSubscriber, timeout_s: float | None = ANSWER_S) -> Callable[[], None]:
+        """Hear a core's events from a snapshot on, between which and the first of them nothing happens.
+
+        Both are taken on the core's own thread, between two of its steps. Returns the call that ends it.
+        """
+        return self.cores[core].call(lambda engine: engine.events.subscribe(make(engine.snapshot()))).result(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop all cores; requests that were not done end with `shutdown`. False if they did not stop in time."""

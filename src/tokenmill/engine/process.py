@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -32,9 +32,10 @@ from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.mailroom import Mailroom
-from tokenmill.engine.pool import Sink
+from tokenmill.engine.pool import MakeSubscriber, Sink
 from tokenmill.engine.request import Request, check_request
-from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError
+from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError, Unsupported
 from tokenmill.outputs import FinishReason, GeneratedToken
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,12 @@ class ProcessClient:
         finally:
             with self._lock:
                 self._questions.pop(number, None)
+
+    def snapshots(self) -> list[CoreSnapshot | None]:
+        raise Unsupported("an engine process does not tell what its slots are doing; it has stats()")
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:  # noqa: ARG002
+        raise Unsupported("an engine process does not tell its events; run the engine on threads to hear them")
 
     def close(self) -> None:
         """Stop the engine process; requests that were not done end with `shutdown`."""

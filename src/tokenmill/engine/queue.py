@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from tokenmill.engine.lifecycle import RequestState
 from tokenmill.engine.request import Request
+from tokenmill.engine.stats import WaitingView
 
 
 class WaitingQueue:
@@ -15,6 +17,8 @@ class WaitingQueue:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._requests: dict[int, Request] = {}
+        self._lengths: dict[int, int] = {}
+        """As they came: a stop string may shorten a preempted one's log while it waits."""
         self.num_tokens = 0
 
     def why_full(self, request: Request, num_free_rows: int) -> str | None:
@@ -28,11 +32,25 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._requests[request.arrival] = request
+        self._lengths[request.arrival] = len(request.tokens)
         self.num_tokens += len(request.tokens)
 
     def remove(self, request: Request) -> None:
         del self._requests[request.arrival]
-        self.num_tokens -= len(request.tokens)
+        self.num_tokens -= self._lengths.pop(request.arrival)
+
+    def views(self) -> tuple[WaitingView, ...]:
+        """Who waits, in the order in which they came or lost their row."""
+        return tuple(
+            WaitingView(
+                one.request_id,
+                len(one.tokens),
+                one.state is RequestState.PREEMPTED,
+                one.hints.key,
+                one.hints.owner,
+            )
+            for one in self._requests.values()
+        )
 
     def __contains__(self, request: Request) -> bool:
         return request.arrival in self._requests

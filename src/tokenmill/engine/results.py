@@ -59,13 +59,13 @@ class Results:
         """Has the request ended, but nobody has been told?"""
         return request_id in self._ending
 
-    def end(self, request: Request, end: GeneratedToken, tick: int) -> None:
+    def end(self, request: Request, end: GeneratedToken, tick: int, num_computed: int) -> None:
         """The request is over: mark it, and tell it with everything else."""
         if end.finish_reason is not None:
             request.finish(end.finish_reason, end.error)
         self._ending.add(request.request_id)
         self._outputs.append(end)
-        self._events.phase(request, Phase.ENDED, tick)
+        self._events.phase(request, Phase.ENDED, tick, num_computed)
 
     def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
         """Give the sampled tokens to their requests, and end those that are complete.

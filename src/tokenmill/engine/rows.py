@@ -6,6 +6,8 @@ number; a plan remembers the leases it was made for, so what comes back for a ro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,6 +97,22 @@ class RunningRows:
         wanting &= ~(self.needs_history & (self.pending > 0))
         owed: IntArray = np.where(wanting, self.num_tokens + self.pending - self.num_computed, 0)
         return owed
+
+    def num_collected(self, in_flight: Iterable[StepPlan]) -> IntArray:
+        """Tokens of each row that have been computed; these steps, which are in flight, have not."""
+        computed = self.num_computed.copy()
+        for plan in in_flight:
+            still = self.lease[plan.rows] == plan.leases
+            computed[plan.rows[still]] -= plan.counts[still]
+        return computed
+
+    def names(self, plan: StepPlan) -> tuple[str | None, ...]:
+        """Whose each of a plan's rows is; None where its request has left it since."""
+        requests, still = self.requests, self.lease[plan.rows] == plan.leases
+        names = [None if (one := requests[row]) is None else one.request_id for row in plan.rows.tolist()]
+        if not still.all():
+            names = [name if stays else None for name, stays in zip(names, still.tolist(), strict=True)]
+        return tuple(names)
 
     def input_tokens(self, rows: IntArray) -> IntArray:
         """The next token of rows that owe one: known, or named by the row in which a step in flight samples it."""

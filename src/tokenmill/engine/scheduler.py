@@ -92,28 +92,31 @@ class Scheduler:
     ) -> None:
         """End a request in whatever state it is: its KV is parked (dropped after an error), its caller is told."""
         check_transition(request.state, ENDINGS[reason].state)
-        row = request.row
+        row, num_computed = request.row, self._num_computed(request)
         self.order.leave(request, row)
         if row != NO_ROW:
             seq = self._take_row(request)
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
             else:
-                self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
+                self.kv.park(seq, request.tokens, request.hints)
         elif request in self.queue:
             self.queue.remove(request)
         del self.requests[request.request_id]
-        self.results.end(request, GeneratedToken(request.request_id, token, reason, error, logprobs), self.tick)
+        end = GeneratedToken(request.request_id, token, reason, error, logprobs)
+        self.results.end(request, end, self.tick, num_computed)
 
     def abandon_all(self, reason: FinishReason, error: str) -> None:
         """End every request without touching KV, which may be lost: for an engine that dies or closes."""
         for request in list(self.requests.values()):
+            num_computed = self._num_computed(request)
             if request.row != NO_ROW:
                 self.rows.detach(request)
             elif request in self.queue:
                 self.queue.remove(request)
             if not request.is_finished:
-                self.results.end(request, GeneratedToken(request.request_id, None, reason, error), self.tick)
+                end = GeneratedToken(request.request_id, None, reason, error)
+                self.results.end(request, end, self.tick, num_computed)
         self.requests.clear()
 
     def expire(self) -> None:
@@ -318,7 +321,7 @@ class Scheduler:
         )  # fmt: skip
         self.order.started(request, self.tick)
         self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
-        self._events.phase(request, Phase.PREFILL, self.tick)
+        self._events.phase(request, Phase.PREFILL, self.tick, num_computed)
 
     def _take_row(self, request: Request) -> int:
         """Take the row back; returns the sequence it used."""
@@ -328,13 +331,14 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
         self.order.settle(request, request.row)
+        num_computed = self._num_computed(request)
         seq = self._take_row(request)
-        self.kv.park(seq, request.tokens, request.hints.namespace, request.hints.owner)
+        self.kv.park(seq, request.tokens, request.hints)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
         request.last_progress = self.tick
         self.queue.add(request)
-        self._events.phase(request, Phase.PREEMPTED, self.tick)
+        self._events.phase(request, Phase.PREEMPTED, self.tick, num_computed)
 
     def _cells_owed(self, draft: Draft) -> int:
         """Cells that running requests still need for their prompts, beyond this step."""
@@ -346,6 +350,10 @@ class Scheduler:
         given = int(self.rows.num_computed[request.row]) + draft.chunks.get(request.row, 0)
         remaining = len(request.tokens) - given
         return self.kv.cells_for(remaining) if remaining > 0 else 0
+
+    def _num_computed(self, request: Request) -> int:
+        """How far it has come in its row; 0 without one."""
+        return 0 if request.row == NO_ROW else int(self.rows.num_computed[request.row])
 
     def _computed_in(self, row: int) -> Callable[[], int]:
         return lambda: int(self.rows.num_computed[row])

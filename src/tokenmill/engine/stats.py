@@ -1,12 +1,16 @@
-"""Snapshots of an engine core: numbers, and what each row is doing."""
+"""Snapshots of an engine core: numbers, and what each row, each waiting request and all parked KV are doing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from tokenmill.core import KVStats
+from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.rows import RunningRows
+
+SlotState = Literal["idle", "prefilling", "generating"]
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,60 @@ class SlotView:
     """One row: idle, or a request that is prefilling or generating."""
 
     row: int
-    state: Literal["idle", "prefilling", "generating"]
+    state: SlotState
     request_id: str | None = None
     num_tokens: int = 0
     num_computed: int = 0
+    """Of those, in steps that have been collected."""
+    key: str = ""
+    owner: str | None = None
 
 
-def slot_views(rows: RunningRows) -> list[SlotView]:
+@dataclass(frozen=True)
+class WaitingView:
+    """A request without a row: a new one, or one that lost its own."""
+
+    request_id: str
+    num_tokens: int
+    is_preempted: bool
+    key: str = ""
+    owner: str | None = None
+
+
+@dataclass(frozen=True)
+class ParkedView:
+    """KV that is kept while nobody runs it."""
+
+    seq: int
+    num_tokens: int
+    owner: str | None
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class CoreSnapshot:
+    """All that a core's events tell of, at one moment between two of its steps."""
+
+    tick: int
+    """Of the step that was collected last."""
+    slots: tuple[SlotView, ...]
+    waiting: tuple[WaitingView, ...]
+    """In the order in which they came or lost their row."""
+    parked: tuple[ParkedView, ...]
+    """By sequence."""
+    free_cells: int
+    num_cells: int
+
+
+def slot_views(rows: RunningRows, in_flight: Iterable[StepPlan] = ()) -> list[SlotView]:
     views = []
+    computed = rows.num_collected(in_flight)
     for row, request in enumerate(rows.requests):
         if request is None:
             views.append(SlotView(row, "idle"))
             continue
-        num_tokens, num_computed = int(rows.num_tokens[row]), int(rows.num_computed[row])
-        state: Literal["prefilling", "generating"] = "prefilling" if rows.awaits_token[row] else "generating"
-        views.append(SlotView(row, state, request.request_id, num_tokens, num_computed))
+        state: SlotState = "prefilling" if rows.awaits_token[row] else "generating"
+        hints = request.hints
+        lengths = int(rows.num_tokens[row]), int(computed[row])
+        views.append(SlotView(row, state, request.request_id, *lengths, hints.key, hints.owner))
     return views

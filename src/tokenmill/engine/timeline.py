@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.outputs import FinishReason
+
+HAS_ROW = frozenset({Phase.PREFILL, Phase.DECODE})
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,49 @@ class Timeline:
 
     request_id: str
     spans: list[Span] = field(default_factory=list)
+    num_prompt: int = 0
     num_cached: int = 0
+    """Prompt tokens that it did not have to compute when it first started."""
+    num_computed: int = 0
+    """Tokens that were computed for it: again after it was preempted, and one too many when it ended, included."""
     num_tokens: int = 0
+    num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    key: str = ""
+    owner: str | None = None
+    first_token_at: float | None = None
     _open: tuple[Phase, float] | None = None
+    _row_from: int = 0
+    """What was computed already when it got its row."""
 
     def enter(self, event: RequestEvent) -> None:
         if self._open is not None:
             self.spans.append(Span(self._open[0], self._open[1], event.at))
+            if self._open[0] in HAS_ROW and event.phase not in HAS_ROW:
+                self.num_computed += event.num_computed - self._row_from
         self._open = None if event.phase is Phase.ENDED else (event.phase, event.at)
-        self.num_cached, self.num_tokens = event.num_cached, event.num_tokens
-        self.finish_reason = event.finish_reason
+        self.num_cached, self.num_tokens, self.num_prompt = event.num_cached, event.num_tokens, event.num_prompt
+        self.finish_reason, self.key, self.owner = event.finish_reason, event.key, event.owner
+        if event.phase is Phase.PREFILL:
+            self._row_from = event.num_computed
+        elif event.phase is Phase.PREEMPTED:
+            self.num_preemptions += 1
+        elif event.phase is Phase.DECODE and self.first_token_at is None:
+            self.first_token_at = event.at
+
+    @property
+    def begin(self) -> float:
+        """When it was queued."""
+        return self.spans[0].begin if self.spans else self._open[1] if self._open else 0.0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the queue to the first token; None if there was none."""
+        return None if self.first_token_at is None else self.first_token_at - self.begin
+
+    def spans_until(self, now: float) -> list[Span]:
+        """Its spans, that of the phase it is in included."""
+        return self.spans if self._open is None else [*self.spans, Span(self._open[0], self._open[1], now)]
 
     def seconds(self, phase: Phase) -> float:
         return sum(span.seconds for span in self.spans if span.phase is phase)
@@ -55,17 +90,25 @@ class Timelines:
         self._ended: OrderedDict[str, Timeline] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestEvent):
-            return
+        if isinstance(event, RequestEvent):
+            self.enter(event)
+
+    def enter(self, event: RequestEvent) -> Timeline:
+        """The request's timeline, with the event in it."""
         timeline = self._live.setdefault(event.request_id, Timeline(event.request_id))
         timeline.enter(event)
         if event.phase is Phase.ENDED:
             self._ended[event.request_id] = self._live.pop(event.request_id)
             while len(self._ended) > self._keep:
                 self._ended.popitem(last=False)
+        return timeline
 
     def get(self, request_id: str) -> Timeline | None:
         return self._live.get(request_id) or self._ended.get(request_id)
+
+    def find(self, is_wanted: Callable[[Timeline], bool]) -> list[Timeline]:
+        """Those that are wanted, ended ones first."""
+        return [one for some in (self._ended, self._live) for one in some.values() if is_wanted(one)]
 
     def __len__(self) -> int:
         return len(self._live) + len(self._ended)

@@ -41,7 +41,7 @@ def likeliest(logits: Tensor, few: int) -> tuple[Tensor, Tensor]:
     if 2 * few >= num_blocks:
         values, ids = logits.topk(few, dim=-1)
     else:
-        blocks = logits[:, : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
+        blocks = logits[:, : num_blocks * BLOCK].reshape(-1, num_blocks, BLOCK)
         found = blocks.amax(dim=-1).topk(few, dim=-1).indices[..., None]
         inside = torch.arange(BLOCK, device=logits.device)
         ids = (found * BLOCK + inside).flatten(1)
@@ -107,7 +107,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     missing = -weights.shape[-1] % BLOCK
     if missing:
         weights = torch.nn.functional.pad(weights, (0, missing))
-    blocks = weights.unflatten(-1, (-1, BLOCK))
+    blocks = weights.reshape(len(weights), -1, BLOCK)
     sums = blocks.sum(dim=-1).to(torch.float64)
     wanted = uniform.to(torch.float64)[:, None] * sums.sum(dim=-1, keepdim=True)
     block, before = _fall(sums, wanted)
@@ -125,7 +125,7 @@ def mass(logits: Tensor) -> Tensor:
 def _weights(logits: Tensor) -> Tensor:
     """What logits weigh; the largest is 0. Nobody draws what weighs next to nothing, and such numbers are slow."""
     weights = logits.clamp(min=LEAST).exp_()
-    return torch.nn.functional.threshold_(weights, 2 * math.exp(LEAST), 0.0)
+    return torch.nn.functional.threshold(weights, 2 * math.exp(LEAST), 0.0, inplace=True)
 
 
 def _fall(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,8 @@ class StepSampler:
             index = torch.from_numpy(penalized).to(logits.device)
             seen, counts = (torch.from_numpy(table).to(logits.device) for table in state.histories(rows[penalized]))
             values = (self._floats(name, penalized, logits) for name in _PENALTIES)
-            places = (index[:, None], seen)
-            logits[places] = ops.penalize(logits[places], counts, *values)
+            at = (index[:, None], seen)
+            logits[at] = ops.penalize(logits[at], counts, *values)
         if len(ruled):
             places, tokens, taxes = (torch.from_numpy(part).to(logits.device) for part in state.taxes(rows, ruled))
             logits[places, tokens] = ops.tax(logits[places, tokens], taxes)

@@ -7,8 +7,8 @@ import hmac
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokenmill.server.config import LOOPBACK, hash_key
-from tokenmill.server.context import caller_of
+from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
+from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.errors import ApiError
 
 PUBLIC = frozenset({"/health", "/health/live", "/health/ready"})
@@ -78,6 +78,13 @@ class ApiKeys:
             if hmac.compare_digest(known, given):
                 found = known
         return found
+
+
+def check_admin(caller: Caller, config: ServerConfig) -> None:
+    """Raise unless the caller may load and unload models: by a key for that, or where there are no keys at all."""
+    is_admin = any(hmac.compare_digest(known.hex(), caller.key) for known in config.admin_key_hashes)
+    if not is_admin and (config.key_hashes or config.admin_key_hashes):
+        raise ApiError(403, "this needs a key that was given as --admin-key", code="admin_key_needed")
 
 
 def _given(scope: Scope) -> bytes | None:

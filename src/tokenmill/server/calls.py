@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -24,6 +25,7 @@ from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.deltas import Delta, Deltas
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
 from tokenmill.server.sse import DONE, EventStream, disconnected
+from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome
 
 T = TypeVar("T")
 Placed = tuple[int, RequestOutput]
@@ -62,6 +64,10 @@ class OpenCalls:
     def remove(self, call: Call) -> None:
         self._calls.discard(call)
 
+    def of(self, llm: AsyncLLM) -> int:
+        """How many of them use this model."""
+        return sum(call.llm is llm for call in self._calls)
+
     def cancel(self, name: str, key: str) -> int:
         """Cancel the calls of this name that were made with the same API key; how many there were."""
         found = [call for call in self._calls if name in call.names and call.caller.key == key]
@@ -97,6 +103,8 @@ class Call:
         self._calls = calls
         self.hints = hints
         self._generations: list[AsyncGenerator[RequestOutput]] = []
+        self._cancels: list[Callable[[], object]] = []
+        """What ends each of them."""
         self.timeout_s = timeout_s
         length = http.headers.get("content-length", "")
         self.body_size = int(length) if length.isdecimal() and len(length) < 12 else LONG_TEXT
@@ -126,17 +134,31 @@ class Call:
 
     def generate(self, prompt: list[int], params: SamplingParams) -> None:
         """Add a generation; it starts when it is read."""
-        name = f"{self.id}/{len(self._generations)}"
+        name = self.next_name
         stream = self.llm.generate(prompt, params, name, hints=self.hints, timeout_s=self.timeout_s)
-        self._generations.append(self._unless_cancelled(stream))
+        self.follow(stream, partial(self.llm.cancel, name))
+
+    @property
+    def next_name(self) -> str:
+        """What the engine is to call the next generation."""
+        return f"{self.id}/{len(self._generations)}"
+
+    def follow(self, outputs: AsyncGenerator[RequestOutput], cancel: Callable[[], object]) -> None:
+        """Add a generation of any kind, and what ends it; it starts when it is read."""
+        self._generations.append(self._unless_cancelled(outputs))
+        self._cancels.append(cancel)
 
     async def _unless_cancelled(self, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
         """Nothing starts after a cancel: up to here there was nothing that it could have ended."""
         self._check_cancelled()
+        output: RequestOutput | None = None
         try:
             async for output in stream:
+                self.caller.note(output)
                 yield output
         finally:
+            if output is not None:
+                self.caller.charge(output.usage)
             await stream.aclose()
 
     def cancel(self) -> None:
@@ -144,8 +166,8 @@ class Call:
         self._is_cancelled = True
         if self._work is not None:
             self._work.cancel()
-        for place in range(len(self._generations)):
-            self.llm.cancel(f"{self.id}/{place}")
+        for cancel in self._cancels:
+            cancel()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -154,10 +176,10 @@ class Call:
         self._check_cancelled()
         reading = asyncio.ensure_future(together(_last(one) for one in self._generations))
         try:
-            await self._while_there(reading)
+            await while_there(self._http, reading)
             return reading.result()
         finally:
-            await _stop(reading)
+            await stop(reading)
             await self._close()
 
     async def do(self, work: asyncio.Future[T]) -> T:
@@ -165,12 +187,12 @@ class Call:
         self._check_cancelled()
         self._work = work
         try:
-            await self._while_there(work)
+            await while_there(self._http, work)
             if work.cancelled():
                 self._check_cancelled()
             return work.result()
         finally:
-            await _stop(work)
+            await stop(work)
 
     async def stream(self, answer: Answer) -> EventStream:
         """The answers as events. What can be refused is refused before the first byte.
@@ -181,11 +203,11 @@ class Call:
         outputs = _merged(self._generations)
         first = self._first = asyncio.ensure_future(anext(outputs))
         try:
-            await self._while_there(first, timeout_s=self._config.keep_alive_s)
+            await while_there(self._http, first, timeout_s=self._config.keep_alive_s)
             if first.done():
                 _raise_if_refused(first.result()[1])
         except BaseException:
-            await _stop(first)
+            await stop(first)
             await outputs.aclose()
             await self._close()
             raise
@@ -214,6 +236,7 @@ class Call:
         except Exception as error:  # the status has been sent: the error goes into the stream
             told = to_api_error(error)
             log_failure(told, error)
+            self.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
             yield answer.failed(told)
         finally:
             await grown.aclose()
@@ -222,20 +245,8 @@ class Call:
     async def _end_stream(self) -> None:
         self._calls.remove(self)
         if self._first is not None:
-            await _stop(self._first)
+            await stop(self._first)
         await self._close()
-
-    async def _while_there(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-        """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
-        leaving = asyncio.ensure_future(disconnected(self._http.receive))
-        waited_for: set[asyncio.Future[Any]] = {work, leaving}
-        try:
-            await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done() and not work.done():
-                await _stop(work)
-                raise ClientGone
-        finally:
-            await _stop(leaving)
 
     def _check_cancelled(self) -> None:
         if self._is_cancelled:
@@ -244,6 +255,19 @@ class Call:
     async def _close(self) -> None:
         for generation in self._generations:
             await generation.aclose()
+
+
+async def while_there(http: HttpRequest, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
+    leaving = asyncio.ensure_future(disconnected(http.receive))
+    waited_for: set[asyncio.Future[Any]] = {work, leaving}
+    try:
+        await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done() and not work.done():
+            await stop(work)
+            raise ClientGone
+    finally:
+        await stop(leaving)
 
 
 async def off_the_loop(size: int, work: Callable[[], T]) -> T:
@@ -262,7 +286,7 @@ async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _stop(task: asyncio.Future[Any]) -> None:
+async def stop(task: asyncio.Future[Any]) -> None:
     """Cancel it, and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -12,22 +12,31 @@ from tokenmill.server.calls import Call
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.deltas import Delta, usage, whole
 from tokenmill.server.errors import ApiError
+from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ChatRequest
+from tokenmill.server.session_turns import SessionTurn, check_length, existing
 from tokenmill.server.sse import event
 from tokenmill.server.tokens import TokenForms
 
 
-async def start_chat(call: Call, body: ChatRequest, config: ServerConfig, forms: TokenForms) -> ChatAnswer:
+async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: ServerConfig) -> ChatAnswer:
     """Check it, turn the messages into a prompt, and add its generation to the call."""
     body.check(config)
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    if body.session_id is not None:
+        await check_length(model, call.body_size, messages)
+        hints = {"timeout_s": call.timeout_s, "priority": body.priority}
+        options = {"must_fit": True, "request_id": call.next_name, **hints, **body.changes()}
+        turn = SessionTurn(model, existing(body.session_id), given=messages, **options)
+        call.follow(turn.outputs(), turn.cancel)
+        return ChatAnswer(call, body, model.forms)
     defaults = call.llm.get_default_sampling_params()
     params = body.sampling(defaults, logprobs=body.num_logprobs())
     options = body.template_options(config)
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len)
     call.generate(ids, params)
-    return ChatAnswer(call, body, forms)
+    return ChatAnswer(call, body, model.forms)
 
 
 def check_room(ids: Sequence[int], wanted: int | None, max_model_len: int) -> None:
@@ -44,6 +53,8 @@ class ChatAnswer:
         self._body = body
         self._forms = forms
         self._head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created, "model": body.model}
+        if body.session_id is not None:
+            self._head["session_id"] = body.session_id
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Without streaming."""

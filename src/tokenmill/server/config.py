@@ -17,12 +17,12 @@ TEMPLATE_OPTIONS = frozenset({"enable_thinking", "thinking", "thinking_budget", 
 class ServerConfig:
     """What the server listens to, whom it lets in, and how much one request may ask for."""
 
-    model_name: str
-    """The `model` that clients name."""
     host: str = "127.0.0.1"
     port: int = 8000
     key_hashes: tuple[bytes, ...] = ()
     """SHA-256 of each API key; none: everybody who can reach the server may use it."""
+    admin_key_hashes: tuple[bytes, ...] = ()
+    """SHA-256 of each key that may load and unload models. Where there are keys, but none of these, nobody may."""
     insecure: bool = False
     """Listen beyond this machine without a key."""
     allowed_hosts: frozenset[str] = frozenset()
@@ -31,6 +31,9 @@ class ServerConfig:
     """Web pages of these origins may use the server from a browser."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
     """Names that `chat_template_kwargs` may have."""
+
+    spans_url: str | None = None
+    """Where each request goes as an OpenTelemetry span; None: nowhere."""
 
     # How a request may come in.
     max_header_bytes: int = 64 * KIB
@@ -53,6 +56,14 @@ class ServerConfig:
     max_messages: int = 2048
     max_content_parts: int = 64
 
+    # Sessions.
+    session_ttl_s: float | None = 24 * 3600.0
+    """One that nobody has used for so long ends."""
+    max_session_bytes: int = 1024 * MIB
+    """Of all logs of a model's sessions."""
+    max_stored_responses: int = 1024
+    """Answers of /v1/responses that can be gone on from."""
+
     # How long things may take.
     idle_s: float = 75.0
     """A connection may be idle for so long."""
@@ -70,15 +81,22 @@ class ServerConfig:
             raise ConfigError(
                 f"listening on {self.host} lets others in: give --api-key, or --insecure if that is what you want"
             )
-        if hash_key("") in self.key_hashes:
+        if hash_key("") in self.every_key_hash:
             raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"a port is 0 to 65535, not {self.port}")
         for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.session_ttl_s is not None and not self.session_ttl_s > 0:
+            raise ConfigError(f"session_ttl_s must be positive, not {self.session_ttl_s}")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
+
+    @property
+    def every_key_hash(self) -> tuple[bytes, ...]:
+        """Of all keys that may come in."""
+        return tuple(dict.fromkeys((*self.key_hashes, *self.admin_key_hashes)))
 
 
 def hash_key(key: str | bytes) -> bytes:

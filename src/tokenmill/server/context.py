@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokenmill.outputs import RequestOutput, Usage
 from tokenmill.server.bodies import discard
 from tokenmill.server.errors import ApiError
+from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome, Traffic, outcome_of
 
 access = logging.getLogger("tokenmill.access")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 KEY_DIGITS = 8
 """Of a key's hash, in the log."""
-CLIENT_GONE = 499
-"""In the log: nobody was there any more to be answered."""
+ENDLESS = frozenset({"/v1/scheduler/events", "/scheduler/events"})
+"""Paths whose answers end when the server stops, and not before: nobody waits for them."""
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """A client's own name for a request is taken if it looks like this."""
 
@@ -35,6 +37,28 @@ class Caller:
     """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
     """The name of what it runs, as its answer has it: chatcmpl-..."""
+    model: str = "-"
+    """The model that it uses, by the name that it is served under."""
+    outcome: Outcome | None = None
+    """How it ended, where its status does not say: that of a stream was sent before."""
+    usage: Usage | None = None
+    """What it has cost so far, if anything was run for it."""
+    began: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+
+    def note(self, output: RequestOutput) -> None:
+        """Something that runs for it has grown."""
+        if self.first_token_at is None and any(choice.token_ids for choice in output.outputs):
+            self.first_token_at = time.monotonic()
+
+    def charge(self, usage: Usage) -> None:
+        """Something that ran for it has cost this."""
+        so_far = self.usage or Usage(0, 0)
+        self.usage = Usage(
+            so_far.prompt_tokens + usage.prompt_tokens,
+            so_far.completion_tokens + usage.completion_tokens,
+            so_far.cached_tokens + usage.cached_tokens,
+        )
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -56,15 +80,16 @@ class Gate:
 class RequestContext:
     """The outermost layer: names, counts and logs requests."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, traffic: Traffic) -> None:
         self._app = app
         self._gate = gate
+        self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), CLIENT_GONE
+        status = CLIENT_GONE
         caller = Caller(_request_id(scope))
         scope.setdefault("state", {})["caller"] = caller
         REQUEST_ID.set(caller.request_id)
@@ -76,17 +101,20 @@ class RequestContext:
                 message["headers"] = [*message["headers"], (b"x-request-id", caller.request_id.encode())]
             await send(message)
 
-        is_counted = scope["path"] not in self._gate.stays_open
-        self._gate.num_inside += is_counted
+        is_probe = scope["path"] in self._gate.stays_open
+        is_waited_for = not is_probe and scope["path"] not in ENDLESS
+        endpoint = self._traffic.enter(scope["path"])
+        self._gate.num_inside += is_waited_for
         try:
             await self._app(scope, receive, with_name)
+        except Exception:
+            caller.outcome = Outcome.FAILED
+            raise
         finally:
-            self._gate.num_inside -= is_counted
-            took_ms = 1000 * (time.monotonic() - began)
-            level = logging.INFO if is_counted else logging.DEBUG
-            path = ascii(scope["path"])[1:-1]  # nothing in it may look like a line of the log
-            what = (scope["method"], f"{path:.200}", status, took_ms, caller.call_id, caller.key[:KEY_DIGITS] or "-")
-            access.log(level, "%s %s %d %.0f ms %s key=%s", *what)
+            self._gate.num_inside -= is_waited_for
+            outcome, seconds = caller.outcome or outcome_of(status), time.monotonic() - caller.began
+            self._traffic.leave(endpoint, outcome, seconds)
+            _log(logging.DEBUG if is_probe else logging.INFO, scope, caller, status, outcome, seconds)
 
 
 class Gatekeeper:
@@ -104,6 +132,31 @@ class Gatekeeper:
         await discard(receive)
         response = JSONResponse(error.body(), error.status, headers={**error.headers, "Connection": "close"})
         await response(scope, receive, send)
+
+
+def _log(level: int, scope: Scope, caller: Caller, status: int, outcome: Outcome, seconds: float) -> None:
+    """One line for each request; as JSON it says more (`logs.py`)."""
+    if not access.isEnabledFor(level):
+        return
+    path = ascii(scope["path"])[1:-1][:200]  # nothing in it may look like a line of the log
+    key, usage, first = caller.key[:KEY_DIGITS] or "-", caller.usage, caller.first_token_at
+    request = {
+        "id": caller.request_id,
+        "call_id": caller.call_id,
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "outcome": outcome.value,
+        "ms": round(1000 * seconds, 1),
+        "key": key,
+        "model": caller.model,
+        "prompt_tokens": usage and usage.prompt_tokens,
+        "cached_tokens": usage and usage.cached_tokens,
+        "completion_tokens": usage and usage.completion_tokens,
+        "ttft_ms": None if first is None else round(1000 * (first - caller.began), 1),
+    }
+    what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key)
+    access.log(level, "%s %s %d %.0f ms %s key=%s", *what, extra={"request": request})
 
 
 def _request_id(scope: Scope) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.outputs import ENDED_WELL, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from tokenmill.outputs import ENDED_WELL, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,17 @@ class Deltas:
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Tokens, as OpenAI counts them."""
-    prompt = sum(output.usage.prompt_tokens for output in outputs)
-    completion = sum(output.usage.completion_tokens for output in outputs)
+    return counted([output.usage for output in outputs])
+
+
+def counted(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Tokens of all of them together, as OpenAI counts them."""
+    prompt = sum(used.prompt_tokens for used in usages)
+    completion = sum(used.completion_tokens for used in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.usage.cached_tokens for output in outputs)},
+        "prompt_tokens_details": {"cached_tokens": sum(used.cached_tokens for used in usages)},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

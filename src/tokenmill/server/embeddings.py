@@ -33,11 +33,14 @@ async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -
         raise ApiError(400, f"this model's embeddings have {size} dimensions", param="dimensions")
     options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
     outputs = []
-    for begin in range(0, len(prompts), AT_A_TIME):  # a long list must not fill the queue
-        some = prompts[begin : begin + AT_A_TIME]
-        outputs += await call.do(asyncio.ensure_future(together(call.llm.embed(one, **options) for one in some)))
+    named = [(f"{call.id}/{place}", prompt) for place, prompt in enumerate(prompts)]
+    for begin in range(0, len(named), AT_A_TIME):  # a long list must not fill the queue
+        some = named[begin : begin + AT_A_TIME]
+        embedding = together(call.llm.embed(prompt, name, **options) for name, prompt in some)
+        outputs += await call.do(asyncio.ensure_future(embedding))
     data = []
     for index, output in enumerate(outputs):
+        call.caller.charge(output.usage)
         vector: Any = output.outputs.embedding
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

@@ -13,6 +13,8 @@ from tokenmill.errors import (
     InvalidRequest,
     Overloaded,
     RequestFailed,
+    SessionBusy,
+    SessionNotFound,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
 
@@ -47,6 +49,10 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded", param=error.param)
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, SessionNotFound):
+        return ApiError(404, "there is no such session", code="session_not_found", param="session_id")
+    if isinstance(error, SessionBusy):
+        return ApiError(409, str(error), code="session_busy", headers=RETRY_SOON)
     if isinstance(error, Overloaded):
         return _overloaded(str(error))
     if isinstance(error, EngineDead):
@@ -76,11 +82,10 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
 
 def log_failure(told: ApiError, error: BaseException) -> None:
     """What a client is not told goes to the log, under the request's name."""
-    if told.status == 500:
-        if isinstance(error, ApiError):
-            log.error("the request failed: %s", told.cause)
-        else:
-            log.error("the request failed", exc_info=error)
+    if told.cause is not None:
+        log.error("%s: %s", told.message, told.cause)
+    elif told.status == 500:
+        log.error("the request failed", exc_info=None if isinstance(error, ApiError) else error)
 
 
 def cancelled() -> ApiError:

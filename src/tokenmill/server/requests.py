@@ -52,7 +52,6 @@ class StreamOptions(Body):
 class Hinted(Body):
     """What all endpoints that use the engine understand."""
 
-    model: StrictStr
     timeout_s: Annotated[Number, Field(gt=0)] | None = Field(None, description="Give up after so many seconds.")
     priority: Annotated[StrictInt, Field(ge=0, le=100)] | None = Field(
         None, description="Greater ones wait for smaller ones."
@@ -81,11 +80,15 @@ class Shared(Hinted):
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
+        own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
+        return SamplingParams(**{**own, **self.given(), **more})
+
+    def given(self) -> dict[str, Any]:
+        """The parameters that the request names, but for those that bodies call otherwise."""
         given = {name: getattr(self, name) for name in self._sampling_names() if getattr(self, name) is not None}
         if self.seed is not None:
             given["seed"] = self._seed(self.seed)
-        own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-        return SamplingParams(**{**own, **given, **more})
+        return given
 
     @classmethod
     def _sampling_names(cls) -> tuple[str, ...]:
@@ -141,8 +144,12 @@ class SamplingFields(Shared):
         if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
             what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"
             raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and not self.is_streamed:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
 
     @property
     def wants_usage(self) -> bool:
@@ -176,16 +183,51 @@ class ChatMessage(BaseModel):
     content: Content = None
 
 
-class ChatRequest(SamplingFields):
-    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
+class ChatFields(SamplingFields):
+    """What chats and answers of sessions understand."""
+
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     logprobs: Flag = None
     top_logprobs: StrictInt | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        return super().sampling(defaults, max_tokens=self._checked_limit(), **more)
+
+    def changes(self) -> dict[str, Any]:
+        """What the request wants otherwise than its session does."""
+        given = self.given()
+        if self.limit is not None:
+            given["max_tokens"] = self._checked_limit()
+        if self.logprobs is not None or self.top_logprobs is not None:
+            given["logprobs"] = self.num_logprobs()
+        return given
+
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        _check_top(self.top_logprobs)
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _checked_limit(self) -> int | None:
+        return _positive("max_tokens" if self.max_completion_tokens is None else "max_completion_tokens", self.limit)
+
+
+class ChatRequest(ChatFields):
+    model: StrictStr
+    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
     response_format: dict[str, Any] | None = None
     tools: Objects = None
     functions: Objects = None
     # Extensions.
+    session_id: StrictStr | None = Field(
+        None, max_length=256, description="Go on with this session: messages are only what is new."
+    )
     add_generation_prompt: Flag = None
     continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -196,30 +238,18 @@ class ChatRequest(SamplingFields):
             "examples": [
                 {
                     "model": "smollm2-135m",
-                    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
                     "max_tokens": 32,
                 }
             ]
         },
     )
 
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super().sampling(defaults, max_tokens=_positive(name, self.limit), **more)
-
-    def num_logprobs(self) -> int | None:
-        """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        _check_top(self.top_logprobs)
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     def check(self, config: ServerConfig) -> None:
         super().check(config)
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"):
+            if self.session_id is not None and getattr(self, name) is not None:
+                raise ApiError(400, f"{name} is not for a session's messages", param=name)
         if len(self.messages) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
         for message in self.messages:
@@ -253,6 +283,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
+    model: StrictStr
     prompt: TextsOrIds
     max_tokens: StrictInt | None = None
     echo: Flag = None
@@ -280,6 +311,7 @@ class CompletionRequest(SamplingFields):
 
 
 class EmbeddingRequest(Hinted):
+    model: StrictStr
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = None
@@ -298,6 +330,14 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Hello there"}]})
 
 
+class LoadModel(Body):
+    model: StrictStr
+
+
+class UnloadModel(LoadModel):
+    force: Flag = Field(None, description="Also while it is used: its requests and sessions end.")
+
+
 class DetokenizeRequest(Body):
     model: StrictStr | None = None
     tokens: Annotated[Any, list_of(int, "token ids"), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
@@ -306,8 +346,9 @@ class DetokenizeRequest(Body):
 
 
 class ResponsesRequest(Shared):
-    """OpenAI's newer form of a chat. Nothing is stored: every request brings its whole conversation."""
+    """OpenAI's newer form of a chat. With `previous_response_id` a request brings only what is new."""
 
+    model: StrictStr
     input: Annotated[
         Any,
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}),
@@ -317,7 +358,8 @@ class ResponsesRequest(Shared):
     top_logprobs: StrictInt | None = None
     include: Texts = None
     metadata: Annotated[dict[str, StrictStr] | None, at_most(16)] = None
-    previous_response_id: StrictStr | None = None
+    previous_response_id: StrictStr | None = Field(None, max_length=256)
+    store: Flag = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     text: dict[str, Any] | None = None
@@ -326,7 +368,7 @@ class ResponsesRequest(Shared):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"model": "smollm2-135m", "input": "What is the capital of France?", "max_output_tokens": 32}]
+            "examples": [{"model": "smollm2-135m", "input": "What is the capital of Japan?", "max_output_tokens": 32}]
         },
     )
 
@@ -334,9 +376,6 @@ class ResponsesRequest(Shared):
         """Limits of this server, and what it does not do."""
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
-        if self.previous_response_id is not None:
-            what = f"the response {self.previous_response_id!r:.80} is not stored here"
-            raise ApiError(404, what, code="previous_response_not_found", param="previous_response_id")
         if self.tools:
             raise ApiError(400, "tools are not supported", param="tools")
         if self.background:

@@ -1,4 +1,7 @@
-"""`POST /v1/responses`: OpenAI's newer form of a chat, for text. Nothing is stored."""
+"""`POST /v1/responses`: OpenAI's newer form of a chat, for text.
+
+A response that is stored is a session; one that goes on from it is a fork of that.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +10,105 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.params import SamplingParams
 from tokenmill.server.calls import Call
 from tokenmill.server.chat import check_room
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.deltas import Delta
 from tokenmill.server.errors import ApiError
+from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ResponsesRequest, Role
+from tokenmill.server.response_store import ResponseStore, StoredResponse
+from tokenmill.server.session_turns import SessionTurn, check_length
 from tokenmill.server.sse import event
 from tokenmill.server.tokens import TokenForms
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
 
-async def start_response(call: Call, body: ResponsesRequest, config: ServerConfig, forms: TokenForms) -> ResponseAnswer:
+async def start_response(
+    call: Call, body: ResponsesRequest, model: ServedModel, store: ResponseStore, config: ServerConfig
+) -> ResponseAnswer:
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
-    defaults = call.llm.get_default_sampling_params()
-    params = body.sampling(defaults, logprobs=body.num_logprobs)
+    params = body.sampling(call.llm.get_default_sampling_params(), logprobs=body.num_logprobs)
     messages = as_messages(body, config.max_content_parts)
-    ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages))
-    check_room(ids, body.max_output_tokens, call.llm.max_model_len)
-    call.generate(ids, params)
-    return ResponseAnswer(call, body, params.temperature, params.top_p, forms)
+    if body.previous_response_id is None and body.store is False:
+        system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids([*system, *messages]))
+        check_room(ids, body.max_output_tokens, call.llm.max_model_len)
+        call.generate(ids, params)
+    else:
+        await check_length(model, call.body_size, messages)
+        turn = _turn(call, body, model, store, messages, params)
+        call.follow(turn.outputs(), turn.cancel)
+    return ResponseAnswer(call, body, params.temperature, params.top_p, model.forms)
+
+
+def _turn(
+    call: Call,
+    body: ResponsesRequest,
+    model: ServedModel,
+    store: ResponseStore,
+    messages: list[dict[str, str]],
+    params: SamplingParams,
+) -> SessionTurn:
+    """A session of its own for the answer: new, or a fork of the one it goes on from."""
+    before, hints = None, call.hints
+    if body.previous_response_id is not None:
+        before = store.find(body.previous_response_id, hints.key)
+        if before.sessions is not model.sessions:
+            what = f"the response was made by {before.model_name}, not by {model.name}"
+            raise ApiError(400, what, param="model")
+    # Instructions are a request's own: with others the conversation is another one, as it is with other KV.
+    goes_on = before is not None and (before.instructions, before.namespace) == (body.instructions, hints.namespace)
+    if before is not None and not goes_on:
+        messages = [*before.conversation(), *messages]
+
+    async def session() -> str:
+        if before is not None and goes_on:
+            return str(await model.sessions.fork(before.session_id))
+        owner: dict[str, Any] = {"key": hints.key, "namespace": hints.namespace}
+        return await model.sessions.create_session(system=body.instructions, **owner)
+
+    def end(session_id: str, is_whole: bool) -> None:
+        made = (model.sessions, model.name, session_id, hints.key, hints.namespace, body.instructions)
+        if is_whole and body.store is not False:
+            store.add(call.id, StoredResponse(*made))
+        else:
+            store.forget(StoredResponse(*made))
+
+    # All of a request's parameters are its own; the seed of an unseeded one is drawn anew.
+    changes = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "attempt"}
+    own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": call.next_name, **changes}
+    return SessionTurn(model, session, on_end=end, given=messages, must_fit=True, **own)
 
 
 def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, str]]:
-    """The conversation as messages."""
+    """What is said in the request, as messages."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not isinstance(items, list) or not items:
         raise ApiError(400, "input must be a text or a list of items", param="input")
-    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    return [*system, *(_message(item, most_parts) for item in items)]
+    return [as_message(item, most_parts) for item in items]
 
 
-def _message(item: Any, most_parts: int) -> dict[str, str]:
+def as_message(item: Any, most_parts: int, param: str = "input") -> dict[str, str]:
+    """One item of a list that a client gave."""
     if not isinstance(item, dict) or item.get("type", "message") != "message":
         kind = item.get("type") if isinstance(item, dict) else type(item).__name__
-        raise ApiError(400, f"input items of type {kind!r:.40} are not supported: only messages are", param="input")
+        raise ApiError(400, f"input items of type {kind!r:.40} are not supported: only messages are", param=param)
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or role not in get_args(Role):
-        raise ApiError(400, f"the role {role!r:.40} is not known", param="input")
+        raise ApiError(400, f"the role {role!r:.40} is not known", param=param)
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list) or not 1 <= len(content) <= most_parts:
-        raise ApiError(400, f"the content of an item is a text or a list of 1 to {most_parts} parts", param="input")
+        raise ApiError(400, f"the content of an item is a text or a list of 1 to {most_parts} parts", param=param)
     texts = []
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
         if not is_text:
-            raise ApiError(400, "only parts that are text are supported", param="input")
+            raise ApiError(400, "only parts that are text are supported", param=param)
         texts.append(part["text"])
     return {"role": role, "content": "".join(texts)}
 
@@ -161,8 +214,8 @@ class ResponseAnswer:
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "text": {"format": {"type": "text"}},
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
             "background": False,
             "truncation": "disabled",
             "reasoning": None,

@@ -14,33 +14,35 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
-from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.errors import EngineDead
+from tokenmill.errors import EngineDead, ModelLoadError
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig
+from tokenmill.server.errors import ApiError
+from tokenmill.server.models import ModelSpec
 from tokenmill.server.protocol import GuardedProtocol
 from tokenmill.server.served import Served
 
 BACKLOG = 2048
 LAST_WORDS_S = 2.0
 """For the terminal events of what was cut off."""
+MIN_LOOK_S = 0.05
+"""Between two looks for models that are not used."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(load: Callable[[], AsyncLLM], config: ServerConfig) -> None:
+def serve(specs: Sequence[ModelSpec], config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
     listener = _listen(config)
-    server = Server(Served(config))
+    server = Server(Served(config, specs))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
-            is_loaded = runner.run(server.load_and_serve(load, listener))
+            is_loaded = runner.run(server.load_and_serve(listener))
         finally:
             listener.close()
         if not is_loaded:  # the model is still being loaded by a thread that can't be stopped
@@ -66,7 +68,6 @@ class Server(uvicorn.Server):
         )
         super().__init__(settings)
         self._served = served
-        self._llm: AsyncLLM | None = None
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
@@ -74,30 +75,52 @@ class Server(uvicorn.Server):
     def is_ready(self) -> bool:
         return self.started and self._served.is_ready
 
-    async def load_and_serve(self, load: Callable[[], AsyncLLM], listener: socket.socket) -> bool:
-        """Load the model and serve it; False if it was told to stop before that was done."""
+    async def load_and_serve(self, listener: socket.socket) -> bool:
+        """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say(f"loading {self._served.config.model_name}; {where} answers 503 until then")
+        models = self._served.models
+        names = ", ".join(place.spec.name for place in models.places)
+        first = ", ".join(place.spec.name for place in models.places if place.spec.at_start) or "nothing yet"
+        say(f"loading {first}; {where} answers 503 until then")
         began = time.monotonic()
-        loading = asyncio.wrap_future(_in_thread(load))
+        loading = asyncio.ensure_future(self._load_first())
         serving = asyncio.ensure_future(self.serve(sockets=[listener]))
         both: set[asyncio.Future[Any]] = {loading, serving}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             serving.result()
             return False
+        watching = asyncio.ensure_future(self._unload_idle())
         try:
-            self._llm = loading.result()  # what could not be loaded ends it all
-            self._served.open(self._llm)
-            say(f"{self._served.config.model_name} on {where}/v1 ({time.monotonic() - began:.1f} s)")
+            loading.result()  # what could not be loaded ends it all
+            self._served.open()
+            say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
             await serving
         finally:
             self.should_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
-            if self._llm is not None:
-                await self._llm.close()
+            watching.cancel()
+            await asyncio.gather(serving, watching, return_exceptions=True)
+            await self._served.close()
         return True
+
+    async def _load_first(self) -> None:
+        """One after the other: each has to fit beside those before it."""
+        for place in self._served.models.places:
+            if place.spec.at_start:
+                try:
+                    await self._served.models.load(place)
+                except ApiError as error:
+                    raise ModelLoadError(error.message) from None
+
+    async def _unload_idle(self) -> None:
+        """Look now and then for models that nobody uses."""
+        limits = [place.spec.keep_alive_s for place in self._served.models.places]
+        given = [limit for limit in limits if limit is not None]
+        while given:
+            await asyncio.sleep(max(MIN_LOOK_S, min(given) / 4))
+            for name in await self._served.models.unload_idle():
+                say(f"{name} was not used for a while and is unloaded; the next request loads it")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,8 +152,7 @@ class Server(uvicorn.Server):
         if inside.num_inside:
             say(f"stopping; {inside.num_inside} requests may go on for {self._served.config.drain_s:g} s")
         await self._until_empty(self._served.config.drain_s, lambda: self._is_hurried)
-        if self._llm is not None:
-            await self._llm.close()
+        await self._served.models.close()
         await self._until_empty(LAST_WORDS_S, lambda: False)
         self.should_exit = True
 
@@ -142,22 +164,6 @@ class Server(uvicorn.Server):
 
 def say(what: str) -> None:
     print(f"tokenmill: {what}", file=sys.stderr, flush=True)
-
-
-def _in_thread(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-    """Load on a thread that nobody has to wait for."""
-    loaded: Future[AsyncLLM] = Future()
-
-    def run() -> None:
-        try:
-            llm = load()
-        except BaseException as error:
-            loaded.set_exception(error)
-        else:
-            loaded.set_result(llm)
-
-    threading.Thread(target=run, name="tokenmill-load", daemon=True).start()
-    return loaded
 
 
 def _listen(config: ServerConfig) -> socket.socket:

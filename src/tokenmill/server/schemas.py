@@ -41,7 +41,9 @@ class Model(BaseModel):
     created: int
     owned_by: str
     root: str
-    max_model_len: int
+    max_model_len: int | None
+    status: Literal["unloaded", "loading", "loaded"]
+    aliases: list[str]
 
 
 class ModelList(BaseModel):
@@ -133,6 +135,47 @@ class ResponseObject(BaseModel):
     incomplete_details: dict[str, Any] | None
 
 
+class Session(BaseModel):
+    id: str
+    object: Literal["session"]
+    model: str
+    state: Literal["idle", "appending", "generating", "ended"]
+    num_tokens: int
+    num_turns: int
+    pending: list[dict[str, Any]]
+
+
+class SessionList(BaseModel):
+    object: Literal["list"]
+    data: list[Session]
+
+
+class Turn(BaseModel):
+    index: int
+    kind: Literal["input", "answer"]
+    messages: list[dict[str, Any]]
+    num_tokens: int | None
+    finish_reason: str | None
+
+
+class TurnList(BaseModel):
+    object: Literal["list"]
+    data: list[Turn]
+
+
+class SessionAnswer(BaseModel):
+    id: str
+    object: Literal["session.answer"]
+    session_id: str
+    model: str
+    text: str
+    token_ids: list[int]
+    offset: int
+    logprobs: list[dict[str, Any]] | None
+    finish_reason: str
+    usage: Usage
+
+
 class Tokens(BaseModel):
     count: int
     max_model_len: int
@@ -158,13 +201,16 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The request is wrong: `param` and `message` say where and why.",
         401: "An API key is needed.",
+        403: "The key may not do this.",
         404: "There is no such thing.",
+        409: "Not as things are: `message` says why.",
         413: "The body is too large.",
         429: "Too many requests: try again after `Retry-After` seconds.",
         499: "The request was cancelled.",
         500: "The request failed.",
         503: "Not now: loading, stopping, or too long in the queue. Try again after `Retry-After` seconds.",
         504: "The request took longer than it may.",
+        507: "The model does not fit into the memory that is free.",
     }
     return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 

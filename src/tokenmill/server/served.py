@@ -1,20 +1,27 @@
-"""`Served`: what the endpoints work with: the model once it is loaded, the settings, and what runs."""
+"""`Served`: what the endpoints work with: the models, the settings, and what runs."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
+from collections.abc import Sequence
 
 from starlette.requests import Request as HttpRequest
 
-from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.engine.request import Hints
+from tokenmill.errors import SessionNotFound, TokenmillError
 from tokenmill.server.auth import PUBLIC
 from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.context import Gate, caller_of
-from tokenmill.server.errors import ApiError, model_not_found, unavailable
+from tokenmill.server.context import Caller, Gate, caller_of
+from tokenmill.server.errors import ApiError, unavailable
+from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_error
 from tokenmill.server.requests import Hinted
-from tokenmill.server.tokens import TokenForms
+from tokenmill.server.response_store import ResponseStore
+from tokenmill.server.telemetry.spans import open_spans
+from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.session.info import SessionInfo, SessionLimits
 
 LOADING = unavailable("the model is being loaded", "loading")
 STOPPING = unavailable("the server is stopping", "stopping")
@@ -23,49 +30,80 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Served:
-    """A server's state. Its gate is closed until the model is there, and again when it stops."""
+    """A server's state. Its gate is closed until the models are there, and again when it stops."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, specs: Sequence[ModelSpec] = ()) -> None:
         self.config = config
         self.started = int(time.time())
         self.calls = OpenCalls()
+        self.spans = None if config.spans_url is None else open_spans(config.spans_url)
+        self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
         self.gate = Gate(LOADING, stays_open=PUBLIC)
-        self._llm: AsyncLLM | None = None
+        limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
+        self.models = Models(specs, self.calls, self.telemetry, limits)
+        self.responses = ResponseStore(config.max_stored_responses)
 
-    def open(self, llm: AsyncLLM) -> None:
-        """The model is there: let requests in, unless the server is stopping already."""
-        self._llm = llm
-        self.forms = TokenForms(llm.get_tokenizer())
+    def open(self) -> None:
+        """The models are there: let requests in, unless the server is stopping already."""
         if self.gate.closed is LOADING:
             self.gate.closed = None
 
     def drain(self) -> None:
         """Let nobody in any more; who is inside may stay."""
         self.gate.closed = STOPPING
+        self.telemetry.end_streams()
+
+    async def close(self) -> None:
+        """Everything that runs ends with `shutdown`."""
+        await self.models.close()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     @property
     def is_ready(self) -> bool:
-        """Does it take requests, and do the engine's steps end?"""
-        return self.gate.closed is None and self._llm is not None and self._llm.is_ready
+        """Does it take requests, and do the engines' steps end?"""
+        return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
 
-    @property
-    def llm(self) -> AsyncLLM:
-        assert self._llm is not None, "the gate is closed until it is there"
-        return self._llm
+    async def model(self, name: str | None) -> ServedModel:
+        """The model of this name; loaded now, if it is not."""
+        try:
+            return await self.models.use(name)
+        except TokenmillError as error:
+            raise loading_error(self.models.place(name).spec.name, error) from None
 
-    def find(self, model: str | None) -> AsyncLLM:
-        """The model of this name; the only one there is, where none is named."""
-        if model is not None and model != self.config.model_name:
-            raise model_not_found(model)
-        return self.llm
-
-    def call(self, http: HttpRequest, body: Hinted, prefix: str) -> Call:
+    def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
-        llm, key = self.find(body.model), caller_of(http.scope).key
-        hints = body.hints(key, separate=len(self.config.key_hashes) > 1)
+        call = Call(http, model.llm, self.config, self.calls, prefix, self.hints(http, body), self.timeout(http, body))
+        self.telemetry.note_call(call.caller, model.name)
+        return call
+
+    def hints(self, http: HttpRequest, body: Hinted) -> Hints:
+        """Whose request it is."""
+        return body.hints(caller_of(http.scope).key, separate=len(self.config.every_key_hash) > 1)
+
+    def timeout(self, http: HttpRequest, body: Hinted) -> float:
+        """Seconds that a request may take."""
         deadlines = [self.config.max_request_s, _timeout(http), body.timeout_s]
-        timeout_s = min(one for one in deadlines if one is not None)
-        return Call(http, llm, self.config, self.calls, prefix, hints, timeout_s)
+        return min(one for one in deadlines if one is not None)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def session(self, caller: Caller, session_id: str) -> tuple[ServedModel, SessionInfo]:
+        """A session of this caller's, and the model it is with; of another key's it does not know anything."""
+        for model in self.models.loaded:
+            try:
+                info = model.sessions.get(session_id)
+            except SessionNotFound:
+                continue
+            if info.key == caller.key:
+                model.last_used = time.monotonic()
+                return model, info
+        raise SessionNotFound(f"no session {session_id!r:.80}")
+
+    def sessions(self, caller: Caller) -> list[tuple[ServedModel, SessionInfo]]:
+        """All of this caller's."""
+        every = [(model, info) for model in self.models.loaded for info in model.sessions.list()]
+        return [(model, info) for model, info in every if info.key == caller.key]
 
 
 def _timeout(http: HttpRequest) -> float | None:

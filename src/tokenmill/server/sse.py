@@ -14,6 +14,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tokenmill.server.context import caller_of
+from tokenmill.server.telemetry.traffic import Outcome
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")
@@ -21,12 +24,13 @@ LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-def event(data: Any, name: str | None = None) -> bytes:
-    """One event with JSON in it."""
+def event(data: Any, name: str | None = None, event_id: str | None = None) -> bytes:
+    """One event with JSON in it. A client that was cut off tells the id of the last one that it has seen."""
     text = _encode(data)
     if not text.isascii():
         text = LINE_ENDS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
     head = "" if name is None else f"event: {name}\n"
+    head += "" if event_id is None else f"id: {event_id}\n"
     return f"{head}data: {text}\n\n".encode()
 
 
@@ -62,6 +66,8 @@ class EventStream(Response):
             for task in tasks:
                 task.cancel()
             sent, *_ = await asyncio.gather(*tasks, return_exceptions=True)
+            if sent is not None:  # not all of it was
+                caller_of(scope).outcome = Outcome.CANCELLED
             await self._events.aclose()
             await self._on_end()
         if any(task.done() and not task.cancelled() and isinstance(task.exception(), TimeoutError) for task in tasks):

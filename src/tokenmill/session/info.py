@@ -16,7 +16,7 @@ class SessionLimits:
     """How much sessions may take."""
 
     max_log_bytes: int = 1024 * MIB
-    """Of all logs together; their number has no other limit."""
+    """Of all sessions together; their number has no other limit."""
     ttl_s: float | None = None
     """A session that nobody has used for so long ends."""
     stall_timeout_s: float | None = 30.0
@@ -40,6 +40,8 @@ class SessionInfo:
     """A session, as `get` and `list` show it."""
 
     session_id: str
+    key: str
+    """Whose it is."""
     state: str
     core: int
     num_tokens: int
@@ -56,5 +58,11 @@ def info_of(session: Session) -> SessionInfo:
         count = None if turn.end is None or begin is None else turn.end - begin
         turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
     return SessionInfo(
-        session.session_id, session.state.value, session.core, len(session.log), tuple(turns), session.inbox
+        session.session_id,
+        session.options.key,
+        session.state.value,
+        session.core,
+        len(session.log),
+        tuple(turns),
+        session.inbox,
     )

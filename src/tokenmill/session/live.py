@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.inputs import Generation
 from tokenmill.errors import EngineDead, InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs, Usage
+from tokenmill.outputs import FinishReason, GeneratedToken, RequestOutput, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Answer:
     """Characters up to the end of each token."""
     end: Chunk
     """Finish reason, usage and error, without text."""
+    request_id: str
+    """Its name: another answer has another one."""
 
     async def read(self, offset: int = 0) -> AsyncIterator[Chunk]:
         """What it has from its `offset`-th token on, in one chunk."""
@@ -69,7 +71,10 @@ class LiveTurn:
         max_unread_bytes: int,
     ) -> None:
         self.generation = generation
-        self.request_id = generation.choices[0].request.request_id
+        self.request_id = generation.output.request_id
+        """Its caller's name for it; that of the engine is longer."""
+        self.undo: Callable[[], None] | None = None
+        """Takes back what was put in together with the question, if there is no answer at all."""
         self._client = client
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -119,14 +124,15 @@ class LiveTurn:
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the answer; its terminal chunk comes when the engine has let go of it."""
         with suppress(EngineDead):  # then its ending is on its way
-            self._client.cancel(self.request_id, reason)
+            self._client.cancel(self.generation.choices[0].request.request_id, reason)
 
     def answer(self) -> Answer:
         """It is over: all of it, without what only a running one needs."""
         output, stream = self.generation.output.outputs[0], self.generation.choices[0].stream
         ends = array("i", (stream.num_chars(count + 1) for count in range(len(output.token_ids))))
         end = self._chunk("", [], 0, is_over=True)
-        return Answer(output.text, array("i", output.token_ids), ends, replace(end, logprobs=output.logprobs))
+        end = replace(end, logprobs=output.logprobs)
+        return Answer(output.text, array("i", output.token_ids), ends, end, self.request_id)
 
     @property
     def num_settled(self) -> int:
@@ -135,6 +141,11 @@ class LiveTurn:
         return len(output.token_ids) if self.is_over else self.generation.choices[0].stream.num_settled
 
     # -- readers ------------------------------------------------------------------------------------------------------
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput]:
+        """The output so far, one object that grows, each time it has; as `AsyncLLM.generate` gives it."""
+        async for _ in self.read():
+            yield self.generation.output
 
     async def read(self, offset: int = 0) -> AsyncIterator[Chunk]:
         """What the answer has from its `offset`-th token on, as it grows; the last chunk has the finish reason."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.core import ModelHandle
+from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
@@ -17,11 +18,14 @@ from tokenmill.text.delta import DeltaRenderer
 
 
 class LoadedModel:
-    """One for each model that a service opens. Opening it takes as long as the model does."""
+    """One for each model that a service opens. Opening it takes as long as the model does.
+
+    Of an `AsyncLLM` it uses the engine, beside whoever else does, and leaves it open.
+    """
 
     def __init__(
         self,
-        source: str | ModelHandle,
+        source: str | ModelHandle | AsyncLLM,
         options: EngineOptions,
         num_workers: int,
         policy: Policy,
@@ -31,13 +35,21 @@ class LoadedModel:
             raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
         self.source, self.options, self.num_workers = source, options, num_workers
         self._renderers: dict[str, DeltaRenderer] = {}
-        opened = self.opened = open_for_engine(source, options)
-        try:
-            self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
+        self._is_ours = not isinstance(source, AsyncLLM)
+        if isinstance(source, AsyncLLM):
+            if options or client is not None:
+                raise ConfigError("the engine is made already; it takes no options")
+            opened = self.opened = source.opened
+            self.client: EngineClient = source.client
             self.routing = make_routing(policy, self.client.num_cores)
-        except BaseException:
-            opened.close()
-            raise
+        else:
+            opened = self.opened = open_for_engine(source, options)
+            try:
+                self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
+                self.routing = make_routing(policy, self.client.num_cores)
+            except BaseException:
+                opened.close()
+                raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
 
@@ -59,5 +71,6 @@ class LoadedModel:
 
     async def close(self) -> None:
         await self.master.close()
-        await asyncio.to_thread(self.client.close)
-        self.opened.close()
+        if self._is_ours:
+            await asyncio.to_thread(self.client.close)
+            self.opened.close()

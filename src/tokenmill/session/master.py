@@ -47,8 +47,18 @@ class Master:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
-    async def ask(self, session_id: str, operation: Callable[[Session], T], *, at_once: bool = False) -> T:
-        """Have something done with a session when its turn comes; the result."""
+    async def ask(
+        self,
+        session_id: str,
+        operation: Callable[[Session], T],
+        *,
+        at_once: bool = False,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Have something done with a session when its turn comes; the result.
+
+        For whoever leaves before, nothing is. If it was done in that very moment, `undo` gets the result nobody has.
+        """
         if self._closed:
             raise EngineDead("the service was closed")
         loop = asyncio.get_running_loop()
@@ -59,7 +69,12 @@ class Master:
             raise InvalidRequest("a service belongs to the event loop that it was first used on")
         answer: asyncio.Future[T] = loop.create_future()
         self._ingress.put_nowait(Command(session_id, operation, answer, at_once))
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if undo is not None and not answer.cancelled() and answer.exception() is None:
+                undo(answer.result())
+            raise
 
     def add(self, session: Session) -> None:
         self.sessions[session.session_id] = session

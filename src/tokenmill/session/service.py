@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self, Unpack
 
 from tokenmill.core import ModelHandle
+from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.opening import EngineOptions
-from tokenmill.engine.request import Hints
-from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotLoaded, Overloaded
-from tokenmill.outputs import FinishReason
+from tokenmill.engine.request import Hints, context_overflow
+from tokenmill.errors import ConfigError, ContextOverflow, EngineDead, InvalidRequest, ModelNotLoaded, Overloaded
+from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import MAX_SEED, SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.live import Answer, Chunk, LiveTurn
@@ -29,6 +31,8 @@ from tokenmill.session.session import (
     whole_number,
 )
 
+NAME_BYTES = 16
+"""Of a session's name: nobody guesses one."""
 FORK_STEP = 0x1E3779B97F4A7C15
 """Between the seeds of a session's forks: large and odd, so that they never meet."""
 
@@ -37,14 +41,14 @@ class SessionService:
     """Sessions on a model; many at once, from one event loop.
 
     Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`; `client` is an
-    engine that runs elsewhere, of the same model.
+    engine that runs elsewhere, of the same model. Over an `AsyncLLM` they share its engine with its other requests.
     """
 
     _current: ClassVar[SessionService | None] = None
 
     def __init__(
         self,
-        model: str | ModelHandle | None = None,
+        model: str | ModelHandle | AsyncLLM | None = None,
         *,
         num_workers: int = 1,
         routing: Policy = "round_robin",
@@ -67,7 +71,7 @@ class SessionService:
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def init(cls, model: str | ModelHandle | None = None, **options: Any) -> SessionService:
+    async def init(cls, model: str | ModelHandle | AsyncLLM | None = None, **options: Any) -> SessionService:
         """Make the service that `current` gives, in place of any before it."""
         before, cls._current = cls._current, None
         if before is not None:
@@ -96,7 +100,7 @@ class SessionService:
         async with self._lifecycle:
             await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
 
-    async def _load(self, path: str | ModelHandle, options: EngineOptions, num_workers: int) -> None:
+    async def _load(self, path: str | ModelHandle | AsyncLLM, options: EngineOptions, num_workers: int) -> None:
         loaded = await asyncio.to_thread(LoadedModel, path, options, num_workers, self._policy, None)
         await self._unload()
         if self._is_closed:
@@ -135,6 +139,7 @@ class SessionService:
         overflow: Overflow = "error",
         template_options: Mapping[str, Any] | None = None,
         key: str = "",
+        namespace: Hashable = None,
         priority: int = 0,
     ) -> str:
         """A new conversation, routed to one engine core for life; its name."""
@@ -143,7 +148,7 @@ class SessionService:
             raise ConfigError(f"overflow {overflow!r} is not known; known: 'error', 'drop_oldest_turns'")
         if system is not None and not isinstance(system, str):
             raise InvalidRequest(f"the system prompt must be a text, not {type(system).__name__}")
-        Hints(key=key, priority=priority)
+        Hints(key=key, namespace=namespace, priority=priority)
         sampling = loaded.opened.text.sampling_params(max_tokens=None) if sampling_params is None else sampling_params
         chosen = seed if seed is not None else getattr(sampling, "seed", None)
         options = SessionOptions(
@@ -151,11 +156,12 @@ class SessionService:
             overflow=overflow,
             template_options=check_template_options(template_options),
             key=key,
+            namespace=namespace,
             priority=priority,
             renderer=loaded.renderer(template_options),
         )
         self._check_room()
-        name, now = secrets.token_urlsafe(12), asyncio.get_running_loop().time()
+        name, now = secrets.token_urlsafe(NAME_BYTES), asyncio.get_running_loop().time()
         core = loaded.routing.choose(system, loaded.cores_alive())
         session = Session(name, core, options, system, now)
         loaded.master.add(session)
@@ -183,22 +189,34 @@ class SessionService:
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
         """The answer to what was put in, as it grows. `changes` are fields of `SamplingParams`, for this one only."""
-
-        def prepare(session: Session) -> None:
-            session.attempt = 0
-
-        return await self._answer(session_id, prepare, max_new_tokens, changes)
+        return (await self.answer(session_id, max_new_tokens, **changes)).read()
 
     async def regenerate(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
         """Another answer in place of the last one; the same seed draws another."""
-        text = self._model().opened.text
-        return await self._answer(session_id, lambda session: session.drop_answer(text), max_new_tokens, changes)
+        return (await self.answer(session_id, max_new_tokens, again=True, **changes)).read()
 
-    async def _answer(
-        self, session_id: str, prepare: Callable[[Session], None], max_new_tokens: int | None, changes: dict[str, Any]
-    ) -> AsyncIterator[Chunk]:
+    async def answer(
+        self,
+        session_id: str,
+        max_new_tokens: int | None = None,
+        *,
+        given: Input | None = None,
+        again: bool = False,
+        must_fit: bool = False,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        **changes: Any,
+    ) -> LiveTurn:
+        """The answer on its way, for whoever reads it; `generate_stream` and `regenerate` are made of it.
+
+        `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
+        without a word, by an error or a cancel, the session is as it was. If it `must_fit`, an answer that could
+        outgrow the context is refused; else it ends there. `request_id` names it; it ends with `timeout` after
+        `timeout_s`; its `priority` is the session's, unless told.
+        """
         loaded = self._model()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
@@ -206,16 +224,31 @@ class SessionService:
         def operation(session: Session) -> LiveTurn:
             before = session.snapshot()
             try:
-                prepare(session)
-                return self._generate(loaded, session, changes)
+                if again:
+                    session.drop_answer(loaded.opened.text)
+                else:
+                    session.attempt = 0
+                if given is not None:
+                    self._check_room()
+                    session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
+                params = _changed(session.options.sampling, {"attempt": session.attempt, **changes})
+                hints = session.hints if priority is None else replace(session.hints, priority=priority)
+                live = self._generate(loaded, session, params, hints, must_fit, request_id, timeout_s)
             except BaseException:
                 session.restore(before)
                 raise
+            if given is not None or again:
+                live.undo = partial(session.restore, before)
+            return live
 
-        return (await loaded.master.ask(session_id, operation)).read()
+        return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel)
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[Chunk]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
+        return (await self.last_answer(session_id)).read(offset)
+
+    async def last_answer(self, session_id: str) -> LiveTurn | Answer:
+        """The running answer, or the last one that is over."""
 
         def operation(session: Session) -> LiveTurn | Answer:
             self._used(session)
@@ -224,7 +257,7 @@ class SessionService:
                 raise InvalidRequest(f"session {session_id} has no answer to read")
             return found
 
-        return (await self._model().master.ask(session_id, operation, at_once=True)).read(offset)
+        return await self._model().master.ask(session_id, operation, at_once=True)
 
     async def cancel_generate(self, session_id: str) -> bool:
         """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
@@ -255,9 +288,21 @@ class SessionService:
         def operation(session: Session) -> list[str]:
             if n is not None and whole_number("n", n) < 1:
                 raise InvalidRequest(f"n must be at least 1, not {n}")
-            return [self._fork(loaded, session, at_turn, at_token) for _ in range(1 if n is None else n)]
+            made: list[str] = []
+            try:
+                for _ in range(1 if n is None else n):
+                    made.append(self._fork(loaded, session, at_turn, at_token))  # noqa: PERF401 (some may fail)
+            except BaseException:
+                end(made)
+                raise
+            self._used(session)
+            return made
 
-        names = await loaded.master.ask(session_id, operation)
+        def end(made: Sequence[str]) -> None:
+            for name in made:
+                self._end(loaded, loaded.master.find(name))
+
+        names = await loaded.master.ask(session_id, operation, undo=end)
         return names[0] if n is None else names
 
     async def rewind(self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None) -> None:
@@ -288,6 +333,10 @@ class SessionService:
     def list(self) -> list[SessionInfo]:
         return [info_of(session) for session in self._model().master.sessions.values()]
 
+    def __len__(self) -> int:
+        """Sessions that there are."""
+        return 0 if self._loaded is None else len(self._loaded.master.sessions)
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _model(self) -> LoadedModel:
@@ -297,12 +346,22 @@ class SessionService:
             raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
         return self._loaded
 
-    def _generate(self, loaded: LoadedModel, session: Session, changes: Mapping[str, Any]) -> LiveTurn:
-        text, options = loaded.opened.text, session.options
-        params = _changed(options.sampling, {"attempt": session.attempt, **changes})
-        session.commit_input(text)
-        hints = Hints(key=options.key, priority=options.priority, owner=session.session_id)
-        generation = loaded.intake.generation(session.log.tokens, params, session.session_id, hints)
+    def _generate(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        params: SamplingParams,
+        hints: Hints,
+        must_fit: bool,
+        request_id: str | None,
+        timeout_s: float | None,
+    ) -> LiveTurn:
+        session.commit_input(loaded.opened.text)
+        longest = loaded.client.max_model_len
+        if must_fit and params.max_tokens is not None and len(session.log) + params.max_tokens > longest:
+            raise ContextOverflow(context_overflow(longest, len(session.log), params.max_tokens))
+        name = request_id or f"answer-{secrets.token_hex(12)}"
+        generation = loaded.intake.generation(session.log.tokens, params, name, hints, timeout_s)
         live = LiveTurn(
             generation,
             loaded.client,
@@ -321,7 +380,10 @@ class SessionService:
         """The engine has let go of an answer, however it ended."""
         if session.state is SessionState.ENDED or session.live is not live:
             return
-        session.take_answer(live.generation.output.outputs[0], loaded.opened.text.tokenizer)
+        output = live.generation.output.outputs[0]
+        if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
+            live.undo()
+        session.take_answer(output, loaded.opened.text.tokenizer)
         session.live, session.answer = None, live.answer()
         session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
         self._used(session)
@@ -330,12 +392,12 @@ class SessionService:
     def _fork(self, loaded: LoadedModel, session: Session, at_turn: int | None, at_token: int | None) -> str:
         self._check_room()
         now = asyncio.get_running_loop().time()
-        session.num_forks += 1
-        options = replace(session.options, sampling=_with_next_seed(session.options.sampling, session.num_forks))
-        child = Session(secrets.token_urlsafe(12), session.core, options, session.system, now)
+        options = replace(session.options, sampling=_with_next_seed(session.options.sampling, session.num_forks + 1))
+        child = Session(secrets.token_urlsafe(NAME_BYTES), session.core, options, session.system, now)
         child.restore(session.snapshot())
         if at_turn is not None or at_token is not None:
             child.rewind(loaded.opened.text, at_turn, at_token)
+        session.num_forks += 1
         loaded.master.add(child)
         loaded.routing.stay(child.core, child.system)
         self._used(child)
@@ -396,7 +458,7 @@ def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingPara
     if unknown:
         raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
     if changes.get("n", params.n) != 1:
-        raise InvalidRequest("an answer of a session is one; fork it for more")
+        raise InvalidRequest("an answer of a session is one; fork it for more", param="n")
     return replace(params, **changes)
 
 

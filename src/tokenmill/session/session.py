@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
+from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams, token_ids
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tokenmill.session.live import Answer, LiveTurn
     from tokenmill.session.master import Command
 
+EMPTY_BYTES = 1024
+"""What a session takes without its log, so that empty ones are not without limit."""
 Overflow = Literal["error", "drop_oldest_turns"]
 Input = str | Sequence[int] | Sequence[Message]
 
@@ -44,6 +47,8 @@ class SessionOptions:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
     """Whose session it is, for fairness between keys."""
+    namespace: Hashable = None
+    """Its KV is shared only with what has the same one."""
     priority: int = 0
     renderer: DeltaRenderer | None = None
     """Shared by the sessions of a service that have the same template options."""
@@ -91,9 +96,15 @@ class Session:
 
     @property
     def num_bytes(self) -> int:
-        """What its log costs."""
+        """What it costs, about."""
         pending = sum(len(str(message)) for message in self.inbox)
-        return self.log.num_bytes + pending + len(self.system or "")
+        return EMPTY_BYTES + self.log.num_bytes + pending + len(self.system or "")
+
+    @property
+    def hints(self) -> Hints:
+        """Whose requests its answers are."""
+        options = self.options
+        return Hints(key=options.key, priority=options.priority, owner=self.session_id, namespace=options.namespace)
 
     def snapshot(self) -> tuple[Any, ...]:
         """Everything that an operation may change, to be put back if it fails."""
@@ -158,7 +169,7 @@ class Session:
         waiting = self._continuation(self.inbox, text) if self.inbox else Continuation(len(self.log), [])
         total = waiting.keep + len(waiting.ids) + len(ids)
         if total >= max_model_len:
-            raise ContextOverflow(f"{total} tokens; the context of {max_model_len} has no room for an answer")
+            raise ContextOverflow(context_overflow(max_model_len, total, 1))
         self._commit(waiting)
         turn = Turn("input", (), len(self.log) + len(ids))
         last = self.log.turns[-1] if self.log.turns else None
@@ -180,7 +191,7 @@ class Session:
         """The conversation has outgrown the context: an error, or the oldest turns go."""
         total = step.keep + len(step.ids)
         if self.options.overflow == "error":
-            raise ContextOverflow(f"{total} tokens; the context of {max_model_len} has no room for an answer")
+            raise ContextOverflow(context_overflow(max_model_len, total, 1))
         template = text.chat_template()
         past = self.log.messages
         system = [message for message in past[:1] if message["role"] == "system"]
@@ -188,11 +199,12 @@ class Session:
         while rest:
             rest = rest[next((i for i in range(1, len(rest)) if rest[i]["role"] == "user"), len(rest)) :]
             ids = template.encode([*system, *rest, *inbox], **self.options.template_options)
-            if len(ids) < max_model_len:
+            total = len(ids)
+            if total < max_model_len:
                 self.log = TokenLog()
                 self.log.turns = [Turn("input", (*system, *rest), None)] if system or rest else []
                 return Continuation(0, ids)
-        raise ContextOverflow(f"{total} tokens; this input alone has no room in the context of {max_model_len}")
+        raise ContextOverflow(context_overflow(max_model_len, total, 1))
 
     def commit_input(self, text: ModelText) -> None:
         """Put the messages that wait into the log: an answer is asked for."""

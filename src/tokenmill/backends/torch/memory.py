@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ OTHER_BYTES = 24 * MIB
 """Code, tables and bookkeeping, measured."""
 TOKEN_BYTES = 1500
 """Of a tokenizer, for each token of its vocabulary, measured."""
+SLACK = 1.25
+"""What torch's steps take beyond their tensors: pieces that the allocator can't use, measured."""
 LOGITS_COPIES = 4
 """Copies of the logits that sampling makes on the way."""
 
@@ -68,7 +71,16 @@ def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits,
     )
     logits = LOGITS_COPIES * num_rows * config.vocab_size * 4
     other = OTHER_BYTES + TOKEN_BYTES * config.vocab_size
-    return MemoryPlan(weights, limits.num_cells * per_token, activations + logits, other)
+    kv = limits.num_cells * per_token
+    return MemoryPlan(weights, kv, activations + logits, other, OTHER_BYTES + _loading(config, form))
+
+
+def _loading(config: DecoderConfig, form: Form) -> int:
+    """The largest tensor on its way: as float32, and rounded where it is."""
+    largest = max(math.prod(shape) for shape in shapes(config).values())
+    if isinstance(form, torch.dtype):
+        return 4 * largest
+    return (2 if form.bits is None else 5) * largest
 
 
 def _native_step(config: DecoderConfig, n: int) -> int:
@@ -82,7 +94,7 @@ def _native_step(config: DecoderConfig, n: int) -> int:
 def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) -> int:
     """The largest layer's tensors at a time, and the keys and values that attention gathers of all cells."""
     rows = 4 * config.hidden_size + 3 * (config.query_size + 2 * config.kv_size) + 4 * config.intermediate_size
-    return itemsize * (n * rows + 2 * num_cells * config.kv_size)
+    return int(SLACK * itemsize * (n * rows + 2 * num_cells * config.kv_size))
 
 
 def free_bytes(device: torch.device) -> int:

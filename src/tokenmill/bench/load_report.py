@@ -1,0 +1,137 @@
+"""How a run under load is told: a table as `vllm bench serve` prints it, a file with its keys, a plot as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tokenmill.bench.load_clients import Sample
+from tokenmill.bench.load_metrics import (
+    METRICS,
+    Totals,
+    running_by_second,
+    statistics_of,
+    tokens_by_second,
+    totals,
+    values_ms,
+)
+
+WIDTH = 50
+LABEL = 40
+PLOT_ROWS = 20
+PLOT_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """A run: what was sent how, and what came of it."""
+
+    setup: Mapping[str, Any]
+    """Keys of the result file that say what was asked for."""
+    samples: Sequence[Sample]
+    duration_s: float
+    goals: Mapping[str, float]
+    metrics: Sequence[str]
+    percentiles: Sequence[float]
+
+    @property
+    def totals(self) -> Totals:
+        return totals(self.samples, self.duration_s, self.goals)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failures by their kind, most frequent first."""
+        return dict(Counter(one.error for one in self.samples if one.error).most_common())
+
+    def statistics(self, metric: str) -> dict[str, float]:
+        return statistics_of(values_ms(self.samples, metric), self.percentiles)
+
+    def to_json(self, *, detailed: bool = False) -> dict[str, Any]:
+        """The result file."""
+        made: dict[str, Any] = {**self.setup, **asdict(self.totals)}
+        for metric in self.metrics:
+            made |= {f"{name}_{metric}_ms": value for name, value in self.statistics(metric).items()}
+        made["error_kinds"] = self.errors
+        return {**made, **self._details()} if detailed else made
+
+    def _details(self) -> dict[str, Any]:
+        """Lists with one entry for each request."""
+        samples = self.samples
+        return {
+            "input_lens": [one.prompt_tokens for one in samples],
+            "output_lens": [one.output_tokens if one.is_ok else 0 for one in samples],
+            "ttfts": [one.ttft_s if one.is_ok else 0.0 for one in samples],
+            "itls": [one.gaps_s for one in samples],
+            "latencies": [one.latency_s if one.is_ok else 0.0 for one in samples],
+            "start_times": [one.sent_s for one in samples],
+            "queue_times": [one.queued_s for one in samples],
+            "generated_texts": [one.text for one in samples],
+            "errors": [one.error and f"{one.error}: {one.detail}" for one in samples],
+        }
+
+    # -- as text ------------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        found = self.totals
+        lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+        lines += [_line("Successful requests:", found.completed), _line("Failed requests:", found.failed)]
+        if self.setup.get("max_concurrency") is not None:
+            lines.append(_line("Maximum request concurrency:", self.setup["max_concurrency"]))
+        if self.setup.get("request_rate", "inf") != "inf":
+            lines.append(_line("Request rate configured (RPS):", self.setup["request_rate"]))
+        lines += [
+            _line("Benchmark duration (s):", found.duration),
+            _line("Total input tokens:", found.total_input_tokens),
+            _line("Total generated tokens:", found.total_output_tokens),
+            _line("Request throughput (req/s):", found.request_throughput),
+        ]
+        if found.request_goodput is not None:
+            lines.append(_line("Request goodput (req/s):", found.request_goodput))
+        lines += [
+            _line("Output token throughput (tok/s):", found.output_throughput),
+            _line("Peak output token throughput (tok/s):", found.max_output_tokens_per_s),
+            _line("Peak concurrent requests:", found.max_concurrent_requests),
+            _line("Total token throughput (tok/s):", found.total_token_throughput),
+        ]
+        for metric in self.metrics:
+            lines += self._distribution(metric)
+        return "\n".join([*lines, "=" * WIDTH, *self._failures()])
+
+    def _distribution(self, metric: str) -> list[str]:
+        short, long = METRICS[metric]
+        found = self.statistics(metric)
+        del found["std"]
+        return [f"{long:-^{WIDTH}}"] + [
+            _line(f"{name.capitalize()} {short} (ms):", value) for name, value in found.items()
+        ]
+
+    def _failures(self) -> list[str]:
+        """Each kind with how often it came, and what was said the first time."""
+        lines = []
+        for kind, count in self.errors.items():
+            detail = next(one.detail for one in self.samples if one.error == kind)
+            lines.append(f"{count} x {kind}: {detail}" if detail else f"{count} x {kind}")
+        return lines
+
+    def plot(self) -> str:
+        """Tokens a second over time, and how many requests ran."""
+        done = [one for one in self.samples if one.is_ok]
+        speeds, running = tokens_by_second(done), running_by_second(done)
+        if not speeds:
+            return ""
+        span = -(-len(speeds) // PLOT_ROWS)
+        rows = [
+            (begin, sum(speeds[begin : begin + span]) / len(speeds[begin : begin + span]), running[begin])
+            for begin in range(0, len(speeds), span)
+        ]
+        most = max(speed for _, speed, _ in rows) or 1.0
+        lines = [f"{'second':>8}  {'tok/s':>8}  {'running':>8}"]
+        for begin, speed, count in rows:
+            lines.append(f"{begin:>8}  {speed:>8.1f}  {count:>8}  {'#' * round(PLOT_WIDTH * speed / most)}".rstrip())
+        return "\n".join(lines)
+
+
+def _line(label: str, value: float) -> str:
+    return f"{label:<{LABEL}} {value:<10}" if isinstance(value, int) else f"{label:<{LABEL}} {value:<10.2f}"

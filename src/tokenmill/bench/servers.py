@@ -1,0 +1,225 @@
+"""`tokenmill bench compare --server`: our server beside llama.cpp's own, on the same file, over HTTP.
+
+Both are processes of their own and take turns; whoever is not measured is stopped. A round measures ours, theirs and
+ours again: the ratio of the two of ours (A/A) says how much of a difference is noise. llama.cpp's server gets a slot
+for each client, continuous batching, and the settings that do best in trials of the same work; prompts are token ids,
+so both compute the same, and no two measurements share any unless sharing is what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tokenmill.backends.library import DEFAULT_MODEL, pull
+from tokenmill.bench.load_clients import Target, first_model
+from tokenmill.bench.processes import ServerProcess, server_process, serving
+from tokenmill.bench.server_tasks import CONTEXT, SPEED, TASKS, Axis, Subject, Task, Work, clients
+from tokenmill.bench.workloads import IdPrompts, Word, learn_words
+
+
+@dataclass(frozen=True)
+class LlamaSettings:
+    """Of llama.cpp's server; the rest is as it is by default."""
+
+    threads: int
+    slots: int
+    slot_context: int
+    poll: int = 50
+    """How long its threads look for work before they sleep; 0 is not at all."""
+    batch: int = 2048
+
+
+@dataclass
+class Row:
+    """One measure of one task, of each round."""
+
+    task: str
+    measure: str
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(a / b for a, b in zip(self.ours, self.theirs, strict=True))
+
+    @property
+    def noise(self) -> float:
+        return statistics.median(a / b for a, b in zip(self.again, self.ours, strict=True))
+
+    @property
+    def bar(self) -> str:
+        sign, limit = TASKS[self.task].bars.get(self.measure, ("", 0.0))
+        return f"{sign} {limit:g}" if sign else ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Is the ratio where it should be? None where nothing is asked."""
+        sign, limit = TASKS[self.task].bars.get(self.measure, ("", 0.0))
+        return {"": None, ">=": self.ratio >= limit, "<=": self.ratio <= limit, "<": self.ratio < limit}[sign]
+
+
+# -- the servers ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def llama_serving(python: str, model: Path, settings: LlamaSettings) -> Iterator[ServerProcess]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    given = json.dumps({**asdict(settings), "port": port})
+    script = str(Path(__file__).with_name("llama_server.py"))
+    quiet = {"OMP_WAIT_POLICY": "passive"} if settings.poll == 0 else {}  # builds with OpenMP poll by its rules
+    with server_process([python, "-I", script, str(model), given], quiet) as server:
+        yield server
+
+
+class Contest:
+    """Our server, and whichever of llama.cpp's is wanted; both asleep but while they work."""
+
+    def __init__(self, ours: ServerProcess, words: Sequence[Word], python: str, model: Path, num_threads: int) -> None:
+        self._ours = ours
+        self._words = words
+        self._python = python
+        self._model = model
+        self._num_threads = num_threads
+        self._seeds = itertools.count()
+        self.llama_says = ""
+        """Its version, and what it was built for."""
+
+    def measure(self, name: str, num_rounds: int, *, tries: bool) -> tuple[list[Row], LlamaSettings]:
+        """All rounds of one task."""
+        task = TASKS[name]
+        settings = LlamaSettings(self._num_threads, task.slots, task.slot_context)
+        if tries:
+            settings = self._choose(name, settings)
+        rows: dict[str, Row] = {}
+        with llama_serving(self._python, self._model, settings) as theirs:
+            theirs.sleep()
+            self.llama_says = theirs.said.splitlines()[0]
+            for server in (self._ours, theirs):
+                self._do(server, clients(min(4, settings.slots), new_tokens=16))  # warm
+            for number in range(num_rounds):
+                found = [self._do(server, task.work) for server in (self._ours, theirs, self._ours)]
+                for measure in found[0]:
+                    row = rows.setdefault(measure, Row(name, measure))
+                    for values, one in zip((row.ours, row.theirs, row.again), found, strict=True):
+                        values.append(one[measure])
+                    said = f"{row.ours[-1]:.1f}, llama.cpp {row.theirs[-1]:.1f}, again {row.again[-1]:.1f}"
+                    _say(f"round {number + 1}, {name}: {measure} {said}")
+        return list(rows.values()), settings
+
+    def _choose(self, name: str, settings: LlamaSettings) -> LlamaSettings:
+        """One axis after the other, the best of each is kept."""
+        task = TASKS[name]
+        threads: Axis = [{"poll": 0}, {"threads": 1, "poll": 0}]
+        best, best_value = settings, self._try(task, settings)
+        _say(f"{name}: {settings} {best_value}")
+        for axis in (threads, *task.axes):
+            for changes in axis:
+                tried = replace(best, **changes)
+                value = self._try(task, tried)
+                _say(f"{name}: {tried} {value}")
+                if _is_better(value, best_value):
+                    best, best_value = tried, value
+        return best
+
+    def _try(self, task: Task, settings: LlamaSettings) -> dict[str, float]:
+        with llama_serving(self._python, self._model, settings) as server:
+            server.sleep()
+            self._do(server, clients(1, new_tokens=8))  # warm
+            return self._do(server, task.trial)
+
+    def _do(self, server: ServerProcess, work: Work) -> dict[str, float]:
+        """Wake it, let it work, put it to sleep again."""
+        server.wake()
+        try:
+            return asyncio.run(self._work(Target(server.base_url), work))
+        finally:
+            server.sleep()
+
+    async def _work(self, target: Target, work: Work) -> dict[str, float]:
+        return await work(Subject(target, await first_model(target), IdPrompts(self._words, next(self._seeds))))
+
+
+def _is_better(value: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """By the first measure: more speed, or less time."""
+    measure = next(iter(value))
+    return value[measure] > other[measure] if measure == SPEED else value[measure] < other[measure]
+
+
+# -- telling it -------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As markdown."""
+    lines = ["| task | measure | tokenmill | llama.cpp | ratio | A/A | bar | met |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    for row in rows:
+        values = f"{statistics.median(row.ours):.1f} | {statistics.median(row.theirs):.1f}"
+        met = {None: "", True: "yes", False: "no"}[row.is_met]
+        name = f"{TASKS[row.task].title} | {row.measure}"
+        lines.append(f"| {name} | {values} | {row.ratio:.2f} | {row.noise:.2f} | {row.bar} | {met} |")
+    return "\n".join(lines)
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tokenmill bench compare --server", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a .gguf file, or a name that stands for one")
+    parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)} (all)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-trials", action="store_true", help="llama.cpp's own defaults, nothing is tried out")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.tasks) - set(TASKS):
+        parser.error(f"no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    if options.server_python == sys.executable and importlib.util.find_spec("xllamacpp") is None:
+        parser.error("llama.cpp's server needs xllamacpp: pip install 'tokenmill[bench]', or --server-python")
+    path = Path(options.model)
+    if not path.exists():
+        path = pull(options.model)
+    more = ["--threads", str(options.threads), "--context", str(CONTEXT), "--log-level", "warning"]
+    settings: dict[str, LlamaSettings] = {}
+    rows: list[Row] = []
+    with serving(str(path), more) as ours:
+        _say(ours.said.rstrip())
+        words = asyncio.run(_words(Target(ours.base_url)))
+        ours.sleep()
+        contest = Contest(ours, words, options.server_python, path, options.threads)
+        for name in options.tasks:
+            found, settings[name] = contest.measure(name, options.rounds, tries=not options.no_trials)
+            rows += found
+    if options.json:
+        results = [{**asdict(row), "ratio": row.ratio, "noise": row.noise, "is_met": row.is_met} for row in rows]
+        chosen = {name: asdict(one) for name, one in settings.items()}
+        about = {"tokenmill": more, "llama.cpp": chosen, "llama.cpp build": contest.llama_says}
+        print(json.dumps({"settings": about, "results": results}, indent=2))
+        return 0
+    print(table(rows))
+    print(f"\ntokenmill serve {' '.join(more)}")
+    for name, one in settings.items():
+        print(f"llama.cpp, {name}: {', '.join(f'{key} {value}' for key, value in asdict(one).items())}")
+    print(contest.llama_says)
+    return 0
+
+
+async def _words(target: Target) -> list[Word]:
+    return await learn_words(target, await first_model(target))

@@ -1,0 +1,268 @@
+"""`Models`: the models of a server by name, and which of them are loaded.
+
+A model is loaded at the start, or when it is first asked for, or when somebody says so; never when it would not fit.
+One that nobody has used for its `keep_alive_s`, and that has no sessions, is unloaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from tokenmill.core.memory import MemoryPlan
+from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.engine.fit import Fit
+from tokenmill.errors import ConfigError, TokenmillError
+from tokenmill.server.calls import OpenCalls
+from tokenmill.server.errors import ApiError, model_not_found
+from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.server.tokens import TokenForms
+from tokenmill.session.info import SessionLimits
+from tokenmill.session.service import SessionService
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model that can be served."""
+
+    name: str
+    """What clients call it."""
+    load: Callable[[], AsyncLLM]
+    """Opens it; runs on a thread."""
+    fit: Callable[[], Fit] | None = None
+    """What it would take in memory; None: not known before it is loaded."""
+    aliases: frozenset[str] = frozenset()
+    keep_alive_s: float | None = None
+    """Unloaded when it was not used for so long; None: never."""
+    at_start: bool = True
+    """Loaded when the server starts, or when it is first asked for?"""
+
+
+class State(Enum):
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+
+
+class ServedModel:
+    """A model that is loaded: its engine, and the sessions that share it."""
+
+    def __init__(self, spec: ModelSpec, llm: AsyncLLM, limits: SessionLimits) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.llm = llm
+        self.forms = TokenForms(llm.get_tokenizer())
+        self.sessions = SessionService(llm, limits=limits)
+        self.last_used = time.monotonic()
+
+    async def close(self) -> None:
+        await self.sessions.close()
+        await self.llm.close()
+
+
+class Place:
+    """Where a model is, or will be."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.model: ServedModel | None = None
+        self.loading: asyncio.Task[ServedModel] | None = None
+
+    @property
+    def state(self) -> State:
+        if self.model is not None:
+            return State.LOADED
+        return State.UNLOADED if self.loading is None else State.LOADING
+
+
+class Models:
+    """For the event loop's thread."""
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], calls: OpenCalls, telemetry: Telemetry, limits: SessionLimits
+    ) -> None:
+        self._calls = calls
+        self._telemetry = telemetry
+        self._limits = limits
+        self._places: dict[str, Place] = {}
+        self._names: dict[str, str] = {}
+        """Every name and alias -> the model's own name."""
+        self._memory = asyncio.Lock()
+        """Around loading and unloading: each is planned with what the others have left."""
+        self._is_closed = False
+        for spec in specs:
+            self.add(spec)
+
+    def add(self, spec: ModelSpec) -> Place:
+        """One more that can be served."""
+        for name in (spec.name, *spec.aliases):
+            if name in self._names:
+                raise ConfigError(f"two models are called {name!r}")
+            self._names[name] = spec.name
+        place = self._places[spec.name] = Place(spec)
+        return place
+
+    # -- which there are ----------------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> list[Place]:
+        return list(self._places.values())
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [place.model for place in self._places.values() if place.model is not None]
+
+    def place(self, name: str | None) -> Place:
+        """Where the model of this name is; the first one, where none is named."""
+        own = next(iter(self._places)) if name is None else self._names.get(name)
+        if own is None:
+            raise model_not_found(name or "")
+        return self._places[own]
+
+    async def use(self, name: str | None) -> ServedModel:
+        """The model of this name, for a request; loaded now, if it is not."""
+        place = self.place(name)
+        model = place.model or await self.load(place)
+        model.last_used = time.monotonic()
+        return model
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    async def load(self, place: Place) -> ServedModel:
+        """Load it, unless it is; whoever else wants it waits for the same. An `ApiError` if it does not fit."""
+        if place.model is not None:
+            return place.model
+        if place.loading is None:
+            place.loading = asyncio.create_task(self._load(place), name=f"tokenmill-load-{place.spec.name}")
+        return await asyncio.shield(place.loading)
+
+    async def _load(self, place: Place) -> ServedModel:
+        try:
+            async with self._memory:
+                await self._make_room(place.spec)
+                began = time.monotonic()
+                llm = await asyncio.wrap_future(on_a_thread(place.spec.load))
+                if self._is_closed:
+                    await llm.close()
+                    raise ApiError(503, "the server is stopping", "server_error", "stopping")
+                place.model = ServedModel(place.spec, llm, self._limits)
+                await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
+                log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
+                return place.model
+        finally:
+            place.loading = None
+
+    async def _make_room(self, spec: ModelSpec) -> None:
+        """See whether it fits; models that may be unloaded make room for it."""
+        if spec.fit is None:
+            return
+        fit = await asyncio.to_thread(spec.fit)
+        while not fit.fits and (unused := self._unused()):  # looked at anew each time: requests come meanwhile
+            await self._unload(min(unused, key=lambda one: one.last_used))
+            fit = await asyncio.to_thread(spec.fit)
+        if not fit.fits:
+            raise ApiError(507, does_not_fit(spec.name, fit.plan, fit.free_bytes), "server_error", "out_of_memory")
+
+    def _unused(self) -> list[ServedModel]:
+        """Models that may go, and that nobody uses: no request, no session."""
+        return [one for one in self.loaded if one.spec.keep_alive_s is not None and not self.users(one)]
+
+    def users(self, model: ServedModel) -> int:
+        """Requests and sessions of a model."""
+        return self._calls.of(model.llm) + len(model.sessions)
+
+    # -- unloading ----------------------------------------------------------------------------------------------------
+
+    async def unload(self, place: Place, *, force: bool = False) -> bool:
+        """Unload it; was it loaded? While it has requests or sessions only by `force`, which ends them."""
+        async with self._memory:
+            model = place.model
+            if model is None:
+                return False
+            if not force and (count := self.users(model)):
+                what = f"{model.name} has {count} requests and sessions: end them, or use force"
+                raise ApiError(409, what, code="model_in_use", param="model")
+            await self._unload(model)
+            return True
+
+    async def _unload(self, model: ServedModel) -> None:
+        self._places[model.name].model = None
+        await asyncio.to_thread(self._telemetry.detach, model.name)
+        await model.close()
+        log.info("unloaded %s", model.name)
+
+    async def unload_idle(self) -> list[str]:
+        """Unload what nobody has used for long enough; their names."""
+        names = []
+        async with self._memory:
+            while idle := self._idle():  # looked at anew each time: requests come meanwhile
+                names.append(idle[0].name)
+                await self._unload(idle[0])
+        return names
+
+    def _idle(self) -> list[ServedModel]:
+        """Models whose time is over; it begins when the last request or session has gone."""
+        now = time.monotonic()
+        for model in self.loaded:
+            if self.users(model):
+                model.last_used = now
+        return [one for one in self._unused() if now - one.last_used >= (one.spec.keep_alive_s or 0.0)]
+
+    async def close(self) -> None:
+        """Everything that runs ends with `shutdown`."""
+        self._is_closed = True
+        for model in self.loaded:
+            await model.close()
+
+
+def does_not_fit(name: str, plan: MemoryPlan, free_bytes: int) -> str:
+    parts = {
+        "weights": plan.weights,
+        "KV of one session": plan.kv,
+        "activations": plan.activations,
+        "other": plan.other,
+    }
+    said = ", ".join(f"{what} {size / MIB:,.0f}" for what, size in parts.items())
+    return f"{name} needs {plan.total / MIB:,.0f} MiB ({said}), but only {free_bytes / MIB:,.0f} MiB are free"
+
+
+def on_a_thread(work: Callable[[], T]) -> Future[T]:
+    """Do some work on a thread that nobody has to wait for."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # it can't be cancelled: its result may come when nobody waits any more
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="tokenmill-load", daemon=True).start()
+    return done
+
+
+def loading_error(name: str, error: TokenmillError) -> ApiError:
+    """A model that is known could not be loaded: why is for the log."""
+    return ApiError(503, f"{name} can't be loaded", "server_error", "model_load_failed", cause=str(error))
+
+
+def describe(place: Place, created: int) -> dict[str, Any]:
+    """A model, as `/v1/models` shows it."""
+    name, model = place.spec.name, place.model
+    about: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "tokenmill", "root": name}
+    length = None if model is None else model.llm.max_model_len
+    return {**about, "max_model_len": length, "status": place.state.value, "aliases": sorted(place.spec.aliases)}

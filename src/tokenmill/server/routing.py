@@ -1,0 +1,87 @@
+"""How routes read their bodies, and what they say about keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pydantic_core
+from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from tokenmill.errors import TokenmillError
+from tokenmill.server.calls import ClientGone
+from tokenmill.server.errors import ApiError, log_failure, to_api_error
+from tokenmill.server.telemetry.traffic import CLIENT_GONE
+from tokenmill.server.validation import validation_error
+
+KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the server was given any."))
+"""For the document only: who may come in is decided before any route."""
+
+
+class JsonRequest(Request):
+    """A body that is read strictly: no NaN, no lone surrogates, no nesting without end."""
+
+    async def json(self) -> Any:
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            where = re.search(r"line \d+ column \d+", str(error))
+            at = f": see {where.group()}" if where else ""
+            raise HTTPException(400, f"the body is no valid JSON{at}") from None
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known: tuple[type[Exception], ...] = tuple(HANDLERS)
+
+        async def handle_json(http: Request) -> Response:
+            try:
+                return await handle(JsonRequest(http.scope, http.receive))
+            except known:
+                raise
+            except Exception as error:  # here, where its answer still gets a name
+                return await _failed(http, error)
+
+        return handle_json
+
+
+# -- from exceptions to answers ---------------------------------------------------------------------------------------
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    answer = to_api_error(error)
+    log_failure(answer, error)
+    return JSONResponse(answer.body(), answer.status, headers=answer.headers)
+
+
+async def _gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    answer = validation_error(error.errors())
+    return JSONResponse(answer.body(), answer.status)
+
+
+async def _http(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {404: "there is no such path", 405: f"this path does not take {http.method}"}
+    answer = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
+    return JSONResponse(answer.body(), answer.status, headers=dict(error.headers or {}))
+
+
+HANDLERS: dict[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
+    RequestValidationError: _invalid,
+    HTTPException: _http,
+    ClientGone: _gone,
+    ApiError: _failed,
+    TokenmillError: _failed,
+}

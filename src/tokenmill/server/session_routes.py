@@ -1,0 +1,200 @@
+"""`/v1/sessions`: conversations that the server keeps, so that a request brings only what is new."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request
+from starlette.responses import JSONResponse, Response
+
+from tokenmill.errors import TokenmillError
+from tokenmill.server import schemas
+from tokenmill.server.context import caller_of
+from tokenmill.server.models import ServedModel
+from tokenmill.server.routing import KEY, JsonRoute
+from tokenmill.server.served import Served
+from tokenmill.server.session_requests import (
+    AnswerRequest,
+    AppendInput,
+    CreateSession,
+    EditTurn,
+    ForkSession,
+    RewindSession,
+    as_input,
+)
+from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
+from tokenmill.session.info import SessionInfo
+
+SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
+REFUSALS = (400, 401, 404, 409, 413, 429, 503)
+
+
+def session_routes(served: Served) -> APIRouter:
+    """All that can be done with sessions. One of another key's is not there."""
+    api = APIRouter(route_class=JsonRoute, dependencies=[KEY], tags=["sessions"])
+    config = served.config
+    one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Session}, **schemas.errors(*REFUSALS)}
+
+    def find(http: Request, session_id: str) -> ServedModel:
+        return served.session(caller_of(http.scope), session_id)[0]
+
+    def shown(model: ServedModel, session_id: str, status: int = 200) -> JSONResponse:
+        return JSONResponse(session_shape(model, model.sessions.get(session_id)), status)
+
+    @api.post("/sessions", status_code=201, responses={201: one[200], **schemas.errors(*REFUSALS)})
+    async def create_session(http: Request, body: CreateSession) -> Response:
+        """A new conversation, empty or with a past."""
+        body.check(config)
+        past = None if body.messages is None else as_input(body.messages, config, "messages")
+        model = await served.model(body.model)
+        hints = served.hints(http, body)
+        params = body.sampling(model.llm.get_default_sampling_params(), logprobs=body.num_logprobs())
+        session_id = await model.sessions.create_session(
+            system=body.system,
+            sampling_params=params,
+            overflow=body.overflow,
+            template_options=body.template_options(config),
+            key=hints.key,
+            namespace=hints.namespace,
+            priority=hints.priority,
+        )
+        if past is not None:
+            try:
+                await check_length(model, config.max_body_bytes, past)
+                await model.sessions.append_input(session_id, past)
+            except BaseException:
+                with suppress(TokenmillError):  # its model may have gone meanwhile
+                    await model.sessions.end_session(session_id)
+                raise
+        return shown(model, session_id, 201)
+
+    @api.get("/sessions", responses={200: {"model": schemas.SessionList}, **schemas.errors(401, 503)})
+    async def list_sessions(http: Request) -> Response:
+        """All of the key's sessions."""
+        data = [session_shape(model, info) for model, info in served.sessions(caller_of(http.scope))]
+        return JSONResponse({"object": "list", "data": data})
+
+    @api.get("/sessions/{session_id}", responses=one)
+    async def get_session(http: Request, session_id: SessionId) -> Response:
+        """What it is doing, and how long it is."""
+        return shown(find(http, session_id), session_id)
+
+    @api.delete("/sessions/{session_id}", status_code=204, responses=schemas.errors(401, 404, 503))
+    async def delete_session(http: Request, session_id: SessionId) -> Response:
+        """Give everything up: an answer on its way ends."""
+        await find(http, session_id).sessions.end_session(session_id)
+        return Response(status_code=204)
+
+    @api.get(
+        "/sessions/{session_id}/turns", responses={200: {"model": schemas.TurnList}, **schemas.errors(401, 404, 503)}
+    )
+    async def get_turns(http: Request, session_id: SessionId) -> Response:
+        """What was said, turn by turn."""
+        _, info = served.session(caller_of(http.scope), session_id)
+        return JSONResponse({"object": "list", "data": turns_shape(info)})
+
+    @api.post("/sessions/{session_id}/append", responses=one)
+    async def append_input(http: Request, session_id: SessionId, body: AppendInput) -> Response:
+        """New input, without an answer yet."""
+        model = find(http, session_id)
+        given = as_input(body.input, config)
+        await check_length(model, config.max_body_bytes, given)
+        await in_turn(http, model.sessions.append_input(session_id, given, raw=bool(body.raw)))
+        return shown(model, session_id)
+
+    async def answer(http: Request, session_id: str, body: AnswerRequest, *, again: bool) -> Response:
+        body.check(config)
+        model = find(http, session_id)
+        given = None if body.input is None else as_input(body.input, config)
+        if given is not None:
+            await check_length(model, config.max_body_bytes, given)
+        options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
+        live = await in_turn(http, model.sessions.answer(session_id, given=given, again=again, **options))
+        stream = AnswerStream(http, model, session_id, live)
+        served.telemetry.note_call(caller_of(http.scope), model.name)
+        return await stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
+
+    generated = schemas.generated(schemas.SessionAnswer) | schemas.errors(409)
+
+    @api.post("/sessions/{session_id}/generate", responses=generated)
+    async def generate(http: Request, session_id: SessionId, body: AnswerRequest) -> Response:
+        """The answer to what was appended, or to `input`: as events, unless `stream` is false."""
+        return await answer(http, session_id, body, again=False)
+
+    @api.post("/sessions/{session_id}/regenerate", responses=generated)
+    async def regenerate(http: Request, session_id: SessionId, body: AnswerRequest) -> Response:
+        """Another answer in place of the last one."""
+        return await answer(http, session_id, body, again=True)
+
+    @api.get("/sessions/{session_id}/stream", responses=generated)
+    async def resume(
+        http: Request, session_id: SessionId, last_event_id: Annotated[str | None, Header(max_length=512)] = None
+    ) -> Response:
+        """The running answer, or the last one, from the beginning or after the event named by Last-Event-ID."""
+        model = find(http, session_id)
+        found = await model.sessions.last_answer(session_id)
+        offset = 0 if last_event_id is None else resume_at(last_event_id, found)
+        return await AnswerStream(http, model, session_id, found).stream(offset, config)
+
+    @api.post("/sessions/{session_id}/cancel", responses=one)
+    async def cancel(http: Request, session_id: SessionId) -> Response:
+        """End the answer that is on its way; the session keeps what was said."""
+        model = find(http, session_id)
+        await model.sessions.cancel_generate(session_id)
+        return shown(model, session_id)
+
+    @api.post(
+        "/sessions/{session_id}/fork",
+        status_code=201,
+        responses={201: {"model": schemas.SessionList}, **schemas.errors(*REFUSALS)},
+    )
+    async def fork(http: Request, session_id: SessionId, body: ForkSession) -> Response:
+        """New sessions that go on from here, or from a turn or token before."""
+        model = find(http, session_id)
+        forking = model.sessions.fork(session_id, at_turn=body.at_turn, at_token=body.at_token, n=body.n or 1)
+        names = await in_turn(http, forking)
+        data = [session_shape(model, model.sessions.get(name)) for name in names]
+        return JSONResponse({"object": "list", "data": data}, 201)
+
+    @api.post("/sessions/{session_id}/rewind", responses=one)
+    async def rewind(http: Request, session_id: SessionId, body: RewindSession) -> Response:
+        """Keep so many turns, or so many tokens, and forget the rest."""
+        model = find(http, session_id)
+        await in_turn(http, model.sessions.rewind(session_id, at_turn=body.at_turn, at_token=body.at_token))
+        return shown(model, session_id)
+
+    @api.post("/sessions/{session_id}/edit", responses=one)
+    async def edit(http: Request, session_id: SessionId, body: EditTurn) -> Response:
+        """Another text for an input turn; what came after it is forgotten."""
+        model = find(http, session_id)
+        await check_length(model, config.max_body_bytes, body.content)
+        await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
+        return shown(model, session_id)
+
+    return api
+
+
+def session_shape(model: ServedModel, info: SessionInfo) -> dict[str, Any]:
+    return {
+        "id": info.session_id,
+        "object": "session",
+        "model": model.name,
+        "state": info.state,
+        "num_tokens": info.num_tokens,
+        "num_turns": len(info.turns),
+        "pending": [dict(message) for message in info.pending],
+    }
+
+
+def turns_shape(info: SessionInfo) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": i,
+            "kind": turn.kind,
+            "messages": [dict(message) for message in turn.messages],
+            "num_tokens": turn.num_tokens,
+            "finish_reason": turn.finish_reason,
+        }
+        for i, turn in enumerate(info.turns)
+    ]

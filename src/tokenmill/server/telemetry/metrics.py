@@ -1,0 +1,156 @@
+"""`Metrics`: the figures in Prometheus' form, in a registry of the server's own. They are put together when asked for.
+
+Labels have few values: the model's name, one of our endpoints, an outcome, a finish reason. Never an id or a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tokenmill import __version__
+from tokenmill.engine.events import Phase
+from tokenmill.server.telemetry.figures import CoreFigures
+from tokenmill.server.telemetry.tally import Tally
+from tokenmill.server.telemetry.traffic import Outcome, Traffic
+from tokenmill.server.telemetry.watch import CoreWatch
+
+if TYPE_CHECKING:
+    from tokenmill.server.telemetry.telemetry import Telemetry
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTERS = {
+    "num_prompt": ("prompt_tokens", "Prompt tokens of requests that have started."),
+    "num_cached": ("cached_prompt_tokens", "Those of them whose KV was there already."),
+    "num_generated": ("generated_tokens", "Tokens that were drawn."),
+    "num_computed": ("computed_tokens", "Tokens that went through the model, prompts and drawn ones."),
+    "num_preempted": ("preemptions", "Requests that lost their place to others, and went on later."),
+    "num_evicted": ("evictions", "Parked sequences that were given up to make room."),
+    "num_failed_steps": ("failed_steps", "Steps that failed and whose requests were run alone."),
+    "num_restarts": ("engine_restarts", "Engine cores that died and were built again."),
+}
+HISTOGRAMS = {
+    "first_token_s": ("time_to_first_token_seconds", "From the queue to the first token."),
+    "inter_token_s": ("inter_token_seconds", "From a token of a request to its next."),
+    "request_s": ("request_seconds", "From the queue to the end."),
+    "step_s": ("step_seconds", "What a step took."),
+    "schedule_s": ("schedule_seconds", "What planning and submitting a step took."),
+    "step_tokens": ("step_tokens", "Tokens in a step."),
+    "step_sequences": ("step_sequences", "Requests in a step."),
+    "prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request that has ended."),
+    "generated_tokens": ("request_generated_tokens", "Tokens that were drawn for a request that has ended."),
+}
+PHASES = {
+    Phase.QUEUED: ("request_queue_seconds", "What a request waited before it first started."),
+    Phase.PREFILL: ("request_prefill_seconds", "From getting a place to the first token there."),
+    Phase.DECODE: ("request_decode_seconds", "From the first token to the end."),
+    Phase.PREEMPTED: ("request_preempted_seconds", "What a request waited after it had lost its place."),
+}
+
+
+class Metrics(Collector):
+    """A server's metrics. For the event loop's thread."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        info = GaugeMetricFamily("tokenmill_info", "Which version runs.", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+        yield from _traffic(self._telemetry.traffic)
+        yield from _engine(self._telemetry.figures())
+        yield from _now(self._telemetry.watches)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is known before it is asked for."""
+        return []
+
+
+def _traffic(traffic: Traffic) -> Iterator[Metric]:
+    received = CounterMetricFamily(
+        "tokenmill_http_requests_received", "HTTP requests that came in.", labels=["endpoint"]
+    )
+    running = GaugeMetricFamily("tokenmill_http_requests_running", "Those that are not done.", labels=["endpoint"])
+    ended = CounterMetricFamily(
+        "tokenmill_http_requests", "HTTP requests that are done, by how they ended.", labels=["endpoint", "outcome"]
+    )
+    seconds = HistogramMetricFamily(
+        "tokenmill_http_request_seconds", "From a request's headers to the end of its answer.", labels=["endpoint"]
+    )
+    for endpoint in sorted(traffic.received):
+        received.add_metric([endpoint], traffic.received[endpoint])
+        running.add_metric([endpoint], traffic.running[endpoint])
+        for outcome in Outcome:
+            ended.add_metric([endpoint, outcome.value], traffic.ended[endpoint, outcome])
+        if endpoint in traffic.seconds:
+            _add(seconds, [endpoint], traffic.seconds[endpoint])
+    yield from (received, running, ended, seconds)
+
+
+def _engine(models: dict[str, CoreFigures]) -> Iterator[Metric]:
+    """What the engines have done."""
+    for attribute, (name, what) in COUNTERS.items():
+        counter = CounterMetricFamily(f"tokenmill_{name}", what, labels=["model"])
+        for model, figures in models.items():
+            counter.add_metric([model], getattr(figures, attribute))
+        yield counter
+    ended = CounterMetricFamily(
+        "tokenmill_requests", "Requests of the engine that have ended.", labels=["model", "finish_reason"]
+    )
+    for model, figures in models.items():
+        for reason, count in figures.ended.items():
+            ended.add_metric([model, reason.value], count)
+    yield ended
+    for attribute, (name, what) in HISTOGRAMS.items():
+        yield _histogram(name, what, {model: getattr(figures, attribute) for model, figures in models.items()})
+    for phase, (name, what) in PHASES.items():
+        yield _histogram(name, what, {model: figures.phase_s[phase] for model, figures in models.items()})
+
+
+def _now(models: dict[str, list[CoreWatch]]) -> Iterator[Metric]:
+    """What the engines are doing."""
+    views = {model: [watch.view for watch in watches] for model, watches in models.items()}
+    for name, what, attribute in (
+        ("requests_running", "Requests that have a place.", "num_running"),
+        ("requests_waiting", "Requests that wait for one.", "num_waiting"),
+        ("kv_cells_free", "Cells of KV memory in free blocks.", "free_cells"),
+        ("kv_cells", "Cells of KV memory; each holds one token.", "num_cells"),
+        (
+            "parked_tokens",
+            "Tokens whose KV is kept while nobody runs it; shared cells count for each.",
+            "num_parked_tokens",
+        ),
+        ("parked_sequences", "Sequences of such KV.", "num_parked"),
+    ):
+        gauge = GaugeMetricFamily(f"tokenmill_{name}", what, labels=["model"])
+        for model, cores in views.items():
+            gauge.add_metric([model], sum(getattr(core, attribute) for core in cores))
+        yield gauge
+    used = GaugeMetricFamily("tokenmill_kv_cells_used", "Cells of KV memory that are not free.", labels=["model"])
+    for model, cores in views.items():
+        used.add_metric([model], sum(core.num_cells - core.free_cells for core in cores))
+    yield used
+
+
+def _histogram(name: str, what: str, tallies: dict[str, Tally]) -> HistogramMetricFamily:
+    histogram = HistogramMetricFamily(f"tokenmill_{name}", what, labels=["model"])
+    for model, tally in tallies.items():
+        _add(histogram, [model], tally)
+    return histogram
+
+
+def _add(histogram: HistogramMetricFamily, labels: Sequence[str], tally: Tally) -> None:
+    histogram.add_metric(labels, buckets=tally.cumulative(), sum_value=tally.total)

@@ -1,0 +1,138 @@
+"""`/metrics`, `/v1/scheduler`, its events, and `/v1/requests/{id}/timeline`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse, Response
+
+from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.server import schemas as shared
+from tokenmill.server.context import caller_of
+from tokenmill.server.errors import ApiError
+from tokenmill.server.sse import EventStream, event
+from tokenmill.server.telemetry import schemas
+from tokenmill.server.telemetry.live import Told
+from tokenmill.server.telemetry.metrics import CONTENT_TYPE
+from tokenmill.server.telemetry.names import NamesFor
+from tokenmill.server.telemetry.shapes import ShowName, event_json, rates_json, snapshot_json
+from tokenmill.server.telemetry.telemetry import Found, Telemetry
+
+if TYPE_CHECKING:
+    from tokenmill.server.served import Served
+
+
+def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """What a server tells about itself."""
+    api = APIRouter(route_class=route_class, tags=["telemetry"])
+    telemetry, config = served.telemetry, served.config
+    about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
+
+    @api.get("/metrics", responses={200: about_metrics, **shared.errors(401, 503)}, response_class=Response)
+    async def get_metrics() -> Response:
+        """Counters, gauges and histograms of the server and its engines."""
+        return Response(telemetry.metrics.text(), media_type=CONTENT_TYPE)
+
+    @api.get("/scheduler", include_in_schema=False)
+    @api.get("/v1/scheduler", responses={200: {"model": schemas.Scheduler}, **shared.errors(401, 503)})
+    async def get_scheduler(http: Request) -> Response:
+        """What every engine is doing right now. Names of other keys are shown as hashes."""
+        return JSONResponse(_scheduler(telemetry, NamesFor(telemetry.names, caller_of(http.scope).key)))
+
+    @api.get("/scheduler/events", include_in_schema=False)
+    @api.get("/v1/scheduler/events", include_in_schema=False)  # it has no end
+    async def follow_scheduler(http: Request) -> Response:
+        """The same as events: a snapshot of each core, then what it does."""
+        names = NamesFor(telemetry.names, caller_of(http.scope).key)
+        timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
+        return EventStream(_follow(telemetry, names), _nothing, **timeouts)
+
+    @api.get("/requests/{request_id}/timeline", include_in_schema=False)
+    @api.get(
+        "/v1/requests/{request_id}/timeline",
+        responses={200: {"model": schemas.RequestTimeline}, **shared.errors(401, 404, 503)},
+    )
+    async def get_timeline(
+        http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
+    ) -> Response:
+        """Where the time of a request went, for each of its generations. Only for the key that made it."""
+        found = telemetry.timelines(request_id, caller_of(http.scope).key)
+        if not found:
+            raise ApiError(404, f"no request {request_id!r:.140} is known", code="request_not_found")
+        first, now = found[0].timeline.begin, time.monotonic()
+        generations = [_generation(one, first, now) for one in found]
+        return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
+
+    return api
+
+
+async def _nothing() -> None:
+    """What is to be done at a stream's end is done by it."""
+
+
+def _scheduler(telemetry: Telemetry, names: ShowName) -> dict[str, Any]:
+    models = []
+    for model, watches in telemetry.watches.items():
+        cores = []
+        for watch in watches:
+            snapshot, rates = watch.snapshot()
+            cores.append({"core": watch.core, **snapshot_json(snapshot, names), "rates": rates_json(rates)})
+        models.append({"model": model, "cores": cores})
+    return {"object": "scheduler", "models": models}
+
+
+def _generation(found: Found, first: float, now: float) -> dict[str, Any]:
+    """Phases begin so many seconds after the call's first one."""
+    timeline = found.timeline
+    spans = timeline.spans_until(now)
+    return {
+        "id": timeline.request_id,
+        "model": found.model,
+        "core": found.core,
+        "phases": [
+            {"phase": span.phase.value, "begin": round(span.begin - first, 6), "seconds": round(span.seconds, 6)}
+            for span in spans
+        ],
+        "seconds": round(spans[-1].end - spans[0].begin, 6),
+        "ttft_s": None if timeline.ttft_s is None else round(timeline.ttft_s, 6),
+        "prompt_tokens": timeline.num_prompt,
+        "cached_tokens": timeline.num_cached,
+        "computed_tokens": timeline.num_computed,
+        "completion_tokens": timeline.num_tokens - timeline.num_prompt,
+        "preemptions": timeline.num_preemptions,
+        "finish_reason": None if timeline.finish_reason is None else timeline.finish_reason.value,
+    }
+
+
+# -- the live view ----------------------------------------------------------------------------------------------------
+
+
+async def _follow(telemetry: Telemetry, names: ShowName) -> AsyncGenerator[bytes]:
+    """Events as they come, many in one piece if they come quickly. A reader that falls behind begins again."""
+    with telemetry.following() as reader:
+        while True:
+            pieces = [_told(told, names) for told in await reader.take()]
+            if reader.is_behind:
+                telemetry.begin_again(reader)
+            if pieces:
+                yield b"".join(pieces)
+            if reader.ending is not None:
+                yield event({"reason": reader.ending}, "end")
+                return
+
+
+def _told(told: Told, names: ShowName) -> bytes:
+    where = {"model": told.model, "core": told.core, "at": round(told.at, 6)}
+    what = told.what
+    if what is None:
+        return event(where, "gone")
+    if isinstance(what, dict):
+        return event({**where, **what}, "tick")
+    if isinstance(what, CoreSnapshot):
+        return event({**where, **snapshot_json(what, names)}, "snapshot")
+    kind, data = event_json(what, names)
+    return event({**where, **data}, kind)
