@@ -76,7 +76,7 @@ def test_statistics() -> None:
 
 def test_tokens_and_running_requests_of_each_second() -> None:
     assert tokens_by_second([QUICK, SLOW]) == pytest.approx([5, 1])  # 5 tokens in 3 pieces
-    assert running_by_second([QUICK, SLOW]) == [2, 1]
+    assert running_by_second([QUICK, SLOW]) == pytest.approx([0.5 + 0.8, 0.2])
     assert tokens_by_second([]) == running_by_second([]) == []
 
 
@@ -139,11 +139,11 @@ def test_the_result_has_vllms_keys() -> None:
 
 def test_the_plot_has_a_row_for_each_second_and_never_too_many() -> None:
     assert [line.split()[:3] for line in report(QUICK, SLOW).plot().splitlines()[1:]] == [
-        ["0", "5.0", "2"],
-        ["1", "1.0", "1"],
+        ["0", "5.0", "1.3"],
+        ["1", "1.0", "0.2"],
     ]
     long = Sample(0.0, tuple(float(i) for i in range(300)), 299.0, output_tokens=300)
     rows = report(long).plot().splitlines()[1:]
     assert len(rows) == 20
-    assert rows[3].split()[:3] == ["45", "1.0", "1"]
+    assert rows[3].split()[:3] == ["45", "1.0", "1.0"]
     assert report(FAILED).plot() == ""

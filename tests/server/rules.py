@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel, FaultKind
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.server.models import ModelSpec
 
 CHAT = ("/v1/chat/completions", {"model": "fake", "messages": HI, "max_tokens": 12, "seed": 1})
 COMPLETION = ("/v1/completions", {"model": "fake", "prompt": "hi", "max_tokens": 12, "seed": 1})
@@ -26,12 +27,14 @@ NAMES = ["chat", "completions", "responses"]
 
 
 @contextmanager
-def fake_server(engine: EngineConfig | None = None, name: str = "fake", **settings: Any) -> Iterator[Running]:
+def fake_server(
+    engine: EngineConfig | None = None, name: str = "fake", others: Sequence[ModelSpec] = (), **settings: Any
+) -> Iterator[Running]:
     """A server over the fake model with settings of its own; one that is silent does not begin a stream."""
     model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
     llm = AsyncLLM(model, config=engine or EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
     usual = {"key_hashes": (hash_key(KEY),), "keep_alive_s": 60.0}
-    with running(llm, ServerConfig(**{**usual, **settings}), name) as one:
+    with running(llm, ServerConfig(**{**usual, **settings}), name, others=others) as one:
         yield one
 
 

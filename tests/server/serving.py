@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 
@@ -27,6 +27,7 @@ from tokenmill.server.models import ModelSpec
 from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
+T = TypeVar("T")
 KEY = "sk-test"
 WAIT_S = 30.0
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
@@ -93,6 +94,13 @@ class Running:
     llm: AsyncLLM
     served: Served
     client: openai.OpenAI
+    loop: asyncio.AbstractEventLoop | None = None
+    """What it runs on."""
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Something on the server's own thread."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
 
     @property
     def core(self) -> Any:
@@ -140,13 +148,19 @@ def running(llm: AsyncLLM, config: ServerConfig, *names: str, others: Sequence[M
     config = replace(config, idle_s=min(config.idle_s, 3.0))  # some tests read until the server hangs up
     served = Served(config, [spec, *others])
     server = Server(served)
-    thread = threading.Thread(target=lambda: asyncio.run(server.load_and_serve(listener)), daemon=True)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.load_and_serve(listener)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     while not server.is_ready:
         assert thread.is_alive()
     port = listener.getsockname()[1]
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=WAIT_S) as client:
-        yield Running(port, llm, served, client)
+        yield Running(port, llm, served, client, loops[0])
     server.should_exit = True
     thread.join(WAIT_S)
     assert not thread.is_alive()

@@ -11,6 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from tests.server.conversing import converse
 from tests.server.refusals import (
     BODIES,
     QUICK_S,
@@ -24,9 +25,8 @@ from tokenmill.server.config import ServerConfig, hash_key
 
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 
-NUM_EXAMPLES = 50
+NUM_EXAMPLES, NUM_OF_SESSIONS = 50, 20
 SETTINGS = settings(
-    max_examples=NUM_EXAMPLES,
     derandomize=True,
     database=None,
     deadline=None,
@@ -36,6 +36,14 @@ SETTINGS = settings(
 OPERATIONS = [f"GET {path}" for path in ("/v1/models", "/v1/models/{name}", "/health", "/health/live", "/health/ready")]
 OPERATIONS += [f"POST {path}" for path in (*BODIES, "/v1/requests/{request_id}/cancel")]
 OPERATIONS += [f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/requests/{request_id}/timeline")]
+OPERATIONS += [f"POST /v1/models/{verb}" for verb in ("load", "unload")]
+SESSION = "/v1/sessions/{session_id}"
+OF_SESSIONS = ["POST /v1/sessions", f"GET {SESSION}", f"GET {SESSION}/turns", f"GET {SESSION}/stream"]
+OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("append", "generate", "regenerate", "cancel", "fork")]
+OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("rewind", "edit")]
+GUESSES = [f"POST {SESSION}/rewind", f"POST {SESSION}/edit"]
+"""Turns that are there are few."""
+OPERATIONS += [*OF_SESSIONS, f"DELETE {SESSION}", "GET /v1/sessions"]
 REFUSED = {"chat_template", "tools", "functions", "response_format", "chat_template_kwargs", "suffix", "background"}
 REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "stream_options", "best_of", "timeout_s"}
 
@@ -44,12 +52,22 @@ REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "
 def documented() -> Iterator[schemathesis.BaseSchema]:
     """A server whose answers are short, and its document."""
     model = FakeModel(FakeConfig(vocab_size=VOCABULARY, max_context=128, depth=1))
-    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=8192)
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=1024), kv_cache_tokens=8192)
     with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
         schema = schemathesis.openapi.from_dict(one.get("/openapi.json").json())
         key = {"Authorization": f"Bearer {KEY}"}
         schema.config.update(base_url=f"http://127.0.0.1:{one.port}", headers=key, request_timeout=WAIT_S)
         schema.hook("map_body")(_with_our_model)
+
+        @schema.hook
+        def map_path_parameters(_: schemathesis.HookContext, parameters: Any) -> Any:
+            """A session that is there: a question and its answer."""
+            if not isinstance(parameters, dict) or "session_id" not in parameters:
+                return parameters
+            talk = converse(one)
+            talk.ask("a", max_tokens=2)
+            return {**parameters, "session_id": talk.id}
+
         yield schema
         one.wait_until_idle()
 
@@ -67,9 +85,11 @@ def _within_limits(case: schemathesis.Case) -> None:
         others = sorted(name for name in body if name not in {*required, *REFUSED})
         first = len(str(body)) % max(len(others), 1)
         case.body = {name: body[name] for name in body if name in {*required, *others[first : first + 2]}}
-        for message in case.body.get("messages", ()):
-            message |= {"role": "user"} if message["role"] == "tool" else {}
-            message |= {"content": "a"} if message.get("content") is None else {}
+        messages = case.body.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                message |= {"role": "user"} if message.get("role", "tool") == "tool" else {}
+                message |= {"content": "a"} if message.get("content") is None else {}
 
 
 def check_examples(schema: schemathesis.BaseSchema, label: str, mode: GenerationMode) -> Counter[int]:
@@ -77,7 +97,7 @@ def check_examples(schema: schemathesis.BaseSchema, label: str, mode: Generation
     operation = next(one.ok() for one in schema.get_all_operations() if one.ok().label == label)
     statuses: Counter[int] = Counter()
 
-    @SETTINGS
+    @settings(SETTINGS, max_examples=NUM_OF_SESSIONS if "/sessions" in label else NUM_EXAMPLES)
     @given(operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
@@ -94,7 +114,16 @@ def check_examples(schema: schemathesis.BaseSchema, label: str, mode: Generation
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_i01_requests_of_the_documents_shape(documented: schemathesis.BaseSchema, label: str) -> None:
     statuses = check_examples(documented, label, GenerationMode.POSITIVE)
-    assert set(statuses) <= {200, 400, 404}
+    if label in OF_SESSIONS:
+        assert set(statuses) <= {200, 201, 400, 404, 409}
+        least = 0 if label in GUESSES else NUM_OF_SESSIONS // 10
+        assert statuses[200] + statuses[201] >= least, statuses
+    elif label == f"DELETE {SESSION}":
+        assert set(statuses) == {204}
+    elif label.startswith("POST /v1/models/"):
+        assert set(statuses) == {403}, "its key is none for that"
+    else:
+        assert set(statuses) <= {200, 400, 404}
     if label.removeprefix("POST ") in BODIES:
         assert statuses[200] >= NUM_EXAMPLES // 10, statuses
 
@@ -103,6 +132,13 @@ def test_i01_requests_of_the_documents_shape(documented: schemathesis.BaseSchema
 def test_i01_requests_of_any_other_shape(documented: schemathesis.BaseSchema, path: str) -> None:
     # What is wrong with an item of /v1/responses is looked at after the model's name.
     assert set(check_examples(documented, f"POST {path}", GenerationMode.NEGATIVE)) <= {400, 404}
+
+
+@pytest.mark.parametrize(
+    "label", [label for label in OF_SESSIONS if label.startswith("POST ") and "cancel" not in label]
+)
+def test_i01_requests_about_sessions_of_any_other_shape(documented: schemathesis.BaseSchema, label: str) -> None:
+    assert set(check_examples(documented, label, GenerationMode.NEGATIVE)) <= {200, 201, 400, 404}
 
 
 def test_i01_every_operation_is_tried(documented: schemathesis.BaseSchema) -> None:

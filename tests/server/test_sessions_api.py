@@ -17,8 +17,8 @@ from tests.planting import PlantedBug, plant
 from tests.server.conversing import OTHER_KEY, SESSIONS, Conversation, converse, events_in, joined, service_of
 from tests.server.refusals import check_words
 from tests.server.rules import assert_error, fake_server
-from tests.server.serving import KEY, WAIT_S, Reply, Running, request, running
-from tests.server.wire import Wire, assert_no_leak, diary_of, held, raw_request, until
+from tests.server.serving import KEY, WAIT_S, Reply, Running, raw_request, request, running
+from tests.server.wire import Wire, assert_no_leak, diary_of, held, until
 from tests.session.helpers import make_service
 from tests.session.helpers import read as read_chunks
 from tokenmill import AsyncLLM
@@ -119,7 +119,7 @@ def test_parameters_of_a_session_hold_for_its_answers_unless_one_asks_for_others
 
 
 def test_a_seed_makes_a_session_the_same_again(server: Running) -> None:
-    free = {"temperature": 1.0, "allowed_token_ids": None, "max_tokens": 12}
+    free: dict[str, Any] = {"temperature": 1.0, "allowed_token_ids": None, "max_tokens": 12}
     texts = [
         [talk.ask(one)["text"] for one in ("a", "b")]
         for talk in (converse(server, **free, seed=seed) for seed in (7, 7, 8))
@@ -167,7 +167,7 @@ def test_the_official_client_can_talk_to_a_session(server: Running) -> None:
 
 # -- beside the Python API --------------------------------------------------------------------------------------------
 
-FREE = {"temperature": 1.0, "max_tokens": 6, "seed": 5}
+FREE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "seed": 5}
 QUESTIONS = ("one", "two", "three")
 
 
@@ -206,7 +206,7 @@ async def by_python() -> list[Any]:
         def said(name: str) -> list[list[str]]:
             return [[str(message["content"]) for message in turn.messages] for turn in service.get(name).turns]
 
-        name = await service.create_session(sampling_params=SamplingParams(**FREE))  # type: ignore[arg-type]
+        name = await service.create_session(sampling_params=SamplingParams(**FREE))
         found: list[Any] = [await ask(name, one) for one in QUESTIONS]
         found.append(await ask(name, again=True))
         forks = [*await service.fork(name, n=2), *await service.fork(name, at_turn=2, n=1)]
@@ -598,15 +598,11 @@ def assert_error_of_fork(talk: Conversation, before: int) -> None:
 def test_a_session_that_nobody_uses_ends(server: Running) -> None:
     """Its time is over: `end_idle` is what the service's own clock calls."""
     talk = converse(server)
-    assert talk.post("append", input="hi").status == 200
-    service = service_of(server)
-    loop = service._model().master._loop
-    assert loop is not None
 
     async def end_idle() -> int:
-        return service.end_idle(0.0)
+        return service_of(server).end_idle(0.0)
 
-    assert asyncio.run_coroutine_threadsafe(end_idle(), loop).result(WAIT_S) >= 1
+    assert server.do(end_idle()) >= 1
     assert_error(talk.get(), 404, "session_id")
 
 

@@ -187,6 +187,79 @@ def test_a_regeneration_that_fails_keeps_the_answer(change: dict[str, Any]) -> N
     scene(play)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_an_answer_without_a_word_changes_nothing(again: bool) -> None:
+    async def play(service: SessionService) -> None:
+        client: Any = service._model().client
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "x")
+        await read(await service.generate_stream(name))
+        log, turns = tokens_of(service, name), service.get(name).turns
+        client.pool.cores[0].core._executor.backend.faults.add(Fault(FaultKind.NAN))
+        live = await service.answer(name, given=None if again else "y", again=again)
+        _, ids, last = await read(live.read())
+        assert (ids, last.finish_reason) == ([], "error")
+        assert (tokens_of(service, name), service.get(name).turns) == (log, turns)
+        assert (service.get(name).state, service.get(name).pending) == ("idle", ())
+        live = await service.answer(name, given=None if again else "y", again=again)
+        assert (await read(live.read()))[1] != []
+
+    scene(play)
+
+
+def test_an_answer_whose_asker_leaves_in_the_very_moment_is_not_left_running() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        session = service._model().master.find(name)
+        asking = asyncio.create_task(service.answer(name, 900, given="x", ignore_eos=True))
+        while session.live is None:
+            await asyncio.sleep(0)
+        assert not asking.done()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        while session.live is not None:
+            await asyncio.sleep(0.001)
+        assert session.answer is not None
+        assert session.answer.end.finish_reason == "cancelled"
+
+    scene(play)
+
+
+def test_forks_whose_asker_leaves_in_the_very_moment_are_not_left_behind() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        asking = asyncio.create_task(service.fork(name, n=3))
+        while len(service) == 1:
+            await asyncio.sleep(0)
+        assert not asking.done()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert [info.session_id for info in service.list()] == [name]
+
+    scene(play)
+
+
+def test_a_fork_that_fails_is_none() -> None:
+    """It leaves no session behind, and the next one draws what the first would have drawn."""
+
+    async def play(service: SessionService) -> None:
+        said = []
+        for fails in (False, True):
+            name = await service.create_session(sampling_params=SamplingParams(max_tokens=10), seed=7)
+            await service.append_input(name, "x")
+            if fails:
+                with pytest.raises(InvalidRequest):
+                    await service.fork(name, at_turn=9, n=3)
+            (child,) = await service.fork(name, n=1)
+            said.append((await read(await service.generate_stream(child)))[1])
+        assert said[0] == said[1]
+        assert len(service) == 4
+
+    scene(play)
+
+
 def test_going_on_where_a_chunk_ends_repeats_nothing() -> None:
     async def play(service: SessionService) -> None:
         name = await service.create_session(sampling_params=replace(GREEDY, stop=("zz", "qq")), seed=1)
@@ -248,9 +321,10 @@ def test_bytes_bound_forks_and_system_prompts_too() -> None:
         assert service._log_bytes >= 100
         await service.append_input(name, "x" * 800)
         await read(await service.generate_stream(name, 1))
+        before = service._log_bytes
         with pytest.raises(Overloaded):
             await service.fork(name, n=500)
-        assert service._log_bytes < 20_000
+        assert (service._log_bytes, len(service)) == (before, 1), "all or none"
         for info in service.list():
             await service.end_session(info.session_id)
         assert service._log_bytes == 0

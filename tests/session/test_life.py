@@ -19,13 +19,13 @@ def test_bytes_and_time_bound_the_logs() -> None:
     async def play(service: SessionService) -> None:
         names = []
 
-        async def create() -> None:
-            names.append(await service.create_session(sampling_params=GREEDY))
-            await service.append_input(names[-1], "x" * 100, raw=True)
+        async def fill() -> None:
+            while True:
+                names.append(await service.create_session(sampling_params=GREEDY))
+                await service.append_input(names[-1], "x" * 100, raw=True)
 
         with pytest.raises(Overloaded, match="end some sessions first"):
-            while True:
-                await create()
+            await fill()
         assert len(names) > 5
         with pytest.raises(Overloaded, match="end some sessions first"):
             await service.create_session()

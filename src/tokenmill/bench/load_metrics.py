@@ -92,15 +92,16 @@ def tokens_by_second(samples: Sequence[Sample]) -> list[float]:
     return seconds
 
 
-def running_by_second(samples: Sequence[Sample]) -> list[int]:
-    """Requests that were under way in some part of each second."""
+def running_by_second(samples: Sequence[Sample]) -> list[float]:
+    """Requests that were under way in each second, on average."""
     if not samples:
         return []
     began = min(one.sent_s for one in samples)
-    seconds = [0] * (int(max(one.ended_s for one in samples) - began) + 1)
+    seconds = [0.0] * (int(max(one.ended_s for one in samples) - began) + 1)
     for one in samples:
-        for second in range(int(one.sent_s - began), int(one.ended_s - began) + 1):
-            seconds[second] += 1
+        first, last = one.sent_s - began, one.ended_s - began
+        for second in range(int(first), int(last) + 1):
+            seconds[second] += min(last, second + 1) - max(first, second)
     return seconds
 
 

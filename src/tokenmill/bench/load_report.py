@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from tokenmill.bench.load_clients import Sample
@@ -123,13 +124,14 @@ class LoadReport:
             return ""
         span = -(-len(speeds) // PLOT_ROWS)
         rows = [
-            (begin, sum(speeds[begin : begin + span]) / len(speeds[begin : begin + span]), running[begin])
+            (begin, fmean(speeds[begin : begin + span]), fmean(running[begin : begin + span]))
             for begin in range(0, len(speeds), span)
         ]
         most = max(speed for _, speed, _ in rows) or 1.0
         lines = [f"{'second':>8}  {'tok/s':>8}  {'running':>8}"]
         for begin, speed, count in rows:
-            lines.append(f"{begin:>8}  {speed:>8.1f}  {count:>8}  {'#' * round(PLOT_WIDTH * speed / most)}".rstrip())
+            bar = "#" * round(PLOT_WIDTH * speed / most)
+            lines.append(f"{begin:>8}  {speed:>8.1f}  {count:>8.1f}  {bar}".rstrip())
         return "\n".join(lines)
 
 

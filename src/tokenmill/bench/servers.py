@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -199,6 +200,7 @@ def main(arguments: Sequence[str]) -> int:
     more = ["--threads", str(options.threads), "--context", str(CONTEXT), "--log-level", "warning"]
     settings: dict[str, LlamaSettings] = {}
     rows: list[Row] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end then, too: one is asleep
     with serving(str(path), more) as ours:
         _say(ours.said.rstrip())
         words = asyncio.run(_words(Target(ours.base_url)))

@@ -38,8 +38,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve(specs: Sequence[ModelSpec], config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
-    listener = _listen(config)
     server = Server(Served(config, specs))
+    listener = _listen(config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
             is_loaded = runner.run(server.load_and_serve(listener))

@@ -217,5 +217,6 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def generated(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The answers of an endpoint that generates: whole, as a stream, or an error."""
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: events as they come."}}}
+    # Without a type: some read the schema as that of a stream, and some as that of each event.
+    stream = {"text/event-stream": {"schema": {"description": "With `stream`: events as they come."}}}
     return {200: {"model": model, "content": stream}, **errors(400, 401, 404, 413, 429, 499, 500, 503, 504)}
