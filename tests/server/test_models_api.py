@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from tests.server.conversing import SAME, SESSIONS, converse, listening
 from tests.server.refusals import BODIES, check_words
 from tests.server.rules import assert_error, fake_server
 from tests.server.serving import HI, KEY, WAIT_S, Reply, Running, child, request
+from tests.server.test_lifecycle import assert_ends, change_program
 from tests.server.wire import held, until
 from tokenmill import AsyncLLM
 from tokenmill.cli.main import main
@@ -265,6 +267,31 @@ def test_something_unexpected_in_loading_is_500_without_a_word_about_it() -> Non
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
         assert "secret" not in reply.body.decode()
         assert chat(server, "second").status == 200
+
+
+def test_whoever_waits_for_a_model_when_the_server_stops_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+        import threading
+        from tokenmill.engine import async_llm
+        async_llm.AsyncLLM = lambda *_, **__: threading.Event().wait()
+    """
+    change_program(tmp_path / "program", program, monkeypatch)
+    path = tmp_path / "models.toml"
+    path.write_text('[[model]]\npath = "fake"\nat_start = false\n')
+    with child(tmp_path / "log", "--config", str(path), "--drain", "0") as served:
+        replies: list[Reply] = []
+        body = {"model": "fake", "messages": HI}
+        asking = threading.Thread(target=lambda: replies.append(request(served.port, "POST", CHAT, body, key=None)))
+        asking.start()
+        models = "/v1/models/fake"
+        until(lambda: request(served.port, "GET", models, key=None).json()["status"] == "loading")
+        served.process.send_signal(signal.SIGTERM)
+        assert_ends(served)
+        asking.join(WAIT_S)
+    assert (replies[0].status, replies[0].error["code"]) == (503, "stopping")
+    assert int(replies[0].headers["retry-after"]) >= 1
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

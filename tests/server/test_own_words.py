@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.server.conversing import converse
 from tests.server.refusals import (
     BODIES,
     CHAT,
@@ -56,8 +57,14 @@ def test_i11_what_is_raised_inside_stays_inside(
 
     monkeypatch.setattr(server.llm, "chat_ids", fail)
     monkeypatch.setattr(server.llm, "prompt_ids", fail)
-    for path in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS):
-        for body in both(path, BODIES[path]):
+    talk = converse(server)
+    monkeypatch.setattr("tokenmill.session.session.Session.append", fail)
+    bodies = {path: both(path, BODIES[path]) for path in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)}
+    bodies[CHAT] += both(CHAT, {**BODIES[CHAT], "session_id": talk.id})
+    bodies[f"{talk.path}/generate"] = [{"input": "hi"}, {"input": "hi", "stream": False}]
+    bodies[f"{talk.path}/append"] = [{"input": "hi"}]
+    for path, given in bodies.items():
+        for body in given:
             caplog.clear()
             reply = post(server, path, body)
             assert reply.status in (500, 503), reply.body

@@ -610,7 +610,7 @@ def test_a_session_that_nobody_uses_ends(server: Running) -> None:
 
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (PlantedBug("no ownership", Served, "session", "info.key == caller.key", "True"), other_keys_see_nothing),
-    (PlantedBug("a list of all", Served, "sessions", " if info.key == caller.key", ""), other_keys_see_nothing),
+    (PlantedBug("a list of all", Served, "sessions", "list(caller.key)", "list()"), other_keys_see_nothing),
     (
         PlantedBug("the last comes first", master.Master, "_go_on", "waiting.popleft()", "waiting.pop()"),
         requests_at_once,

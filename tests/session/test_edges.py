@@ -14,7 +14,7 @@ import pytest
 from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
-from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, SessionNotFound
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed, SessionNotFound
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.routing import LeastLoaded
@@ -222,6 +222,32 @@ def test_an_answer_whose_asker_leaves_in_the_very_moment_is_not_left_running() -
             await asyncio.sleep(0.001)
         assert session.answer is not None
         assert session.answer.end.finish_reason == "cancelled"
+
+    scene(play)
+
+
+def test_the_time_of_an_answer_begins_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(service: SessionService) -> None:
+        loop = asyncio.get_running_loop()
+        real = loop.time
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        first = await service.answer(name, 400, given="x", ignore_eos=True)
+        late, later = (asyncio.create_task(service.answer(name, given="y", timeout_s=t)) for t in (20.0, 40.0))
+        session = service._model().master.find(name)
+        while len(session.waiting or ()) < 2:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "time", lambda: real() + 30)
+        first.cancel()
+        await read(first.read())
+        with pytest.raises(RequestFailed, match="while it waited") as caught:
+            await late
+        assert caught.value.finish_reason == "timeout"
+        live = await later
+        left = live.generation.choices[0].request.limits.timeout_s
+        assert left is not None
+        assert 0 < left <= 10
+        await read(live.read())
+        assert [message["content"] for message in session.log.messages[::2]] == ["x", "y"]
 
     scene(play)
 

@@ -92,6 +92,10 @@ def cancelled() -> ApiError:
     return ApiError(499, "the request ended: cancelled", code="cancelled")
 
 
+def stopping() -> ApiError:
+    return unavailable("the server is stopping", "stopping")
+
+
 def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:
     """Not now, but perhaps soon."""
     return ApiError(503, message, "server_error", code, headers=headers)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +21,7 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.fit import Fit
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.server.calls import OpenCalls
-from tokenmill.server.errors import ApiError, model_not_found
+from tokenmill.server.errors import ApiError, model_not_found, stopping
 from tokenmill.server.telemetry.telemetry import Telemetry
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.info import SessionLimits
@@ -101,7 +101,7 @@ class Models:
         """Every name and alias -> the model's own name."""
         self._memory = asyncio.Lock()
         """Around loading and unloading: each is planned with what the others have left."""
-        self._is_closed = False
+        self._closing = asyncio.Event()
         for spec in specs:
             self.add(spec)
 
@@ -134,9 +134,22 @@ class Models:
     async def use(self, name: str | None) -> ServedModel:
         """The model of this name, for a request; loaded now, if it is not."""
         place = self.place(name)
-        model = place.model or await self.load(place)
+        model = place.model or await self._while_open(self.load(place))
         model.last_used = time.monotonic()
         return model
+
+    async def _while_open(self, loading: Coroutine[Any, Any, ServedModel]) -> ServedModel:
+        """Whoever still waits for a model when the server stops is told so."""
+        waiting, closing = asyncio.ensure_future(loading), asyncio.ensure_future(self._closing.wait())
+        either: set[asyncio.Future[Any]] = {waiting, closing}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise stopping()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            closing.cancel()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -154,9 +167,9 @@ class Models:
                 await self._make_room(place.spec)
                 began = time.monotonic()
                 llm = await asyncio.wrap_future(on_a_thread(place.spec.load))
-                if self._is_closed:
+                if self._closing.is_set():
                     await llm.close()
-                    raise ApiError(503, "the server is stopping", "server_error", "stopping")
+                    raise stopping()
                 place.model = ServedModel(place.spec, llm, self._limits)
                 await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
                 log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
@@ -222,7 +235,7 @@ class Models:
 
     async def close(self) -> None:
         """Everything that runs ends with `shutdown`."""
-        self._is_closed = True
+        self._closing.set()
         for model in self.loaded:
             await model.close()
 

@@ -15,7 +15,7 @@ from tokenmill.server.auth import PUBLIC
 from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import Caller, Gate, caller_of
-from tokenmill.server.errors import ApiError, unavailable
+from tokenmill.server.errors import ApiError, stopping, unavailable
 from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_error
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
@@ -24,7 +24,7 @@ from tokenmill.server.telemetry.telemetry import Telemetry
 from tokenmill.session.info import SessionInfo, SessionLimits
 
 LOADING = unavailable("the model is being loaded", "loading")
-STOPPING = unavailable("the server is stopping", "stopping")
+STOPPING = stopping()
 TIMEOUT_HEADER = "x-request-timeout"
 """A client's own deadline, in seconds."""
 
@@ -102,8 +102,7 @@ class Served:
 
     def sessions(self, caller: Caller) -> list[tuple[ServedModel, SessionInfo]]:
         """All of this caller's."""
-        every = [(model, info) for model in self.models.loaded for info in model.sessions.list()]
-        return [(model, info) for model, info in every if info.key == caller.key]
+        return [(model, info) for model in self.models.loaded for info in model.sessions.list(caller.key)]
 
 
 def _timeout(http: HttpRequest) -> float | None:

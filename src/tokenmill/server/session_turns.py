@@ -112,7 +112,8 @@ async def in_turn(http: HttpRequest, operation: Awaitable[T]) -> T:
 
 async def check_length(model: ServedModel, size: int, given: Input) -> None:
     """Sessions take their input in on the event loop: what is far too long must not get there."""
-    texts, num_ids = _texts(given), sum(isinstance(one, int) for one in given)
+    texts = _texts(given)
+    num_ids = 0 if texts else len(given)
 
     def count() -> int:
         return num_ids + sum(len(model.llm.get_tokenizer().encode(text, add_special=False)) for text in texts)
@@ -123,7 +124,7 @@ async def check_length(model: ServedModel, size: int, given: Input) -> None:
 
 
 def _texts(given: Input) -> list[str]:
-    """What is said in it."""
+    """What is said in it; nothing in ids."""
     if isinstance(given, str):
         return [given]
     contents = [one.get("content") or "" for one in given if isinstance(one, dict)]

@@ -14,7 +14,15 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.request import Hints, context_overflow
-from tokenmill.errors import ConfigError, ContextOverflow, EngineDead, InvalidRequest, ModelNotLoaded, Overloaded
+from tokenmill.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineDead,
+    InvalidRequest,
+    ModelNotLoaded,
+    Overloaded,
+    RequestFailed,
+)
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import MAX_SEED, SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
@@ -215,13 +223,18 @@ class SessionService:
         `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
         without a word, by an error or a cancel, the session is as it was. If it `must_fit`, an answer that could
         outgrow the context is refused; else it ends there. `request_id` names it; it ends with `timeout` after
-        `timeout_s`; its `priority` is the session's, unless told.
+        `timeout_s`, waiting for the session included; its `priority` is the session's, unless told.
         """
         loaded = self._model()
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
 
         def operation(session: Session) -> LiveTurn:
+            left = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
+            if left is not None and left <= 0:
+                raise RequestFailed("its time went by while it waited for the session", finish_reason="timeout")
             before = session.snapshot()
             try:
                 if again:
@@ -233,7 +246,7 @@ class SessionService:
                     session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
                 params = _changed(session.options.sampling, {"attempt": session.attempt, **changes})
                 hints = session.hints if priority is None else replace(session.hints, priority=priority)
-                live = self._generate(loaded, session, params, hints, must_fit, request_id, timeout_s)
+                live = self._generate(loaded, session, params, hints, must_fit, request_id, left)
             except BaseException:
                 session.restore(before)
                 raise
@@ -330,8 +343,10 @@ class SessionService:
     def get(self, session_id: str) -> SessionInfo:
         return info_of(self._model().master.find(session_id))
 
-    def list(self) -> list[SessionInfo]:
-        return [info_of(session) for session in self._model().master.sessions.values()]
+    def list(self, key: str | None = None) -> list[SessionInfo]:
+        """All sessions, or those of a key."""
+        found = self._model().master.sessions.values()
+        return [info_of(session) for session in found if key is None or session.options.key == key]
 
     def __len__(self) -> int:
         """Sessions that there are."""

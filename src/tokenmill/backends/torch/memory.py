@@ -27,8 +27,6 @@ OTHER_BYTES = 24 * MIB
 """Code, tables and bookkeeping, measured."""
 TOKEN_BYTES = 1500
 """Of a tokenizer, for each token of its vocabulary, measured."""
-SLACK = 1.25
-"""What torch's steps take beyond their tensors: pieces that the allocator can't use, measured."""
 LOGITS_COPIES = 4
 """Copies of the logits that sampling makes on the way."""
 
@@ -92,9 +90,9 @@ def _native_step(config: DecoderConfig, n: int) -> int:
 
 
 def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) -> int:
-    """The largest layer's tensors at a time, and the keys and values that attention gathers of all cells."""
+    """The largest layer's tensors at a time, and what attention gathers of all cells, for every head."""
     rows = 4 * config.hidden_size + 3 * (config.query_size + 2 * config.kv_size) + 4 * config.intermediate_size
-    return int(SLACK * itemsize * (n * rows + 2 * num_cells * config.kv_size))
+    return itemsize * (n * rows + 2 * num_cells * config.query_size)
 
 
 def free_bytes(device: torch.device) -> int:
