@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import socket
@@ -70,8 +71,9 @@ def listening(pids: set[int]) -> set[int]:
     inodes = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
-            inodes |= {found.group(1)} if found else set()
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                inodes |= {found.group(1)} if found else set()
     ports = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
