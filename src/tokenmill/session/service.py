@@ -20,15 +20,16 @@ from tokenmill.errors import (
     EngineDead,
     InvalidRequest,
     ModelNotLoaded,
-    Overloaded,
     RequestFailed,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
-from tokenmill.params import MAX_SEED, SamplingParams
+from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.room import LogRoom
 from tokenmill.session.routing import Policy
+from tokenmill.session.sampling import changed, of_fork
 from tokenmill.session.session import (
     Input,
     Overflow,
@@ -41,8 +42,6 @@ from tokenmill.session.session import (
 
 NAME_BYTES = 16
 """Of a session's name: nobody guesses one."""
-FORK_STEP = 0x1E3779B97F4A7C15
-"""Between the seeds of a session's forks: large and odd, so that they never meet."""
 
 
 class SessionService:
@@ -67,8 +66,7 @@ class SessionService:
         self.limits = limits
         self._policy: Policy = routing
         self._loaded: LoadedModel | None = None
-        self._log_bytes = 0
-        self._bytes_of: dict[str, int] = {}
+        self._room = LogRoom(limits.max_log_bytes)
         self._expiry: asyncio.Task[None] | None = None
         self._lifecycle = asyncio.Lock()
         """Around loading, reloading and closing: one of them at a time."""
@@ -160,7 +158,7 @@ class SessionService:
         sampling = loaded.opened.text.sampling_params(max_tokens=None) if sampling_params is None else sampling_params
         chosen = seed if seed is not None else getattr(sampling, "seed", None)
         options = SessionOptions(
-            sampling=_changed(sampling, {"seed": secrets.randbits(63) if chosen is None else chosen}),
+            sampling=changed(sampling, {"seed": secrets.randbits(63) if chosen is None else chosen}),
             overflow=overflow,
             template_options=check_template_options(template_options),
             key=key,
@@ -168,7 +166,7 @@ class SessionService:
             priority=priority,
             renderer=loaded.renderer(template_options),
         )
-        self._check_room()
+        self._room.check()
         name, now = secrets.token_urlsafe(NAME_BYTES), asyncio.get_running_loop().time()
         core = loaded.routing.choose(system, loaded.cores_alive())
         session = Session(name, core, options, system, now)
@@ -186,7 +184,7 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            self._check_room()
+            self._room.check()
             num_tokens = session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=raw)
             self._used(session)
             return num_tokens
@@ -242,9 +240,9 @@ class SessionService:
                 else:
                     session.attempt = 0
                 if given is not None:
-                    self._check_room()
+                    self._room.check()
                     session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
-                params = _changed(session.options.sampling, {"attempt": session.attempt, **changes})
+                params = changed(session.options.sampling, {"attempt": session.attempt, **changes})
                 hints = session.hints if priority is None else replace(session.hints, priority=priority)
                 live = self._generate(loaded, session, params, hints, must_fit, request_id, left)
             except BaseException:
@@ -333,7 +331,7 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            self._check_room()
+            self._room.check()
             num_tokens = session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
             self._used(session)
             return num_tokens
@@ -405,9 +403,9 @@ class SessionService:
         loaded.master.note_free(session)
 
     def _fork(self, loaded: LoadedModel, session: Session, at_turn: int | None, at_token: int | None) -> str:
-        self._check_room()
+        self._room.check()
         now = asyncio.get_running_loop().time()
-        options = replace(session.options, sampling=_with_next_seed(session.options.sampling, session.num_forks + 1))
+        options = replace(session.options, sampling=of_fork(session.options.sampling, session.num_forks + 1))
         child = Session(secrets.token_urlsafe(NAME_BYTES), session.core, options, session.system, now)
         child.restore(session.snapshot())
         if at_turn is not None or at_token is not None:
@@ -424,7 +422,7 @@ class SessionService:
         session.state = SessionState.ENDED
         loaded.master.remove(session)
         loaded.routing.leave(session.core, session.system)
-        self._log_bytes -= self._bytes_of.pop(session.session_id, 0)
+        self._room.give_up(session.session_id)
         loaded.client.release(session.session_id)
 
     # -- bytes and time -----------------------------------------------------------------------------------------------
@@ -432,13 +430,7 @@ class SessionService:
     def _used(self, session: Session) -> None:
         """Something was done with it: note when, and what its log costs now."""
         session.last_used = asyncio.get_running_loop().time()
-        num_bytes = session.num_bytes
-        self._log_bytes += num_bytes - self._bytes_of.get(session.session_id, 0)
-        self._bytes_of[session.session_id] = num_bytes
-
-    def _check_room(self) -> None:
-        if self._log_bytes >= self.limits.max_log_bytes:
-            raise Overloaded(f"the logs of all sessions have {self._log_bytes} bytes; end some sessions first")
+        self._room.take(session.session_id, session.num_bytes)
 
     async def _expire(self, ttl_s: float) -> None:
         """End sessions that nobody has used for long enough."""
@@ -464,19 +456,3 @@ class SessionService:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-    unknown = set(changes) - set(SamplingParams.__dataclass_fields__)
-    if unknown:
-        raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
-    if changes.get("n", params.n) != 1:
-        raise InvalidRequest("an answer of a session is one; fork it for more", param="n")
-    return replace(params, **changes)
-
-
-def _with_next_seed(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of a session's fork: a seed that follows from its parent's, so that it draws otherwise."""
-    return replace(params, seed=((params.seed or 0) + number * FORK_STEP) % MAX_SEED)
