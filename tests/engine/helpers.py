@@ -125,18 +125,28 @@ class SimulatedClock:
 
 
 class TimedBackend(FakeBackend):
-    """A fake backend whose steps take time on a simulated clock: a + b * tokens + c * cells read."""
+    """A fake backend whose steps take time on a simulated clock: a + b * tokens + c * cells read.
 
-    def __init__(self, config: FakeConfig, clock: SimulatedClock, seconds: tuple[float, float, float]) -> None:
+    They take it when they are collected, as on a device, or at once, as on a CPU.
+    """
+
+    def __init__(
+        self, config: FakeConfig, clock: SimulatedClock, seconds: tuple[float, float, float], *, at_once: bool = False
+    ) -> None:
         super().__init__(config)
         self._clock = clock
         self._seconds = seconds
+        self._at_once = at_once
         self._costs: dict[int, float] = {}
 
     def forward(self, batch: Any) -> Any:
         step = super().forward(batch)
         base, per_token, per_cell = self._seconds
-        self._costs[step.number] = base + per_token * len(batch) + per_cell * float(batch.pos.sum())
+        cost = base + per_token * len(batch) + per_cell * float(batch.pos.sum())
+        if self._at_once:
+            self._clock.now += cost
+        else:
+            self._costs[step.number] = cost
         return step
 
     def collect(self, handle: Forward | Sampling) -> DecodeOutput | Sampled:  # type: ignore[override]
@@ -152,11 +162,11 @@ def jain(values: Sequence[float]) -> float:
 
 
 def timed_engine(
-    depth: int, seconds: tuple[float, float, float], fake: dict[str, Any], **config: Any
+    depth: int, seconds: tuple[float, float, float], fake: dict[str, Any], *, at_once: bool = False, **config: Any
 ) -> tuple[EngineCore, SimulatedClock]:
     clock = SimulatedClock()
     fake_config = FakeConfig(**{"vocab_size": VOCAB, "depth": depth, "block_size": 16} | fake)
-    backend = TimedBackend(fake_config, clock, seconds)
+    backend = TimedBackend(fake_config, clock, seconds, at_once=at_once)
     engine = EngineCore(backend, FakeModel(fake_config).info, EngineConfig(**config), clock)
     return engine, clock
 

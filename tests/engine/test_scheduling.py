@@ -32,11 +32,13 @@ from tokenmill.outputs import FinishReason
 
 
 @pytest.mark.req("R13", "R12", "G9")
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_long_prompt_never_stalls_the_others(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "at_once"), [(0, False), (1, False), (0, True)])
+def test_a_long_prompt_never_stalls_the_others(depth: int, at_once: bool) -> None:
     """20,000 tokens beside eight that decode: every tick within the target, give or take the model's own error."""
     fake = {"num_cells": 40_000, "max_context": 32_768, "max_seqs": 32}
-    engine, _ = timed_engine(depth, (0.004, 0.0004, 2e-8), fake, max_num_seqs=16, target_tick_ms=100)
+    engine, _ = timed_engine(
+        depth, (0.004, 0.0004, 2e-8), fake, at_once=at_once, max_num_seqs=16, target_tick_ms=100
+    )
     ticks = ticks_of(engine)
     for i in range(8):
         engine.add(request(f"d{i}", (i + 50, 1, 1), max_new_tokens=400))

@@ -42,10 +42,10 @@ CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, Finis
 
 @dataclass(frozen=True)
 class InFlight:
-    """A submitted step and when it went out."""
+    """A submitted step and when it was handed over: some backends compute all of it before they come back."""
 
     step: Submitted
-    submitted_at: float
+    handed_at: float
     schedule_s: float
 
 
@@ -190,6 +190,7 @@ class EngineCore:
 
     def _submit(self, plan: StepPlan, began: float) -> bool:
         """Submit a plan; if it fails, let what is in flight come home and suspect the plan's requests."""
+        handed_at = self.events.clock()
         try:
             step = self._executor.submit(plan)
         except BackendError as error:
@@ -202,8 +203,7 @@ class EngineCore:
             else:
                 self._suspect(plan)
             return False
-        now = self.events.clock()
-        self._in_flight.append(InFlight(step, now, now - began))
+        self._in_flight.append(InFlight(step, handed_at, handed_at - began))
         return True
 
     def _collect(self) -> bool:
@@ -224,7 +224,7 @@ class EngineCore:
         """A step is home: learn from it, tell of it, hand out its tokens."""
         self._isolation.note_success()
         plan, now = flight.step.plan, self.events.clock()
-        step_s, self._last_collect = now - max(flight.submitted_at, self._last_collect), now
+        step_s, self._last_collect = now - max(flight.handed_at, self._last_collect), now
         self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill)
         self._last_tick = plan.tick
         if self.events.is_heard:

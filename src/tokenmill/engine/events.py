@@ -87,9 +87,9 @@ class TickEvent:
     """Whose each of the plan's rows is; None where the request has left it since the step was submitted."""
     at: float
     schedule_s: float
-    """Host time to plan and submit it."""
+    """Host time to plan it."""
     step_s: float
-    """From its submission, or the end of the step before it if that was later, to its result."""
+    """From its handing over to the backend, or the end of the step before it if that was later, to its result."""
     num_running: int
     num_waiting: int
     free_cells: int

@@ -40,7 +40,7 @@ HISTOGRAMS = {
     "inter_token_s": ("inter_token_seconds", "From a token of a request to its next."),
     "request_s": ("request_seconds", "From the queue to the end."),
     "step_s": ("step_seconds", "What a step took."),
-    "schedule_s": ("schedule_seconds", "What planning and submitting a step took."),
+    "schedule_s": ("schedule_seconds", "What planning a step took."),
     "step_tokens": ("step_tokens", "Tokens in a step."),
     "step_sequences": ("step_sequences", "Requests in a step."),
     "prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request that has ended."),
