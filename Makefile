@@ -26,6 +26,7 @@ $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 $(VENV)/.dev: $(VENV)/.base
 	@echo "setting up $(VENV): test and quality tools"
 	@$(PIP) -e '.[dev]'
+	@sh tools/chromium.sh
 	@touch $@
 
 serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): OpenAI's API

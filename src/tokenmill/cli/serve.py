@@ -41,6 +41,7 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Let web pages of this origin use the server. None may by default.")
     ] = None,
+    web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web page at /.")] = True,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at the same time.")] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered with 429.")] = 256,
     queue_timeout: Annotated[
@@ -62,7 +63,7 @@ def serve(
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, and sessions."""
+    """Serve models over HTTP: OpenAI's API, sessions, and a web page."""
     try:
         from tokenmill.server.catalogue import named, read_catalogue, short_name, spec
         from tokenmill.server.config import ServerConfig, hash_key
@@ -81,6 +82,7 @@ def serve(
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        web=web,
         spans_url=otlp,
         session_ttl_s=session_ttl,
         max_request_s=request_timeout,

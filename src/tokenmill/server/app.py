@@ -11,6 +11,7 @@ from tokenmill.server.bodies import BodyLimit
 from tokenmill.server.context import Gatekeeper, RequestContext
 from tokenmill.server.model_routes import model_routes
 from tokenmill.server.openai_routes import openai_routes, other_routes
+from tokenmill.server.page import page_routes
 from tokenmill.server.routing import HANDLERS, KEY, JsonRoute
 from tokenmill.server.served import Served
 from tokenmill.server.session_routes import session_routes
@@ -32,7 +33,7 @@ def create_app(served: Served) -> FastAPI:
     config = served.config
     # The last one is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(ApiKeys, key_hashes=config.every_key_hash)
+    app.add_middleware(ApiKeys, key_hashes=config.every_key_hash, public=served.public)
     if not config.key_hashes and not config.insecure:
         app.add_middleware(HostCheck, allowed=config.allowed_hosts | {config.host})
     app.add_middleware(Gatekeeper, gate=served.gate)
@@ -52,4 +53,6 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(router, include_in_schema=False)  # for clients whose base URL has no /v1
     app.include_router(other_routes(served))
     app.include_router(telemetry_routes(served, JsonRoute), dependencies=[KEY])
+    if config.web:
+        app.include_router(page_routes())
     return app

@@ -47,13 +47,14 @@ def _host_name(header: bytes) -> str:
 class ApiKeys:
     """Lets requests with a known key pass; keys are compared by their hashes, all of them, in constant time."""
 
-    def __init__(self, app: ASGIApp, key_hashes: tuple[bytes, ...]) -> None:
+    def __init__(self, app: ASGIApp, key_hashes: tuple[bytes, ...], public: frozenset[str] = PUBLIC) -> None:
         self._app = app
         self._key_hashes = key_hashes
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A browser asks with OPTIONS, without a key, whether it may send one; no route of ours answers to it.
-        is_open = scope["type"] != "http" or scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
+        is_open = scope["type"] != "http" or scope["path"] in self._public or scope["method"] == "OPTIONS"
         if is_open or not self._key_hashes:
             await self._app(scope, receive, send)
             return

@@ -29,6 +29,8 @@ class ServerConfig:
     """Names by which clients may call the server, beside those of this machine; of use only where there is no key."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server from a browser."""
+    web: bool = True
+    """Serve the web page, at /."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
     """Names that `chat_template_kwargs` may have."""
 

@@ -17,6 +17,7 @@ from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import Caller, Gate, caller_of
 from tokenmill.server.errors import ApiError, stopping, unavailable
 from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_error
+from tokenmill.server.page import assets
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
 from tokenmill.server.telemetry.spans import open_spans
@@ -38,7 +39,9 @@ class Served:
         self.calls = OpenCalls()
         self.spans = None if config.spans_url is None else open_spans(config.spans_url)
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
-        self.gate = Gate(LOADING, stays_open=PUBLIC)
+        self.public = PUBLIC | assets().keys() if config.web else PUBLIC
+        """Paths that answer to everybody, always."""
+        self.gate = Gate(LOADING, stays_open=self.public)
         limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
         self.models = Models(specs, self.calls, self.telemetry, limits)
         self.responses = ResponseStore(config.max_stored_responses)

@@ -41,6 +41,9 @@ ENDPOINTS = (
     "/health/live",
     "/health/ready",
     "/openapi.json",
+    "/",
+    "/engine",
+    "/web/{file:path}",
 )
 """Whatever clients send, a label has one of these values, or `OTHER`."""
 

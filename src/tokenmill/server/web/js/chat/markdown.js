@@ -1,0 +1,127 @@
+// Markdown to HTML that can do no harm: what a model says is text, never HTML.
+//
+// HTML in the text is shown as it is written; links go to the web in a tab of their own; pictures become links, so that
+// nothing is fetched from anywhere. What comes out is sanitised nevertheless, and without that the browser would not
+// take it (trusted types).
+import { Emitter } from "../shared/emitter.js";
+import DOMPurify from "../../vendor/purify.js";
+import { Marked } from "../../vendor/marked.js";
+
+const CACHED_BLOCKS = 2000;
+const LONGEST_COLOURED = 50_000;
+const SAFE_LINK = /^(https?:|mailto:)/i;
+const ALLOWED = {
+  ALLOWED_TAGS: [
+    "a", "blockquote", "br", "button", "code", "del", "div", "em", "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6",
+    "hr", "input", "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+  ],
+  ALLOWED_ATTR: [
+    "align", "checked", "class", "data-copy", "data-display", "disabled", "href", "rel", "role", "start", "tabindex", "target",
+    "type", "aria-label",
+  ],
+  ALLOWED_URI_REGEXP: SAFE_LINK, // holds for all attributes but those that hold no address
+  ADD_URI_SAFE_ATTR: ["align", "aria-label", "checked", "disabled", "rel", "start", "tabindex", "target", "type"],
+  RETURN_TRUSTED_TYPE: true,
+};
+
+/** Changes when code can be coloured that could not before. */
+export const colours = new Emitter();
+let highlighter = null;
+let loading = null;
+
+const escape = (text) => text.replace(/[&<>"']/g, (char) => `&#${char.charCodeAt(0)};`);
+
+const renderer = {
+  html({ text }) {
+    return /^<br\s*\/?>$/i.test(text.trim()) ? "<br>" : escape(text);
+  },
+  link({ href, tokens }) {
+    const inner = this.parser.parseInline(tokens);
+    return SAFE_LINK.test(href) ? `<a href="${escape(href)}" target="_blank" rel="noopener noreferrer nofollow">${inner}</a>` : inner;
+  },
+  image({ href, text }) {
+    const name = escape(text || href);
+    return SAFE_LINK.test(href) ? `<a href="${escape(href)}" target="_blank" rel="noopener noreferrer nofollow">${name}</a>` : name;
+  },
+  code({ text, lang }) {
+    const language = (lang ?? "").trim().split(/\s+/)[0].toLowerCase();
+    const head = `<figcaption><span>${escape(language || "text")}</span><button type="button" class="quiet" data-copy="code">Copy</button></figcaption>`;
+    return `<figure class="code">${head}<pre tabindex="0" role="region" aria-label="Code"><code>${coloured(text, language)}</code></pre></figure>`;
+  },
+  table(token) {
+    const row = (cells, tag) => `<tr>${cells.map((cell) => {
+      const align = cell.align ? ` align="${cell.align}"` : "";
+      return `<${tag}${align}>${this.parser.parseInline(cell.tokens)}</${tag}>`;
+    }).join("")}</tr>`;
+    const body = token.rows.map((cells) => row(cells, "td")).join("");
+    return `<div class="table" tabindex="0" role="region" aria-label="Table"><table><thead>${row(token.header, "th")}</thead><tbody>${body}</tbody></table></div>`;
+  },
+  checkbox({ checked }) {
+    return `<input type="checkbox" disabled aria-label="${checked ? "done" : "to do"}"${checked ? " checked" : ""}> `;
+  },
+};
+
+function coloured(text, language) {
+  if (!language || text.length > LONGEST_COLOURED) return escape(text);
+  if (highlighter === null) {
+    loading ??= import("../../vendor/highlight.js").then((module) => {
+      highlighter = module.default;
+      cache.clear();
+      colours.changed();
+    });
+    return escape(text);
+  }
+  return highlighter.getLanguage(language) ? highlighter.highlight(text, { language, ignoreIllegals: true }).value : escape(text);
+}
+
+// Formulas: $$ ... $$ and \[ ... \] by themselves, $ ... $ and \( ... \) within a line.
+const formula = (name, level, begin, pattern, display) => ({
+  name, level,
+  start: (text) => { const found = text.search(begin); return found < 0 ? undefined : found; },
+  tokenizer(text) {
+    const found = pattern.exec(text);
+    return found ? { type: name, raw: found[0], text: found[1].trim() } : undefined;
+  },
+  renderer: ({ text }) => `<${display ? "div" : "span"} class="math" data-display="${display}">${escape(text)}</${display ? "div" : "span"}>`,
+});
+
+const marked = new Marked({
+  gfm: true,
+  renderer,
+  extensions: [
+    formula("dollars", "block", /\$\$/, /^\$\$([^$]+?)\$\$(?:\n|$)/, true),
+    formula("brackets", "block", /\\\[/, /^\\\[([\s\S]+?)\\\](?:\n|$)/, true),
+    formula("dollar", "inline", /\$/, /^\$(?![\s$])([^$\n]*?[^\s$\\])\$(?!\d)/, false),
+    formula("parentheses", "inline", /\\\(/, /^\\\(([^\n]+?)\\\)/, false),
+  ],
+});
+
+const cache = new Map();
+
+/** The blocks of a text, each as HTML. A block that has not changed is the very same object as before. */
+export function blocks(text) {
+  const tokens = marked.lexer(text);
+  return tokens.filter((token) => token.type !== "space").map((token) => {
+    const known = cache.get(token.raw);
+    if (known) return known;
+    const made = DOMPurify.sanitize(marked.parser([token]), ALLOWED);
+    if (cache.size >= CACHED_BLOCKS) cache.delete(cache.keys().next().value);
+    cache.set(token.raw, made);
+    return made;
+  });
+}
+
+let formulas = null;
+
+/** Set the formulas below an element, which are text until then. MathML: it needs no fonts and no styles. */
+export async function setFormulas(element) {
+  const found = [...element.querySelectorAll(".math:not([data-set])")];
+  if (!found.length) return;
+  formulas ??= import("../../vendor/katex.js").then(() => globalThis.katex);
+  const katex = await formulas;
+  for (const one of found) {
+    const source = one.textContent;
+    one.dataset.set = "";
+    katex.render(source, one, { output: "mathml", displayMode: one.dataset.display === "true", throwOnError: false, trust: false, maxExpand: 100, maxSize: 20 });
+  }
+}

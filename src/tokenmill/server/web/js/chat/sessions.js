@@ -1,0 +1,92 @@
+// Which session of the server goes on from which message.
+//
+// A conversation knows its sessions as { id: { turns, pending } }. `turns` are the messages that each turn of the session
+// has taken in; `pending` those that the next one will. A branch goes on in the session that ends with its last message; in
+// a fork of one that has come past it, if there is one; or else in a new one that is told the history. So a new question is
+// all that is sent and computed, wherever in the tree it is asked, and a session that the server has lost is made again.
+import { ServerError, ask } from "../shared/api.js";
+import { history, lastSaid } from "./tree.js";
+
+/** Does the server not know the session (any more)? */
+export const isLost = (error) => error instanceof ServerError && error.status === 404;
+
+/** A session after a message, ready for what comes next: `{ id, record }`. */
+export async function sessionAfter(conversation, message) {
+  const place = lastSaid(conversation, message);
+  for (;;) {
+    const found = place === null ? null : find(conversation, place);
+    if (found === null) return create(conversation, place);
+    if (found.isEnd) return found;
+    try {
+      return await fork(conversation, found);
+    } catch (error) {
+      if (!isLost(error)) throw error;
+      abandon(conversation, found.id);
+    }
+  }
+}
+
+/** Is there a session with a turn that ends with this message? */
+export const isKnown = (conversation, message) => find(conversation, message) !== null;
+
+function find(conversation, message) {
+  let best = null;
+  for (const [id, record] of Object.entries(conversation.sessions)) {
+    if (record.pending.length ? record.pending.at(-1) === message : record.turns.at(-1)?.at(-1) === message) {
+      return { id, record, isEnd: true };
+    }
+    const index = record.turns.findIndex((turn) => turn.at(-1) === message);
+    if (index >= 0) best = { id, record, isEnd: false, numTurns: index + 1 };
+  }
+  return best;
+}
+
+async function create(conversation, place) {
+  const said = place === null ? [] : history(conversation, place);
+  const body = { model: conversation.model ?? undefined };
+  if (conversation.system.trim()) body.system = conversation.system;
+  if (said.length) body.messages = said.map(({ role, content }) => ({ role, content }));
+  const { id } = await ask("/v1/sessions", { method: "POST", body });
+  return keep(conversation, id, { turns: [], pending: said.map((message) => message.id) });
+}
+
+async function fork(conversation, { id, record, numTurns }) {
+  const body = { at_turn: numTurns };
+  const { data } = await ask(`/v1/sessions/${id}/fork`, { method: "POST", body });
+  return keep(conversation, data[0].id, { turns: record.turns.slice(0, numTurns), pending: [] });
+}
+
+function keep(conversation, id, record) {
+  conversation.sessions[id] = record;
+  return { id, record, isEnd: true };
+}
+
+/** A session has taken in a question (null if it had it before) and has begun to answer. */
+export function noteAnswer(record, question, answer) {
+  if (record.turns.at(-1)?.at(-1) === answer) return; // it goes on with one that was cut short
+  if (question !== null) record.turns.push([...record.pending, question]);
+  record.pending = [];
+  record.turns.push([answer]);
+}
+
+/** What the server has of a session is not known any more, or of no use; that it may be gone already is no matter. */
+export function abandon(conversation, id) {
+  delete conversation.sessions[id];
+  ask(`/v1/sessions/${id}`, { method: "DELETE" }).catch(() => {});
+}
+
+export function abandonAll(conversation) {
+  for (const id of Object.keys(conversation.sessions)) abandon(conversation, id);
+}
+
+/** Let another conversation go on from a message with a session of its own, if the server has one. */
+export async function forkInto(source, target, message) {
+  const found = find(source, message);
+  if (found === null || found.record.pending.length) return;
+  const numTurns = found.numTurns ?? found.record.turns.length;
+  try {
+    await fork(target, { ...found, numTurns });
+  } catch {
+    // it will be made anew from the history
+  }
+}

@@ -1,0 +1,94 @@
+// Conversations as files: JSON, which can be taken back in, and Markdown, to read.
+import { newConversation, pathTo, titleOf } from "./tree.js";
+
+const FORMAT = "tokenmill.conversations";
+const VERSION = 1;
+
+/** Without what holds for this browser and this server only. */
+function portable({ sessions, ...conversation }) {
+  const messages = Object.fromEntries(Object.entries(conversation.messages).map(([id, { resume, ...message }]) => [id, message]));
+  return { ...conversation, messages };
+}
+
+export function toJson(conversations) {
+  return JSON.stringify({ format: FORMAT, version: VERSION, conversations: conversations.map(portable) }, null, 1);
+}
+
+/** The branch that is shown. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${titleOf(conversation)}`];
+  if (conversation.system.trim()) parts.push(`**System:** ${conversation.system.trim()}`);
+  if (conversation.leaf !== null) {
+    for (const { role, content } of pathTo(conversation, conversation.leaf)) {
+      parts.push(`## ${role === "user" ? "You" : "Model"}`, content.trim() || "(no answer)");
+    }
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** The conversations in a file; an Error in plain words if it has none, or they don't hang together. */
+export function fromJson(text) {
+  let data;
+  try {
+    data = JSON.parse(text);
+  } catch {
+    throw new Error("this file is no JSON");
+  }
+  if (data?.format !== FORMAT || !Array.isArray(data.conversations)) throw new Error("this file has no conversations of tokenmill's");
+  if (data.version > VERSION) throw new Error("this file was made by a newer version");
+  return data.conversations.map(taken);
+}
+
+const text = (value, fallback = "") => (typeof value === "string" ? value : fallback);
+const time = (value) => (Number.isFinite(value) ? value : Date.now());
+
+/** A conversation of our own making, with what can be used of another. It gets a name of its own. */
+function taken(given) {
+  const made = newConversation({ model: text(given?.model, null), system: text(given?.system), sampling: samplingOf(given?.sampling) });
+  made.title = text(given?.title) || null;
+  made.created = time(given?.created);
+  made.updated = time(given?.updated);
+  const entries = Object.entries(given?.messages ?? {});
+  for (const [id, message] of entries) {
+    if (!["user", "assistant"].includes(message?.role)) throw new Error("a message has no role that is known");
+    made.messages[id] = {
+      id, parent: message.parent ?? null, role: message.role, content: text(message.content), at: time(message.at),
+      ...(message.role === "assistant" ? { status: "done", finish: text(message.finish, null), stats: message.stats ?? null } : {}),
+    };
+  }
+  check(made);
+  made.leaf = made.messages[given?.leaf] ? given.leaf : Object.keys(made.messages).at(-1) ?? null;
+  return made;
+}
+
+const samplingOf = (given) =>
+  Object.fromEntries(Object.entries(given ?? {}).filter(([, value]) => typeof value === "number" || Array.isArray(value)));
+
+/** Every message must follow one that is there, of the other role, and lead back to the beginning. */
+function check({ messages }) {
+  const isSound = new Set();
+  for (const start of Object.values(messages)) {
+    const way = [];
+    for (let at = start; !isSound.has(at.id); at = messages[at.parent]) {
+      way.push(at);
+      const parent = at.parent === null ? null : messages[at.parent];
+      if (parent === undefined || way.length > Object.keys(messages).length) throw new Error("a message follows one that is not there");
+      if ((parent?.role ?? "assistant") === at.role) throw new Error("two messages of the same role follow one another");
+      if (parent === null) break;
+    }
+    for (const message of way) isSound.add(message.id);
+  }
+}
+
+/** Give the user a file. */
+export function download(name, content, type) {
+  const url = URL.createObjectURL(new Blob([content], { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** A title as the name of a file. */
+export const fileName = (title) => title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60) || "conversation";

@@ -1,0 +1,98 @@
+// The page: list, conversation, dialogs, and the keys that work everywhere.
+import { useChanges } from "../../shared/emitter.js";
+import { KeyDialog } from "../../shared/key_dialog.js";
+import { THEMES, setTheme, theme } from "../../shared/theme.js";
+import { html, useEffect, useState } from "../../shared/view.js";
+import { titleOf } from "../tree.js";
+import { Composer } from "./composer.js";
+import { Shortcuts } from "./dialogs.js";
+import { Icon } from "./icons.js";
+import { Search } from "./search.js";
+import { Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { Thread } from "./thread.js";
+
+const NARROW = matchMedia("(max-width: 760px)");
+const BANNERS = {
+  loading: "The server is loading its model…",
+  gone: "The server can't be reached. Trying again…",
+};
+
+export function App({ chat }) {
+  useChanges(chat);
+  const [dialog, setDialog] = useState(null);
+  const [isListShown, setListShown] = useState(!NARROW.matches);
+  const { current } = chat;
+  const close = () => setDialog(null);
+
+  useEffect(() => {
+    const onKeyDown = (event) => {
+      const isCommand = event.ctrlKey || event.metaKey;
+      const name = event.key.toLowerCase();
+      if (isCommand && name === "k") setDialog("search");
+      else if (isCommand && event.shiftKey && name === "o") chat.startNew();
+      else if (isCommand && name === "b") setListShown((isShown) => !isShown);
+      else if (name === "escape" && !document.querySelector("dialog[open]") && chat.answering(chat.current)) chat.stop(chat.current);
+      else return;
+      event.preventDefault();
+    };
+    window.addEventListener("keydown", onKeyDown);
+    return () => window.removeEventListener("keydown", onKeyDown);
+  }, [chat]);
+  useEffect(() => { if (NARROW.matches) setListShown(false); }, [current]);
+  useEffect(() => {
+    const onNarrow = ({ matches }) => setListShown(!matches);
+    NARROW.addEventListener("change", onNarrow);
+    return () => NARROW.removeEventListener("change", onNarrow);
+  }, []);
+
+  if (current === null) return null;
+  document.title = `${titleOf(current)} · tokenmill`;
+  return html`
+    <div class="page ${isListShown ? "" : "no-list"}">
+      ${isListShown && html`<${Sidebar} chat=${chat} onSearch=${() => setDialog("search")} onShortcuts=${() => setDialog("shortcuts")} />`}
+      <main>
+        <${Header} chat=${chat} conversation=${current} isListShown=${isListShown} onList=${() => setListShown(!isListShown)} onSettings=${() => setDialog("settings")} />
+        ${BANNERS[chat.server] && html`<p class="banner" role="status">${BANNERS[chat.server]}</p>`}
+        <${Thread} key=${`thread ${current.id}`} chat=${chat} conversation=${current} />
+        <${Composer} key=${`composer ${current.id}`} chat=${chat} conversation=${current} />
+      </main>
+      <${Announcer} answering=${chat.answering(current)} />
+      ${dialog === "search" && html`<${Search} chat=${chat} onClose=${close} />`}
+      ${dialog === "settings" && html`<${Settings} chat=${chat} conversation=${current} onClose=${close} />`}
+      ${dialog === "shortcuts" && html`<${Shortcuts} onClose=${close} />`}
+      ${chat.server === "key" && html`<${KeyDialog} onKey=${() => chat.look()} />`}
+    </div>`;
+}
+
+function Header({ chat, conversation, isListShown, onList, onSettings }) {
+  const [chosen, setChosen] = useState(theme());
+  const nextTheme = () => {
+    const next = THEMES[(THEMES.indexOf(chosen) + 1) % THEMES.length];
+    setTheme(next);
+    setChosen(next);
+  };
+  const model = chat.modelOf(conversation);
+  return html`
+    <header>
+      <button class="quiet" onClick=${onList} aria-label="List of conversations" aria-expanded=${isListShown} aria-controls="sidebar" title="Ctrl+B"><${Icon} name="menu" /></button>
+      <h1>${titleOf(conversation)}</h1>
+      <select aria-label="Model" value=${model?.id} disabled=${chat.answering(conversation) !== null}
+        onChange=${(event) => chat.configure(conversation, { model: event.target.value })}>
+        ${chat.models.map(({ id, status }) => html`<option value=${id}>${id}${status === "loaded" ? "" : ` (${status})`}</option>`)}
+      </select>
+      <button class="quiet" onClick=${onSettings} aria-label="Settings" title="System prompt and sampling"><${Icon} name="settings" /></button>
+      <button class="quiet" onClick=${nextTheme} aria-label=${`Theme: ${chosen}`} title=${`Theme: ${chosen}`}><${Icon} name="theme" /></button>
+    </header>`;
+}
+
+/** Tells those who listen to the page that an answer has begun, and then what it is: not every word of it as it comes. */
+function Announcer({ answering }) {
+  const [words, setWords] = useState("");
+  useEffect(() => {
+    if (!answering) return undefined;
+    setWords("Generating an answer");
+    return () => setWords(answering.message.error?.text ?? answering.message.content);
+  }, [answering]);
+  return html`<div class="visually-hidden" aria-live="polite">${words}</div>`;
+}

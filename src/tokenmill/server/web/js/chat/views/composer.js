@@ -1,0 +1,61 @@
+// Where questions are written, and how much of the context is used.
+import { html, useEffect, useRef, useState } from "../../shared/view.js";
+import { count } from "../../shared/words.js";
+import { pathTo } from "../tree.js";
+import { Icon } from "./icons.js";
+
+const MOST_ROWS_PX = 240;
+
+export function Composer({ chat, conversation }) {
+  const field = useRef(null);
+  const [text, setText] = useState("");
+  const isBusy = chat.answering(conversation) !== null;
+  const canSend = !isBusy && text.trim() !== "" && chat.server === "ready";
+
+  useEffect(() => { field.current.focus(); }, [conversation]);
+  useEffect(() => {
+    field.current.style.height = "auto";
+    field.current.style.height = `${Math.min(field.current.scrollHeight + 2, MOST_ROWS_PX)}px`;
+  }, [text]);
+
+  const send = () => {
+    if (!canSend) return;
+    chat.send(conversation, text.trim());
+    setText("");
+    field.current.focus();
+  };
+  const onKeyDown = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  };
+  const stop = () => {
+    chat.stop(conversation);
+    field.current.focus();
+  };
+
+  return html`
+    <div class="composer">
+      <div class="row">
+        <textarea ref=${field} rows="1" aria-label="Your message" placeholder="Ask anything" value=${text} enterkeyhint="send"
+          onInput=${(event) => setText(event.target.value)} onKeyDown=${onKeyDown}></textarea>
+        ${isBusy
+          ? html`<button class="danger" onClick=${stop} aria-label="Stop the answer" title="Stop (Esc)"><${Icon} name="stop" /></button>`
+          : html`<button class="primary" onClick=${send} disabled=${!canSend} aria-label="Send" title="Send (Enter)"><${Icon} name="send" /></button>`}
+      </div>
+      <${Gauge} chat=${chat} conversation=${conversation} />
+    </div>`;
+}
+
+function Gauge({ chat, conversation }) {
+  const most = chat.modelOf(conversation)?.max_model_len;
+  if (!most || conversation.leaf === null) return html`<p class="gauge hint">Answers may be wrong. Enter sends, Shift+Enter begins a new line.</p>`;
+  const last = pathTo(conversation, conversation.leaf).reverse().find((message) => message.stats);
+  const used = last?.stats.total ?? 0;
+  return html`
+    <p class="gauge hint">
+      <meter min="0" max=${most} high=${0.9 * most} value=${used} aria-label="Context used"></meter>
+      ${count(used)} of ${count(most)} tokens of context
+    </p>`;
+}

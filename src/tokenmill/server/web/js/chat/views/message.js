@@ -1,0 +1,134 @@
+// One message: what was said, what it took, and what can be done with it.
+import { Emitter, useChanges } from "../../shared/emitter.js";
+import { html, useEffect, useRef, useState } from "../../shared/view.js";
+import { count, duration, rate } from "../../shared/words.js";
+import { CUT_SHORT } from "../answer.js";
+import { copy } from "../copying.js";
+import { siblings } from "../tree.js";
+import { Icon } from "./icons.js";
+import { Prose } from "./prose.js";
+
+const QUIET = new Emitter();
+const ENDINGS = {
+  length: "Ended at the longest length.", cancelled: "Stopped.", timeout: "Ended: the time was up.", edited: "Edited by you.",
+};
+
+export function Message({ chat, conversation, message, answering }) {
+  useChanges(answering ?? QUIET);
+  const [isEdited, setEdited] = useState(false);
+  const [isRaw, setRaw] = useState(false);
+  const isUser = message.role === "user";
+  const isLive = answering !== null;
+  const save = (text) => {
+    setEdited(false);
+    if (isUser) chat.edit(conversation, message, text);
+    else chat.rewrite(conversation, message, text);
+  };
+  const body = isEdited
+    ? html`<${Editor} text=${message.content} label=${isUser ? "Your question" : "The answer"} action=${isUser ? "Send" : "Save"} onSave=${save} onCancel=${() => setEdited(false)} />`
+    : isUser || isRaw ? html`<p class="plain">${message.content}</p>` : html`<${Prose} text=${message.content} isLive=${isLive} />`;
+
+  return html`
+    <article class="message ${message.role}" aria-label=${isUser ? "You" : "Model"} aria-busy=${isLive} data-id=${message.id}>
+      ${body}
+      ${isLive && html`<${Progress} answering=${answering} message=${message} />`}
+      ${!isLive && message.error && html`<${Problem} chat=${chat} conversation=${conversation} message=${message} />`}
+      ${!isEdited && html`
+        <footer>
+          <${Branches} chat=${chat} conversation=${conversation} message=${message} />
+          <${Actions} chat=${chat} conversation=${conversation} message=${message} isLive=${isLive} onEdit=${() => setEdited(true)}
+            isRaw=${isRaw} onRaw=${() => setRaw(!isRaw)} />
+          ${message.stats && html`<${Stats} stats=${message.stats} finish=${message.finish} />`}
+        </footer>`}
+    </article>`;
+}
+
+function Progress({ answering, message }) {
+  const words = answering.isStopped ? "Stopping…" : answering.isReconnecting ? "The connection was lost; trying again…" : message.content === "" ? "Waiting for the first token…" : "";
+  return html`<p class="progress"><span class="cursor" aria-hidden="true"></span>${words}</p>`;
+}
+
+function Problem({ chat, conversation, message }) {
+  const [left, setLeft] = useState(message.error.retryAfter ?? 0);
+  useEffect(() => {
+    if (left <= 0) return undefined;
+    const timer = setTimeout(() => setLeft(left - 1), 1000);
+    return () => clearTimeout(timer);
+  }, [left]);
+  return html`
+    <div class="trouble" role="alert">
+      <p>${message.error.text}</p>
+      <button onClick=${() => chat.regenerate(conversation, message)}>Try again${left > 0 ? ` (better in ${Math.ceil(left)} s)` : ""}</button>
+    </div>`;
+}
+
+function Branches({ chat, conversation, message }) {
+  const all = siblings(conversation, message);
+  if (all.length < 2) return null;
+  const place = all.indexOf(message);
+  const go = (step) => chat.choose(conversation, all[place + step]);
+  return html`
+    <span class="branches" role="group" aria-label="Branches">
+      <button class="quiet" disabled=${place === 0} onClick=${() => go(-1)} aria-label="Previous branch"><${Icon} name="left" /></button>
+      <span>${place + 1}/${all.length}</span>
+      <button class="quiet" disabled=${place === all.length - 1} onClick=${() => go(1)} aria-label="Next branch"><${Icon} name="right" /></button>
+    </span>`;
+}
+
+function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) {
+  const [isCopied, setCopied] = useState(false);
+  const isBusy = chat.answering(conversation) !== null;
+  const isUser = message.role === "user";
+  const copyIt = async () => {
+    await copy(message.content);
+    setCopied(true);
+    setTimeout(() => setCopied(false), 1500);
+  };
+  const action = (icon, label, onClick, isOff = isBusy) =>
+    html`<button class="quiet" onClick=${onClick} disabled=${isOff} aria-label=${label} title=${label}><${Icon} name=${icon} /></button>`;
+  if (isLive) return null;
+  return html`
+    <span class="actions">
+      ${action("copy", isCopied ? "Copied" : "Copy", copyIt, false)}
+      ${action("edit", isUser ? "Edit and ask again" : "Edit the answer", onEdit)}
+      ${!isUser && action("again", "Another answer", () => chat.regenerate(conversation, message))}
+      ${!isUser && CUT_SHORT.includes(message.finish) && message.content !== "" && action("forward", "Continue", () => chat.goOn(conversation, message))}
+      ${!isUser && action("fork", "Fork to a new conversation", () => chat.fork(conversation, message))}
+      ${!isUser && action("code", isRaw ? "Show it formatted" : "Show it as it was written", onRaw, false)}
+    </span>`;
+}
+
+function Stats({ stats, finish }) {
+  const parts = [
+    `${count(stats.completion)} tokens`,
+    stats.rate !== null && `${rate(stats.rate)} tokens/s`,
+    stats.ttft !== null && `first after ${duration(stats.ttft)}`,
+  ].filter(Boolean);
+  return html`
+    <span class="stats">${parts.join(" · ")} · <span class="reused" data-cached=${stats.cached} data-prompt=${stats.prompt}>${count(stats.cached)} of ${count(stats.prompt)} reused</span>
+      ${ENDINGS[finish] && html` · <span class="ending">${ENDINGS[finish]}</span>`}</span>`;
+}
+
+function Editor({ text, label, action, onSave, onCancel }) {
+  const field = useRef(null);
+  useEffect(() => {
+    field.current.focus();
+    field.current.setSelectionRange(text.length, text.length);
+  }, []);
+  const save = () => { if (field.current.value.trim()) onSave(field.current.value); };
+  const onKeyDown = (event) => {
+    if (event.key === "Escape") onCancel();
+    else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return html`
+    <div class="editor">
+      <textarea ref=${field} rows=${Math.min(12, text.split("\n").length + 1)} aria-label=${label} onKeyDown=${onKeyDown} value=${text}></textarea>
+      <div class="buttons">
+        <button onClick=${onCancel}>Cancel</button>
+        <button class="primary" onClick=${save} title="Ctrl+Enter">${action}</button>
+      </div>
+    </div>`;
+}

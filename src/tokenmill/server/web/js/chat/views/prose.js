@@ -1,0 +1,42 @@
+// A model's words, as they grow: only blocks that have changed are made anew.
+import { useChanges } from "../../shared/emitter.js";
+import { html, useEffect, useRef } from "../../shared/view.js";
+import { copy } from "../copying.js";
+import { blocks, colours, setFormulas } from "../markdown.js";
+
+const THOUGHTS = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
+
+export function Prose({ text, isLive }) {
+  useChanges(colours);
+  const thoughts = THOUGHTS.exec(text);
+  const rest = thoughts ? text.slice(thoughts[0].length) : text;
+  return html`
+    ${thoughts && html`<${Thoughts} text=${thoughts[1]} isLive=${isLive && rest === ""} />`}
+    <${Blocks} text=${rest} />`;
+}
+
+function Thoughts({ text, isLive }) {
+  return html`
+    <details class="thoughts">
+      <summary>${isLive ? "Thinking…" : "Thoughts"}</summary>
+      <${Blocks} text=${text} />
+    </details>`;
+}
+
+function Blocks({ text }) {
+  return html`<div class="prose" onClick=${onClick}>${blocks(text).map((content, i) => html`<${Block} key=${i} content=${content} />`)}</div>`;
+}
+
+function Block({ content }) {
+  const element = useRef(null);
+  useEffect(() => { setFormulas(element.current); }, [content]);
+  return html`<div ref=${element} dangerouslySetInnerHTML=${{ __html: content }}></div>`;
+}
+
+async function onClick(event) {
+  const button = event.target.closest("[data-copy]");
+  if (button === null) return;
+  await copy(button.closest("figure").querySelector("code").textContent);
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}

@@ -1,0 +1,92 @@
+// The list of conversations, and what can be done with all of them.
+import { html, useRef, useState } from "../../shared/view.js";
+import { download, fileName, fromJson, toJson, toMarkdown } from "../transfer.js";
+import { titleOf } from "../tree.js";
+import { Confirm, Rename } from "./dialogs.js";
+import { Icon } from "./icons.js";
+
+export function Sidebar({ chat, onSearch, onShortcuts }) {
+  const [dialog, setDialog] = useState(null);
+  const close = () => setDialog(null);
+  const { list } = chat;
+
+  return html`
+    <nav class="sidebar" id="sidebar" aria-label="Conversations">
+      <div class="top">
+        <button class="primary" onClick=${() => chat.startNew()} title="Ctrl+Shift+O"><${Icon} name="plus" /> New conversation</button>
+        <button onClick=${onSearch} aria-label="Search conversations" title="Search (Ctrl+K)"><${Icon} name="search" /></button>
+      </div>
+      <ul class="conversations">
+        ${list.map((conversation) => html`<${Entry} key=${conversation.id} chat=${chat} conversation=${conversation} setDialog=${setDialog} close=${close} />`)}
+      </ul>
+      ${!list.length && html`<p class="hint">Conversations are kept in this browser.</p>`}
+      <div class="bottom">
+        <${Transfer} chat=${chat} setDialog=${setDialog} close=${close} />
+        <button class="quiet" onClick=${onShortcuts}>Keyboard</button>
+        <a class="button quiet" href="/engine"><${Icon} name="pulse" /> Engine</a>
+      </div>
+      ${dialog}
+    </nav>`;
+}
+
+function Entry({ chat, conversation, setDialog, close }) {
+  const title = titleOf(conversation);
+  const isCurrent = chat.current === conversation;
+  const isBusy = chat.answering(conversation) !== null;
+  const rename = () => setDialog(html`<${Rename} title=${title} onClose=${close} onRename=${(name) => chat.rename(conversation, name)} />`);
+  const remove = () => setDialog(html`
+    <${Confirm} title="Delete this conversation?" text=${`“${title}” will be gone, here and on the server.`} action="Delete" onClose=${close}
+      onConfirm=${() => chat.delete(conversation)} />`);
+  const name = fileName(title);
+  return html`
+    <li class=${isCurrent ? "current" : ""}>
+      <a href=${`#${conversation.id}`} aria-current=${isCurrent ? "page" : undefined}>
+        ${isBusy && html`<span class="busy" role="img" aria-label="answering"></span>`}<span class="title">${title}</span>
+      </a>
+      <${Menu} label=${`More about ${title}`}>
+        <button onClick=${rename}>Rename</button>
+        <button onClick=${() => download(`${name}.json`, toJson([conversation]), "application/json")}>Export as JSON</button>
+        <button onClick=${() => download(`${name}.md`, toMarkdown(conversation), "text/markdown")}>Export as Markdown</button>
+        <button onClick=${remove}>Delete</button>
+      <//>
+    </li>`;
+}
+
+function Transfer({ chat, setDialog, close }) {
+  const file = useRef(null);
+  const take = async (event) => {
+    const [chosen] = event.target.files;
+    event.target.value = "";
+    try {
+      const taken = fromJson(await chosen.text());
+      chat.take(taken);
+      if (taken.length) chat.show(taken[0].id);
+    } catch (error) {
+      setDialog(html`<${Confirm} title="The file can't be taken in" text=${`It may be another one: ${error.message}.`} action="Close" onClose=${close} onConfirm=${close} />`);
+    }
+  };
+  return html`
+    <input type="file" accept="application/json,.json" hidden ref=${file} onChange=${take} aria-label="A file with conversations" />
+    <${Menu} label="Export and import" text="Export, import" above>
+      <button onClick=${() => download("conversations.json", toJson(chat.list), "application/json")}>Export all</button>
+      <button onClick=${() => file.current.click()}>Import…</button>
+    <//>`;
+}
+
+/** A few actions behind a button; it closes when one is chosen, when the focus leaves it, and with Esc. */
+function Menu({ label, text, above = false, children }) {
+  const element = useRef(null);
+  const shut = () => { element.current.open = false; };
+  const onFocusOut = (event) => { if (!element.current.contains(event.relatedTarget)) shut(); };
+  const onKeyDown = (event) => {
+    if (event.key !== "Escape" || !element.current.open) return;
+    shut();
+    element.current.querySelector("summary").focus();
+    event.stopPropagation();
+  };
+  return html`
+    <details class="menu ${above ? "above" : ""}" ref=${element} onFocusOut=${onFocusOut} onKeyDown=${onKeyDown}>
+      <summary aria-label=${label} title=${label} class="button quiet">${text ?? html`<${Icon} name="more" />`}</summary>
+      <div class="items" onClick=${shut}>${children}</div>
+    </details>`;
+}

@@ -1,0 +1,53 @@
+// The branch that is shown. It follows its end, unless the reader has gone up.
+import { html, useEffect, useRef, useState } from "../../shared/view.js";
+import { pathTo } from "../tree.js";
+import { Icon } from "./icons.js";
+import { Message } from "./message.js";
+
+const NEAR_PX = 60;
+
+export function Thread({ chat, conversation }) {
+  const scroller = useRef(null);
+  const [isAtEnd, setAtEnd] = useState(true);
+  const answering = chat.answering(conversation);
+  const path = conversation.leaf === null ? [] : pathTo(conversation, conversation.leaf);
+
+  const toEnd = () => { scroller.current.scrollTop = scroller.current.scrollHeight; };
+  const onScroll = ({ target }) => setAtEnd(target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_PX);
+
+  useEffect(() => {
+    toEnd();
+    setAtEnd(true);
+  }, [conversation, answering]);
+  useEffect(() => {
+    if (!answering || !isAtEnd) return undefined;
+    return answering.subscribe(() => requestAnimationFrame(() => { if (scroller.current) toEnd(); }));
+  }, [answering, isAtEnd]);
+
+  return html`
+    <div class="thread" ref=${scroller} onScroll=${onScroll} tabindex="0" role="region" aria-label="Conversation">
+      ${!path.length && html`<${Welcome} chat=${chat} conversation=${conversation} />`}
+      <div class="messages">
+        ${path.map((message) => html`
+          <${Message} key=${message.id} chat=${chat} conversation=${conversation} message=${message}
+            answering=${answering?.message === message ? answering : null} />`)}
+      </div>
+      ${!isAtEnd && html`<button class="to-end" onClick=${toEnd} aria-label="Go to the end"><${Icon} name="down" /></button>`}
+    </div>`;
+}
+
+const IDEAS = [
+  "Explain why the sky is blue in three sentences.",
+  "Write a Python function that reverses a linked list.",
+  "Make a table of four planets: name, moons, length of a day.",
+];
+
+function Welcome({ chat, conversation }) {
+  const model = chat.modelOf(conversation);
+  return html`
+    <div class="welcome">
+      <h1>What shall we talk about?</h1>
+      <p>${model ? html`You talk to <strong>${model.id}</strong> on this server. It remembers each conversation, so an answer starts right away.` : "Looking for the server…"}</p>
+      <ul>${IDEAS.map((idea) => html`<li><button onClick=${() => chat.send(conversation, idea)} disabled=${chat.server !== "ready"}>${idea}</button></li>`)}</ul>
+    </div>`;
+}

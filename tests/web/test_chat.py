@@ -1,0 +1,168 @@
+"""Questions and answers on the page, with the default model in a real server."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.server.serving import Child, request
+from tests.server.wire import until
+from tests.web.browsing import WAIT_MS, Visit, visiting
+
+CAPITAL = "What is the capital of Japan?"
+LONG = "Count from one to two hundred in words."
+
+
+def in_use(server: Child) -> list[str]:
+    """What the engine's slots are doing."""
+    cores = request(server.port, "GET", "/v1/scheduler").json()["models"][0]["cores"]
+    return [slot["state"] for slot in cores[0]["slots"] if slot["state"] != "idle"]
+
+
+@pytest.mark.req("R41")
+def test_a_question_is_answered_and_shown_as_it_grows(visit: Visit, server: Child) -> None:
+    visit.open()
+    visit.page.evaluate("""() => {
+        window.lengths = new Set();
+        new MutationObserver(() => {
+            const text = document.querySelector("article.assistant .prose")?.textContent ?? "";
+            if (document.querySelector("article[aria-busy=true]")) window.lengths.add(text.length);
+        }).observe(document.body, { subtree: true, childList: true, characterData: true });
+    }""")
+    answer = visit.ask(CAPITAL)
+    assert "Tokyo" in answer
+    assert "Tokyo" in visit.answers.last.inner_text()
+    assert visit.page.evaluate("() => window.lengths.size") >= 3, "it was not shown as it grew"
+    body = {"messages": [{"role": "user", "content": CAPITAL}], "temperature": 0, "max_tokens": 24}
+    plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
+    assert answer == plain["choices"][0]["message"]["content"]
+
+
+@pytest.mark.req("R41", "R35", "R7")
+def test_the_stop_button_ends_the_answer_at_the_engine(visit: Visit, server: Child) -> None:
+    visit.open(max_tokens=1000)
+    visit.send(LONG)
+    visit.wait_for_words(8)
+    assert in_use(server) == ["generating"]
+    visit.page.get_by_label("Stop the answer").click()
+    visit.wait_for_answer()
+    assert in_use(server) == []
+    expect(visit.answers.last).to_contain_text("Stopped.")
+    said = visit.said()[-1]
+    session = next(iter(visit.current()["sessions"]))
+    turns = request(server.port, "GET", f"/v1/sessions/{session}/turns").json()["data"]
+    assert turns[-1]["messages"][-1]["content"] == said, "the page and the server know the same"
+    visit.act(visit.answers.last, "Continue")
+    visit.wait_for_words(len(said) + 8)
+    visit.page.keyboard.press("Escape")
+    visit.wait_for_answer()
+    assert visit.said()[-1].startswith(said)
+
+
+@pytest.mark.req("R41", "R2", "R4")
+def test_a_new_turn_sends_only_what_is_new_and_says_what_was_reused(visit: Visit, server: Child) -> None:
+    visit.open()
+    visit.ask(CAPITAL)
+    visit.ask("And of Italy?")
+    visit.ask("And of Spain?")
+    sent = visit.watched.bodies("/generate")
+    assert [body["input"] for body in sent] == [CAPITAL, "And of Italy?", "And of Spain?"]
+    assert len(visit.watched.bodies("/v1/sessions")) == 1
+    (session,) = visit.current()["sessions"]
+    turns = request(server.port, "GET", f"/v1/requests/{session}/timeline").json()["generations"]
+    shown = [
+        (int(one.get_attribute("data-cached") or 0), int(one.get_attribute("data-prompt") or 0))
+        for one in visit.page.locator(".reused").all()
+    ]
+    assert shown == [(turn["cached_tokens"], turn["prompt_tokens"]) for turn in turns]
+    assert all(cached > 30 for cached, _ in shown[1:])
+
+
+@pytest.mark.req("R41", "R36")
+def test_two_conversations_stream_at_once_and_do_not_mix(visit: Visit, server: Child) -> None:
+    visit.open(max_tokens=100)
+    visit.send(LONG)
+    visit.wait_for_words()
+    visit.page.get_by_role("button", name="New conversation", exact=True).click()
+    visit.send(CAPITAL)
+    visit.wait_for_words()
+    assert in_use(server) == ["generating"] * 2
+    visit.wait_for_answer()
+    expect(visit.page.locator(".conversations .busy")).to_have_count(0, timeout=WAIT_MS)
+    for conversation, question in zip(visit.stored(), (CAPITAL, LONG), strict=True):
+        asked, answer = (message["content"] for message in conversation["messages"].values())
+        assert asked == question
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 100}
+        plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
+        assert answer == plain["choices"][0]["message"]["content"]
+
+
+@pytest.mark.req("R41")
+def test_a_reload_keeps_everything(visit: Visit) -> None:
+    visit.open()
+    visit.ask(CAPITAL)
+    visit.ask("And of Italy?")
+    before, shown = visit.stored_path(), visit.page.locator(".messages").inner_text()
+    visit.page.reload()
+    expect(visit.messages).to_have_count(4)
+    assert visit.stored_path() == before
+    assert visit.page.locator(".messages").inner_text() == shown
+    visit.ask("And of Spain?")
+    assert visit.last_stats()["cached"] > 60, "the server's session was found again"
+
+
+@pytest.mark.req("R41", "G18")
+def test_a_reload_in_the_middle_of_an_answer_loses_nothing(visit: Visit, server: Child) -> None:
+    visit.open(max_tokens=200)
+    visit.send(LONG)
+    visit.wait_for_words(20)
+    until(lambda: "resume" in visit.leaf())  # it is stored twice a second
+    visit.page.reload()
+    expect(visit.answers).to_have_count(1)
+    visit.wait_for_answer()
+    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 200}
+    plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
+    assert visit.said()[-1] == plain["choices"][0]["message"]["content"]
+    assert visit.last_stats()["completion"] == plain["usage"]["completion_tokens"]
+
+
+def test_settings_belong_to_a_conversation(visit: Visit) -> None:
+    visit.open()
+    visit.page.get_by_label("Settings").click()
+    dialog = visit.page.get_by_role("dialog")
+    dialog.get_by_label("System prompt").fill("You are a parrot. Always say: squawk.")
+    dialog.get_by_label("Longest answer").fill("7")
+    dialog.get_by_label("Temperature").fill("0.5")
+    dialog.get_by_label("Stop at").fill("squawk squawk")
+    dialog.get_by_role("button", name="Save").click()
+    visit.ask("Who are you?")
+    (made,), (sent,) = visit.watched.bodies("/v1/sessions"), visit.watched.bodies("/generate")
+    assert made["system"] == "You are a parrot. Always say: squawk."
+    assert sent == {"input": "Who are you?", "temperature": 0.5, "max_tokens": 7, "stop": ["squawk squawk"]}
+    assert visit.last_stats()["completion"] <= 7
+    visit.page.get_by_role("button", name="New conversation", exact=True).click()
+    visit.ask(CAPITAL)
+    assert "system" not in visit.watched.bodies("/v1/sessions")[1]
+    assert visit.watched.bodies("/generate")[1]["max_tokens"] == 24
+
+
+def test_the_context_gauge_says_what_is_used(visit: Visit) -> None:
+    visit.open()
+    visit.ask(CAPITAL)
+    used = visit.last_stats()["total"]
+    expect(visit.page.locator(".gauge")).to_contain_text(f"{used} of 2,048 tokens")
+
+
+def test_the_first_load_is_small(browser: Browser, server: Child) -> None:
+    with visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open()
+        expect(visit.field).to_be_visible()
+        sizes = visit.page.evaluate("""() => Object.fromEntries(
+            [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+                .map((entry) => [new URL(entry.name).pathname, entry.decodedBodySize]))""")
+        assert sum(sizes.values()) < 400_000, sizes
+        assert not any("katex" in path or "highlight" in path for path in sizes)
+        visit.page.evaluate("""async () => {
+            const { blocks } = await import("/web/js/chat/markdown.js");
+            blocks("```python\\nx = 1\\n```");
+        }""")

@@ -1,0 +1,108 @@
+"""What goes wrong is said in plain words, and can be mended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.server.serving import KEY, child, running
+from tests.server.wire import Wire, chat_request, held, wait_for_inbox
+from tests.web.browsing import PATIENT, visiting
+from tokenmill import AsyncLLM
+from tokenmill.config import EngineConfig
+from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.server.config import ServerConfig, hash_key
+
+OPTIONS = ("smollm2-135m", "--context", "2048")
+
+
+@pytest.mark.req("R41")
+def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_path: Path) -> None:
+    with child(tmp_path / "first", *OPTIONS) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open(max_tokens=400)
+        visit.ask("What is the capital of Japan?")
+        visit.send("Count from one to two hundred in words.")
+        visit.wait_for_words(20)
+        server.process.kill()
+        expect(visit.answers.last).to_contain_text("connection was lost")
+        banner = visit.page.get_by_role("status")
+        with child(tmp_path / "second", *OPTIONS, port=server.port):
+            alert = visit.page.get_by_role("alert")
+            expect(alert).to_contain_text("may have been restarted", **PATIENT)
+            expect(banner).to_have_count(0, **PATIENT)
+            partial = visit.said()[-1]
+            assert len(partial) >= 20, "what was said is kept"
+            alert.get_by_role("button", name="Try again").click()
+            expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
+            visit.wait_for_answer()
+            expect(alert).to_have_count(0)
+            assert visit.said()[-1]
+            made = visit.watched.bodies("/v1/sessions")[-1]
+            assert [message["role"] for message in made["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.req("R41", "R37")
+def test_a_key_is_asked_for_and_kept_only_if_wanted(browser: Browser) -> None:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
+    with (
+        running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as server,
+        visiting(browser, f"http://127.0.0.1:{server.port}") as visit,
+    ):
+        visit.open()
+        dialog = visit.page.get_by_role("dialog")
+        expect(dialog).to_contain_text("wants an API key")
+        visit.page.keyboard.press("Escape")
+        expect(dialog).to_be_visible()
+        dialog.get_by_label("API key").fill("wrong")
+        visit.page.keyboard.press("Enter")
+        expect(dialog.get_by_role("alert")).to_contain_text("not one of the server's")
+        dialog.get_by_label("API key").fill(KEY)
+        visit.page.keyboard.press("Enter")
+        expect(dialog).to_have_count(0)
+        visit.ask("hi")
+        stored = "() => [sessionStorage, localStorage].map((store) => JSON.stringify(store))"
+        in_session, kept = visit.page.evaluate(stored)
+        assert KEY in in_session
+        assert KEY not in kept
+        assert all(KEY not in one.url for one in visit.watched.requests)
+        visit.page.reload()
+        expect(visit.messages).to_have_count(2)
+        expect(dialog).to_have_count(0)
+
+
+@pytest.mark.req("R41", "R15")
+def test_a_server_that_is_full_says_so_and_is_asked_again(browser: Browser) -> None:
+    engine = EngineConfig(max_num_seqs=1, max_queue=1)
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), config=engine, kv_cache_tokens=8192)
+    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open()
+        expect(visit.page.get_by_label("Model")).to_have_value("fake")
+        alert = visit.page.get_by_role("alert")
+        with held(server) as hold, Wire(server.port) as first, Wire(server.port) as second:
+            first.send(chat_request())
+            hold.wait()
+            second.send(chat_request())
+            wait_for_inbox(server)
+            hold.step()
+            visit.send("hi")
+            wait_for_inbox(server)
+            hold.step()  # it looks into its inbox
+            hold.step()  # it tells what it found there
+            expect(alert).to_contain_text("busy with others")
+        visit.page.get_by_role("button", name="Try again").click()
+        visit.wait_for_answer()
+        expect(alert).to_have_count(0)
+        assert len(visit.said()) == 2
+
+
+def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=256)), kv_cache_tokens=8192)
+    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open(max_tokens=8)
+        visit.ask("short")
+        visit.send("long " * 100)
+        expect(visit.page.get_by_role("alert")).to_contain_text("outgrown the model's context")
+        visit.page.keyboard.press("Control+Shift+O")
+        visit.ask("short again")
