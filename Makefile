@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test soak clients check format requirements clean
+.PHONY: help serve tour test soak clients screenshots check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -29,7 +29,7 @@ $(VENV)/.dev: $(VENV)/.base
 	@sh tools/chromium.sh
 	@touch $@
 
-serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): OpenAI's API
+serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API
 	@exec $(BIN)/tokenmill serve $(MODEL) --port $(PORT) $(ARGS)
 
 tour: $(VENV)/.base  ## see the contract and the engine at work on the fake backend, tick by tick
@@ -44,6 +44,9 @@ soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for 
 
 clients: $(VENV)/.dev  ## real clients, each in its own environment
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+screenshots: $(VENV)/.dev  ## pictures of the web page, for the README
+	@$(BIN)/python -m tests.web.screenshots
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	@$(BIN)/ruff check .

@@ -36,9 +36,7 @@ from tokenmill.outputs import FinishReason
 def test_a_long_prompt_never_stalls_the_others(depth: int, at_once: bool) -> None:
     """20,000 tokens beside eight that decode: every tick within the target, give or take the model's own error."""
     fake = {"num_cells": 40_000, "max_context": 32_768, "max_seqs": 32}
-    engine, _ = timed_engine(
-        depth, (0.004, 0.0004, 2e-8), fake, at_once=at_once, max_num_seqs=16, target_tick_ms=100
-    )
+    engine, _ = timed_engine(depth, (0.004, 0.0004, 2e-8), fake, at_once=at_once, max_num_seqs=16, target_tick_ms=100)
     ticks = ticks_of(engine)
     for i in range(8):
         engine.add(request(f"d{i}", (i + 50, 1, 1), max_new_tokens=400))
@@ -60,6 +58,28 @@ def test_a_long_prompt_never_stalls_the_others(depth: int, at_once: bool) -> Non
     assert min(steady) > 0.08, "chunks are smaller than the target allows"
     assert transcript.reasons["long"] is FinishReason.LENGTH
     assert not engine.scheduler.requests.keys() - {f"d{i}" for i in range(8)}
+
+
+@pytest.mark.req("R13")
+def test_where_decoding_alone_takes_the_target_prompts_get_a_share_of_the_time() -> None:
+    """A large model on a slow machine: 8 that decode take 164 ms, and a prompt may take half as long again."""
+    engine, _ = timed_engine(
+        0, (0.1, 0.008, 0), {"num_cells": 8192, "max_context": 4096}, at_once=True, max_num_seqs=16, target_tick_ms=100
+    )
+    ticks = ticks_of(engine)
+    for i in range(8):
+        engine.add(request(f"d{i}", (i + 50, 1, 1), max_new_tokens=200))
+    for _ in range(6):
+        engine.step()
+    for name in ("one", "two"):
+        engine.add(request(name, tuple(i % VOCAB for i in range(100)), max_new_tokens=1))
+    begin = len(ticks)
+    transcript = Transcript()
+    while not {"one", "two"} <= transcript.reasons.keys():
+        transcript.add(engine.step())
+    beside = [tick for tick in ticks[begin:] if tick.plan.num_decode == 8 and tick.plan.num_prefill]
+    assert max(tick.step_s for tick in beside) <= 1.5 * 0.164 * 1.01, "both prompts together"
+    assert len(beside) <= 200 / 10 + 2, "some ten tokens a step"
 
 
 @pytest.mark.req("R13", "R14", "G9")

@@ -184,9 +184,7 @@ class Child:
 
 
 @contextmanager
-def child(
-    log: Path, *arguments: str, port: int = 0, until: str = r" on http://[^:]+:(\d+)/v1"
-) -> Iterator[Child]:
+def child(log: Path, *arguments: str, port: int = 0, until: str = r" on http://[^:]+:(\d+)/v1") -> Iterator[Child]:
     """Start it and wait until it has said that it is ready (or something else)."""
     with log.open("wb") as file:
         command = [TOKENMILL, "serve", *arguments, "--port", str(port)]

@@ -259,9 +259,19 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
         label = endpoint_of(filled)
         assert label != OTHER, f"{path} is in no table of endpoints"
         assert endpoint_of(filled.removeprefix("/v1")) == label
-    for path in ("/", "/v1", "/v1/chat", "/v1/requests/a/b/cancel", "/metrics/", "/v2/models", "/\n", "/health/live/x"):
+    for path in (
+        "//",
+        "/v1",
+        "/v1/chat",
+        "/v1/requests/a/b/cancel",
+        "/metrics/",
+        "/v2/models",
+        "/\n",
+        "/health/live/x",
+    ):
         assert endpoint_of(path) == OTHER
     assert endpoint_of("/v1/models/a/b") == "/v1/models/{name}"
+    assert endpoint_of("/web/js/a.js") == "/web/{file}"
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,12 @@ from tokenmill.server import auth
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.context import ENDLESS
+from tokenmill.server.page import assets
 from tokenmill.server.requests import EmbeddingRequest
 from tokenmill.server.served import Served
 
 OPEN = {"/health", "/health/live", "/health/ready"}
+FILES = set(assets())
 OPENAI = ["/models", "/models/{name:path}", "/chat/completions", "/completions", "/responses", "/embeddings"]
 OPENAI += ["/requests/{request_id}/cancel", "/requests/{request_id}/timeline", "/scheduler", "/scheduler/events"]
 OPENAI += ["/models/load", "/models/unload", "/sessions", "/sessions/{session_id}"]
@@ -96,10 +98,29 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 @pytest.mark.req("R37")
 def test_s01_every_route_has_a_rule() -> None:
-    assert {path for _, path in routes()} == OPEN | WITH_KEY
+    assert {path for _, path in routes()} == OPEN | WITH_KEY | FILES
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(routes()))
+@pytest.mark.req("R37", "R41")
+def test_s01_the_web_page_is_for_everybody_and_nothing_else_is(server: Running) -> None:
+    for path in FILES:
+        assert request(server.port, "GET", path, None, None).status == 200
+        assert request(server.port, "POST", path, BODY, None).status == 405
+    for path in (
+        "/web",
+        "/web/",
+        "/web/x",
+        "/web/js",
+        "/web/js/",
+        "/engine/",
+        "//",
+        "/web/..",
+        "/web/js/../../v1/models",
+    ):
+        check_401(request(server.port, "GET", path, None, None))
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(route for route in routes() if route[1] not in FILES))
 def test_s01_a_key_is_needed_everywhere_but_for_health(server: Running, method: str, path: str) -> None:
     body = BODY if method == "POST" else None
     for headers in NO_KEYS.values():
@@ -116,7 +137,7 @@ def test_s01_a_key_is_needed_everywhere_but_for_health(server: Running, method: 
 
 
 @pytest.mark.parametrize(
-    "path", sorted(OPEN | WITH_KEY | {"/", "/nothing", "/v1/nothing", "/docs", "/health/x", "/healthz"})
+    "path", sorted(OPEN | WITH_KEY | {"/web/", "/nothing", "/v1/nothing", "/docs", "/health/x", "/healthz"})
 )
 def test_s01_other_methods_need_a_key_as_well(server: Running, path: str) -> None:
     for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND"):
@@ -148,7 +169,7 @@ def test_s01_no_websocket_gets_around_it(server: Running) -> None:
         "Sec-WebSocket-Version": "13",
         "Sec-WebSocket-Key": "eA==",
     }
-    for path in ("/v1/models", "/", "/ws"):
+    for path in ("/v1/models", "/web/", "/ws"):
         check_401(request(server.port, "GET", path, None, None, upgrade))
     h2 = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
     check_401(request(server.port, "GET", "/v1/models", None, None, h2))

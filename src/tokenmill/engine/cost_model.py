@@ -13,7 +13,9 @@ import numpy as np
 from tokenmill.engine.plan import Draft
 
 MIN_CHUNK = 8
-"""Prefill tokens given even when decoding alone takes longer than the target: prompts must finish, too."""
+"""Prefill tokens given whatever they cost: prompts must finish, too."""
+MIN_SHARE = 0.5
+"""Where decoding alone takes most of the target, prefill may take this part of its time."""
 FIRST_CHUNK = 32
 FORGET = 0.98
 TOKENS, CELLS = 1e3, 1e6
@@ -69,12 +71,14 @@ class CostModel:
         already = draft.num_tokens - len(draft.decodes)
         limit = max(FIRST_CHUNK, 2 * self.largest_prefill) - already
         least = MIN_CHUNK if already == 0 else 0
-        base = self.predict(draft.num_tokens, draft.attention)
-        if base is None:
+        so_far = self.predict(draft.num_tokens, draft.attention)
+        decoding = self.predict(len(draft.decodes), draft.decode_attention)
+        if so_far is None or decoding is None:
             return max(least, FIRST_CHUNK - already)
         _, per_token, per_cell = self._fit()
-        # base + n * linear + n^2 * square <= target
-        room, linear, square = target_s - base, per_token + per_cell * num_computed, per_cell / 2
+        # so far + n * linear + n^2 * square <= allowed
+        room = max(target_s, (1 + MIN_SHARE) * decoding) - so_far
+        linear, square = per_token + per_cell * num_computed, per_cell / 2
         if room <= 0:
             return least
         if square > 0:

@@ -71,10 +71,13 @@ class Draft:
     preempted: bool = False
     num_tokens: int = 0
     attention: float = 0.0
+    decode_attention: float = 0.0
+    """That of the rows that decode alone."""
 
     def give_decodes(self, rows: IntArray, cells: int, attention: float) -> None:
         self.decodes = rows
         self.cells += cells
+        self.decode_attention = attention
         self._give(len(rows), attention)
 
     def give_chunk(self, row: int, count: int, cells: int, num_computed: int) -> None:
