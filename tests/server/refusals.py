@@ -53,7 +53,7 @@ NO_BODIES = [b"", b" ", b"{", b"[", b"null", b"5", b'"a"', b"[]", b"[{}]", b"{}{
 NO_BODIES += [b"{'a':1}", b"{a:1}", b"a=1&b=2", b"<a/>", b"\x80\x04\x95", b"\0" * 1000]
 NO_BODIES += [b'{"a":' * DEEP, b"[" * DEEP, b"[" * DEEP + b"]" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP]
 NO_BODIES += [b'{"model":"fake",}', b'{"model":"fake"', b'{"model":"fa', b'{"a":01}']
-QUICK_S, LARGE_S = 2.0, 5.0
+QUICK_S, LARGE_S = 10.0, 20.0
 """Far more than a refusal takes; a large body has to be read at least, but not to be gone through item by item."""
 INSIDE = re.compile(
     r"pydantic|https?://|Traceback|File \"|\.py\b|site-packages|0x[0-9a-fA-F]{4,}|/(?:home|usr|etc|tmp|var|opt|root)/"
