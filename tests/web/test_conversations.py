@@ -146,3 +146,28 @@ def test_a_session_that_the_server_has_lost_is_made_again(visit: Visit, server: 
     visit.page.keyboard.press("Control+Enter")
     visit.wait_for_answer()
     assert len(visit.said()) == 4
+
+
+def test_two_tabs_see_the_same_conversations(visit: Visit) -> None:
+    visit.open(max_tokens=6)
+    other = visit.context.new_page()
+    other.goto(visit.watched.origin)
+    visit.ask(JAPAN)
+    expect(other.locator(".conversations .title")).to_have_text([JAPAN])
+    other.locator(".conversations a").click()
+    expect(other.locator("article.message")).to_have_count(2)
+    visit.ask(ITALY)
+    expect(other.locator("article.message")).to_have_count(4)
+    more(visit, 0, "Delete")
+    visit.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(other.locator("article.message")).to_have_count(0)
+
+
+def test_what_is_written_stays_while_another_conversation_is_looked_at(visit: Visit) -> None:
+    visit.open(max_tokens=6)
+    visit.ask(JAPAN)
+    visit.field.fill("half a quest")
+    visit.page.keyboard.press("Control+Shift+O")
+    expect(visit.field).to_have_value("")
+    visit.conversations.locator("a").click()
+    expect(visit.field).to_have_value("half a quest")

@@ -16,18 +16,21 @@ export class Chat extends Emitter {
   models = [];
   /** "ready", "loading", "gone" or "key": what the server is like. */
   server = "loading";
+  /** What is written, but not sent yet, by conversation. */
+  drafts = new Map();
   #answering = new Map();
   #unsaved = new Map();
   #looking = false;
+  #isTakenUp = false;
 
   /** Read what is stored, and see what the server has. */
   async open() {
     for (const conversation of await storage.loadAll()) this.conversations.set(conversation.id, conversation);
     window.addEventListener("hashchange", () => this.#follow());
     window.addEventListener("pagehide", () => this.#saveAll());
+    storage.onOtherTabs((id) => this.#reload(id));
     this.#follow();
     await this.look();
-    for (const conversation of this.conversations.values()) this.#takeUp(conversation);
   }
 
   // -- the server -----------------------------------------------------------------------------------------------------
@@ -48,6 +51,7 @@ export class Chat extends Emitter {
       const { data } = await ask("/v1/models");
       this.models = data;
       this.server = "ready";
+      if (!this.#isTakenUp) this.#takeUpAll();
     } catch (error) {
       this.server = error.status === 401 ? "key" : error instanceof Unreachable ? "gone" : "loading";
     }
@@ -188,7 +192,12 @@ export class Chat extends Emitter {
     this.#follows(conversation, message, (answering) => answering.run());
   }
 
-  /** Go on reading an answer that was on its way when the page was left. */
+  /** Go on reading answers that were on their way when the page was left. */
+  #takeUpAll() {
+    this.#isTakenUp = true;
+    for (const conversation of this.conversations.values()) this.#takeUp(conversation);
+  }
+
   #takeUp(conversation) {
     for (const message of Object.values(conversation.messages)) {
       if (!["waiting", "streaming"].includes(message.status)) continue;
@@ -229,6 +238,17 @@ export class Chat extends Emitter {
     } else if (!this.#unsaved.has(conversation.id)) {
       this.#unsaved.set(conversation.id, setTimeout(() => this.#keep(conversation, true), SAVE_MS));
     }
+  }
+
+  /** Another tab has changed a conversation; what this one is doing with it goes first. */
+  async #reload(id) {
+    if (this.#answering.has(id)) return;
+    const stored = await storage.load(id);
+    const isShown = this.current?.id === id;
+    if (stored) this.conversations.set(id, stored);
+    else this.conversations.delete(id);
+    if (isShown) this.#follow();
+    else this.changed();
   }
 
   #saveAll() {

@@ -8,7 +8,7 @@ import { ServerError, ask } from "../shared/api.js";
 import { history, lastSaid } from "./tree.js";
 
 /** Does the server not know the session (any more)? */
-export const isLost = (error) => error instanceof ServerError && error.status === 404;
+export const isLost = (error) => error instanceof ServerError && error.code === "session_not_found";
 
 /** A session after a message, ready for what comes next: `{ id, record }`. */
 export async function sessionAfter(conversation, message) {

@@ -1,7 +1,8 @@
-// The browser's copy of conversations, in IndexedDB.
+// The browser's copy of conversations, in IndexedDB; tabs tell one another what they have changed.
 
 const NAME = "tokenmill";
 const STORE = "conversations";
+const tabs = new BroadcastChannel(NAME);
 
 let opening = null;
 
@@ -25,5 +26,19 @@ async function run(mode, operation) {
 }
 
 export const loadAll = () => run("readonly", (store) => store.getAll());
-export const save = (conversation) => run("readwrite", (store) => store.put(conversation));
-export const erase = (id) => run("readwrite", (store) => store.delete(id));
+export const load = (id) => run("readonly", (store) => store.get(id));
+
+export async function save(conversation) {
+  await run("readwrite", (store) => store.put(conversation));
+  tabs.postMessage(conversation.id);
+}
+
+export async function erase(id) {
+  await run("readwrite", (store) => store.delete(id));
+  tabs.postMessage(id);
+}
+
+/** Be told of conversations that another tab has changed or erased. */
+export function onOtherTabs(listener) {
+  tabs.onmessage = ({ data }) => listener(data);
+}

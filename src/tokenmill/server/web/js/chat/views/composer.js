@@ -8,7 +8,11 @@ const MOST_ROWS_PX = 240;
 
 export function Composer({ chat, conversation }) {
   const field = useRef(null);
-  const [text, setText] = useState("");
+  const [text, setText] = useState(chat.drafts.get(conversation.id) ?? "");
+  const write = (value) => {
+    chat.drafts.set(conversation.id, value);
+    setText(value);
+  };
   const isBusy = chat.answering(conversation) !== null;
   const canSend = !isBusy && text.trim() !== "" && chat.server === "ready";
 
@@ -21,7 +25,7 @@ export function Composer({ chat, conversation }) {
   const send = () => {
     if (!canSend) return;
     chat.send(conversation, text.trim());
-    setText("");
+    write("");
     field.current.focus();
   };
   const onKeyDown = (event) => {
@@ -39,7 +43,7 @@ export function Composer({ chat, conversation }) {
     <div class="composer">
       <div class="row">
         <textarea ref=${field} rows="1" aria-label="Your message" placeholder="Ask anything" value=${text} enterkeyhint="send"
-          onInput=${(event) => setText(event.target.value)} onKeyDown=${onKeyDown}></textarea>
+          onInput=${(event) => write(event.target.value)} onKeyDown=${onKeyDown}></textarea>
         ${isBusy
           ? html`<button class="danger" onClick=${stop} aria-label="Stop the answer" title="Stop (Esc)"><${Icon} name="stop" /></button>`
           : html`<button class="primary" onClick=${send} disabled=${!canSend} aria-label="Send" title="Send (Enter)"><${Icon} name="send" /></button>`}
