@@ -1,0 +1,101 @@
+// The connection to the server's events: taken up again when it breaks, given up while nobody looks.
+import { ask, events } from "../shared/api.js";
+import { Emitter } from "../shared/emitter.js";
+import { explain } from "../shared/words.js";
+
+const AGAIN_MS = 1000;
+const MOST_MS = 5000;
+const FRESH_S = 0.1; // what is no older than this is the latest that there is:
+const REST_MS = 300; // what comes next is left to gather, since reading it all at once costs less
+const HIDDEN_MS = 10_000; // a page that nobody sees for so long gives its connection up
+
+/** `status` is connecting, live, lost (it tries again), paused, asleep, or locked (it needs a key). */
+export class Follower extends Emitter {
+  status = "connecting";
+  problem = null;
+  #state;
+  #connection = null;
+  #hiddenTimer = 0;
+
+  constructor(state) {
+    super();
+    this.#state = state;
+    document.addEventListener("visibilitychange", () => this.#look());
+    window.addEventListener("online", () => this.status === "lost" && this.start());
+  }
+
+  /** Connect, at once. */
+  start() {
+    this.#connection?.abort();
+    this.#connection = new AbortController();
+    if (document.hidden) this.#look();
+    if (this.status !== "lost") this.#become("connecting");
+    this.#run(this.#connection.signal);
+  }
+
+  /** What is shown stays as it is, and the server has nobody to tell anything. */
+  pause() {
+    this.#stop("paused");
+  }
+
+  #stop(status) {
+    this.#connection?.abort();
+    this.#become(status);
+  }
+
+  #look() {
+    clearTimeout(this.#hiddenTimer);
+    if (document.hidden) {
+      this.#hiddenTimer = setTimeout(() => {
+        if (["connecting", "live", "lost"].includes(this.status)) this.#stop("asleep");
+      }, HIDDEN_MS);
+    } else if (this.status === "asleep") {
+      this.start();
+    }
+  }
+
+  async #run(signal) {
+    for (let waitMs = AGAIN_MS; !signal.aborted; waitMs = Math.min(2 * waitMs, MOST_MS)) {
+      let problem;
+      try {
+        const told = await ask("/v1/scheduler", { signal }); // the stream says nothing where nothing happens
+        if (signal.aborted) return;
+        this.#state.begin(told);
+        this.#become("live");
+        waitMs = AGAIN_MS;
+        problem = await this.#follow(signal);
+      } catch (error) {
+        if (error.status === 401) return this.#become("locked");
+        problem = explain(error);
+      }
+      if (signal.aborted) return;
+      this.#become("lost", problem);
+      await passed(waitMs, signal);
+    }
+  }
+
+  /** Until the stream is over; why it is. */
+  async #follow(signal) {
+    for await (const { event, data } of events("/v1/scheduler/events", { signal })) {
+      if (event === "end") return "The server is stopping.";
+      const told = JSON.parse(data);
+      this.#state.take(event, told);
+      if (this.#state.now - told.at < FRESH_S) await passed(REST_MS, signal);
+    }
+    return "The server has closed the connection.";
+  }
+
+  #become(status, problem = null) {
+    this.status = status;
+    this.problem = problem;
+    this.changed();
+  }
+}
+
+/** So much time, or less if it is not needed any more. */
+function passed(ms, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });
+  });
+}
