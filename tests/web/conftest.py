@@ -11,13 +11,13 @@ from tests.server.serving import Child, child
 from tests.web.browsing import Visit, browsing, visiting
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with browsing() as one:
         yield one
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """`tokenmill serve`, with the default model."""
     with child(tmp_path_factory.mktemp("web") / "log", "smollm2-135m", "--context", "2048") as one:

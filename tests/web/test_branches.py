@@ -111,3 +111,92 @@ def test_a_fork_is_a_conversation_of_its_own(visit: Visit, server: Child) -> Non
     (copy,) = visit.current()["sessions"]
     assert copy != source
     assert num_turns(server, source) == num_turns(server, copy) == 4
+
+
+def same_as_server(visit: Visit, server: Child) -> None:
+    """What the page thinks that its sessions have taken in is what they have."""
+    conversation = visit.current()
+    for session, record in conversation["sessions"].items():
+        turns = request(server.port, "GET", f"/v1/sessions/{session}/turns").json()["data"]
+        there = [[one["content"] for one in turn["messages"] if one["role"] != "system"] for turn in turns]
+        assert there == [[conversation["messages"][name]["content"] for name in turn] for turn in record["turns"]]
+
+
+@pytest.mark.req("R41", "G6")
+def test_a_lost_session_does_not_lead_astray(visit: Visit, server: Child) -> None:
+    """Another answer, more questions and edits after the server has lost everything."""
+    visit.open(max_tokens=8)
+    visit.ask(JAPAN)
+    for session in visit.current()["sessions"]:
+        request(server.port, "DELETE", f"/v1/sessions/{session}")
+    visit.act(visit.answers.last, "Another answer")
+    expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
+    visit.wait_for_answer()
+    same_as_server(visit, server)
+    visit.ask(ITALY)
+    visit.act(visit.questions.last, "Edit and ask again")
+    visit.page.get_by_label("Your question").fill(SPAIN)
+    visit.page.keyboard.press("Control+Enter")
+    visit.wait_for_answer()
+    visit.act(visit.answers.last, "Another answer")
+    expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
+    visit.wait_for_answer()
+    same_as_server(visit, server)
+    assert len(visit.said()) == 4
+
+
+def test_an_answer_goes_on_only_where_that_makes_sense(visit: Visit, server: Child) -> None:
+    visit.open(max_tokens=4)
+    visit.ask(JAPAN)
+    more = visit.page.get_by_role("button", name="Continue", exact=True)
+    expect(more).to_have_count(1)
+    before = visit.said()[-1]
+    more.click()
+    visit.wait_for_answer()
+    assert visit.said()[-1].startswith(before)
+    assert len(visit.said()[-1]) > len(before)
+    same_as_server(visit, server)
+    visit.ask(ITALY)
+    expect(visit.answers.first.get_by_role("button", name="Continue", exact=True)).to_have_count(0)  # it was built upon
+    (session,) = visit.current()["sessions"]
+    request(server.port, "DELETE", f"/v1/sessions/{session}")
+    before = visit.said()[-1]
+    more.click()
+    expect(visit.page.get_by_role("alert")).to_contain_text("does not have this answer any more")
+    assert visit.said()[-1] == before
+    expect(more).to_have_count(0)
+
+
+def test_settings_that_are_changed_meanwhile_leave_the_answer_alone(visit: Visit, server: Child) -> None:
+    visit.open(max_tokens=60)
+    visit.send("Count from one to two hundred in words.")
+    visit.wait_for_words(4)
+    visit.page.get_by_label("Settings").click()
+    visit.page.get_by_label("System prompt").fill("Be brief.")
+    visit.page.get_by_role("button", name="Save").click()
+    visit.wait_for_answer()
+    assert visit.last_stats()["completion"] == 60
+    visit.ask(JAPAN)
+    made = visit.watched.bodies("/v1/sessions")[-1]
+    assert made["system"] == "Be brief."
+    assert [one["role"] for one in made["messages"]] == ["user", "assistant"]
+    same_as_server(visit, server)
+
+
+def test_two_tabs_that_answer_at_once_lose_nothing(visit: Visit) -> None:
+    visit.open(max_tokens=200)
+    visit.ask("hi")
+    other = Visit(visit.context, visit.watched)
+    other.page.goto(visit.page.url)
+    expect(other.messages).to_have_count(2)
+    visit.page.bring_to_front()
+    visit.send("Count from one to two hundred in words.")
+    visit.wait_for_words(4)
+    other.page.bring_to_front()
+    other.send("What is this?")
+    expect(other.page.get_by_role("alert")).to_contain_text("Another tab is at work")
+    visit.page.bring_to_front()
+    visit.page.keyboard.press("Escape")
+    visit.wait_for_answer()
+    texts = {message["content"] for message in visit.current()["messages"].values()}
+    assert {"hi", "Count from one to two hundred in words.", "What is this?"} <= texts

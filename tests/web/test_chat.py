@@ -166,3 +166,23 @@ def test_the_first_load_is_small(browser: Browser, server: Child) -> None:
             const { blocks } = await import("/web/js/chat/markdown.js");
             blocks("```python\\nx = 1\\n```");
         }""")
+
+
+def test_whoever_reads_above_stays_there(browser: Browser, server: Child) -> None:
+    options = {"viewport": {"width": 900, "height": 420}}
+    with visiting(browser, f"http://127.0.0.1:{server.port}", **options) as visit:
+        visit.open(max_tokens=300)
+        visit.send("Write a long story about a lighthouse and its keeper.")
+        visit.wait_for_words(400)
+        visit.page.mouse.move(500, 200)
+        visit.page.mouse.wheel(0, -150)
+        top = "() => document.querySelector('.thread').scrollTop"
+        until(lambda: visit.page.get_by_label("Go to the end").is_visible())
+        before = visit.page.evaluate(top)
+        visit.wait_for_answer()
+        assert abs(visit.page.evaluate(top) - before) <= 150
+        assert (
+            visit.page.evaluate(top) < visit.page.evaluate("() => document.querySelector('.thread').scrollHeight") - 500
+        )
+        visit.page.get_by_label("Go to the end").click()
+        expect(visit.page.get_by_label("Go to the end")).to_have_count(0)

@@ -135,6 +135,7 @@ def test_dark_and_light(visit: Visit) -> None:
 @pytest.mark.req("R41")
 def test_a_screen_reader_hears_the_answer_once(visit: Visit) -> None:
     visit.open()
+    expect(visit.field).to_be_visible()
     visit.page.evaluate("""() => {
         window.heard = [];
         const region = document.querySelector("[aria-live=polite]");

@@ -116,6 +116,18 @@ def test_files_of_the_page_and_nothing_else(server: Child) -> None:
         assert request(server.port, "GET", path, key=KEY).status == 404, path
 
 
+def test_a_link_is_the_one_that_its_own_text_names(visit: Visit) -> None:
+    """The same words with other definitions, and a definition that comes later."""
+    visit.open()
+    script = """async () => {
+        const { blocks } = await import("/web/js/chat/markdown.js");
+        const link = (text) => /href="([^"]*)"/.exec(blocks(text).join(""))?.[1] ?? null;
+        const at = (address) => link(`see [docs][1]\\n\\n[1]: ${address}`);
+        return [link("see [docs][1]"), at("https://a.example/"), at("https://b.example/")];
+    }"""
+    assert visit.page.evaluate(script) == [None, "https://a.example/", "https://b.example/"]
+
+
 def test_libraries_are_what_the_manifest_says() -> None:
     folder = page.FOLDER / "vendor"
     libraries = json.loads((folder / "MANIFEST.json").read_text())

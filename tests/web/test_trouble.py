@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.server.serving import KEY, child, running
-from tests.server.wire import Wire, chat_request, held, wait_for_inbox
+from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
 from tests.web.browsing import PATIENT, visiting
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
@@ -34,7 +34,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
             expect(banner).to_have_count(0, **PATIENT)
             partial = visit.said()[-1]
             assert len(partial) >= 20, "what was said is kept"
-            alert.get_by_role("button", name="Try again").click()
+            visit.page.get_by_role("button", name="Try again").click()
             expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
             visit.wait_for_answer()
             expect(alert).to_have_count(0)
@@ -106,3 +106,57 @@ def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
         expect(visit.page.get_by_role("alert")).to_contain_text("outgrown the model's context")
         visit.page.keyboard.press("Control+Shift+O")
         visit.ask("short again")
+
+
+def test_a_page_that_dies_before_the_first_word_leaves_nothing_behind(browser: Browser) -> None:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
+    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open(max_tokens=8)
+        visit.ask("one")
+        with held(server) as hold:
+            visit.send("two")
+            hold.wait()
+            until(lambda: "session" in visit.leaf())
+            name = visit.leaf()["session"]
+            visit.watched.expected = ("",)
+            visit.page.goto("about:blank")  # no time to say good-bye
+            visit.page.goto(visit.watched.origin)
+        visit.watched.problems.clear()
+        visit.conversations.first.locator("a").click()
+        alert = visit.page.get_by_role("alert")
+        expect(alert).to_contain_text("left before the answer began")
+        visit.page.get_by_role("button", name="Try again").click()
+        visit.wait_for_answer()
+        assert len(visit.said()) == 4
+        assert name not in visit.current()["sessions"]
+        (session,) = visit.current()["sessions"]
+        turns = server.get(f"/v1/sessions/{session}/turns", key=None).json()["data"]
+        assert [message["content"] for turn in turns for message in turn["messages"]] == visit.said()
+
+
+def test_a_key_that_can_not_be_sent_does_not_lock_the_page(browser: Browser) -> None:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
+    with (
+        running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as server,
+        visiting(browser, f"http://127.0.0.1:{server.port}") as visit,
+    ):
+        visit.open()
+        dialog = visit.page.get_by_role("dialog")
+        dialog.get_by_label("API key").fill("schlüssel☃")
+        visit.page.keyboard.press("Enter")
+        expect(dialog.get_by_role("alert")).to_contain_text("not one of the server's")
+        visit.page.reload()
+        dialog.get_by_label("API key").fill(KEY)
+        visit.page.keyboard.press("Enter")
+        expect(dialog).to_have_count(0)
+        visit.page.get_by_role("button", name="Forget the key").click()
+        expect(dialog).to_be_visible()
+
+
+def test_a_model_that_is_gone_is_replaced(browser: Browser) -> None:
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
+    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.context.add_init_script("localStorage['tokenmill.defaults'] = '{\"model\": \"old\"}'")
+        visit.open()
+        visit.ask("hi")
+        expect(visit.page.get_by_role("alert")).to_have_count(0)

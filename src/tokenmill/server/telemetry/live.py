@@ -17,7 +17,7 @@ from tokenmill.engine.stats import CoreSnapshot
 
 MAX_UNREAD = 1024
 """Events that may wait for a reader."""
-PACE_S = 0.05
+PACE_S, SLOWEST_S = 0.05, 5.0
 """Between two looks of a reader: an engine is not to wake the loop at every step for somebody who only watches."""
 
 
@@ -35,8 +35,9 @@ class Told:
 class Reader:
     """One connection. Cores' threads put things in, the event loop takes them out."""
 
-    def __init__(self, bell: Bell, max_unread: int = MAX_UNREAD) -> None:
+    def __init__(self, bell: Bell, pace_s: float = PACE_S, max_unread: int = MAX_UNREAD) -> None:
         self._bell = bell
+        self._pace_s = pace_s
         self._max_unread = max_unread
         self._told: deque[Told] = deque()
         self._filled = asyncio.Event()
@@ -73,7 +74,7 @@ class Reader:
         """On the loop: all there is; nothing only if it is over, or has fallen behind."""
         loop = asyncio.get_running_loop()
         if self.ending is None:
-            await asyncio.sleep(self._took_at + PACE_S - loop.time())
+            await asyncio.sleep(self._took_at + self._pace_s - loop.time())
         while self._is_waiting:
             self._filled.clear()
             self._is_rung = False  # before looking again: what comes now rings

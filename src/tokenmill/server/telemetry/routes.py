@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
@@ -16,7 +16,7 @@ from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError
 from tokenmill.server.sse import EventStream, event
 from tokenmill.server.telemetry import schemas
-from tokenmill.server.telemetry.live import Told
+from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, Told
 from tokenmill.server.telemetry.metrics import CONTENT_TYPE
 from tokenmill.server.telemetry.names import NamesFor
 from tokenmill.server.telemetry.shapes import ShowName, event_json, rates_json, snapshot_json
@@ -45,11 +45,13 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
 
     @api.get("/scheduler/events", include_in_schema=False)
     @api.get("/v1/scheduler/events", include_in_schema=False)  # it has no end
-    async def follow_scheduler(http: Request) -> Response:
+    async def follow_scheduler(
+        http: Request, pace_s: Annotated[float, Query(ge=PACE_S, le=SLOWEST_S)] = PACE_S
+    ) -> Response:
         """The same as events: a snapshot of each core, then what it does."""
         names = NamesFor(telemetry.names, caller_of(http.scope).key)
         timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
-        return EventStream(_follow(telemetry, names), _nothing, **timeouts)
+        return EventStream(_follow(telemetry, names, pace_s), _nothing, **timeouts)
 
     @api.get("/requests/{request_id}/timeline", include_in_schema=False)
     @api.get(
@@ -111,9 +113,9 @@ def _generation(found: Found, first: float, now: float) -> dict[str, Any]:
 # -- the live view ----------------------------------------------------------------------------------------------------
 
 
-async def _follow(telemetry: Telemetry, names: ShowName) -> AsyncGenerator[bytes]:
+async def _follow(telemetry: Telemetry, names: ShowName, pace_s: float) -> AsyncGenerator[bytes]:
     """Events as they come, many in one piece if they come quickly. A reader that falls behind begins again."""
-    with telemetry.following() as reader:
+    with telemetry.following(pace_s) as reader:
         while True:
             pieces = [_told(told, names) for told in await reader.take()]
             if reader.is_behind:

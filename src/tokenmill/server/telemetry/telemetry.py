@@ -18,7 +18,7 @@ from tokenmill.engine.timeline import Timeline
 from tokenmill.errors import EngineDead, Unsupported
 from tokenmill.server.context import Caller
 from tokenmill.server.telemetry.figures import CoreFigures
-from tokenmill.server.telemetry.live import Reader, Told
+from tokenmill.server.telemetry.live import PACE_S, Reader, Told
 from tokenmill.server.telemetry.metrics import Metrics
 from tokenmill.server.telemetry.names import Names
 from tokenmill.server.telemetry.traffic import Traffic
@@ -146,12 +146,12 @@ class Telemetry:
     # -- whoever follows ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def following(self) -> Iterator[Reader]:
-        """A reader of all models' events, each core's after a snapshot of it."""
+    def following(self, pace_s: float = PACE_S) -> Iterator[Reader]:
+        """A reader of all models' events, each core's after a snapshot of it; it looks once in `pace_s`."""
         loop = asyncio.get_running_loop()
         if self._bell is None or self._bell.loop is not loop:
             self._bell = Bell(loop)
-        reader = Reader(self._bell)
+        reader = Reader(self._bell, pace_s)
         if self._stopping is not None:
             reader.end(self._stopping)
         try:

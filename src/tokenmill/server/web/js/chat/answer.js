@@ -2,61 +2,58 @@
 import { ServerError, Unreachable, ask, events } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
 import { explain } from "../shared/words.js";
-import { abandon, isKnown, isLost, noteAnswer, sessionAfter } from "./sessions.js";
+import { abandon, isKnown, isLost, isOff, noteAnswer, sessionAfter, sessionAt } from "./sessions.js";
+import { children } from "./tree.js";
 
 const FRAME_MS = 50;
+const CHARS_A_MS = 100; // long answers take longer to draw, and are drawn less often
 const RECONNECT_S = [0.2, 0.5, 1, 2, 2, 2, 2, 2, 2];
 const STOP_MS = 5000;
+const FEW = 4; // tokens: too few to say how fast they came
 
 const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
 const LOST = "The server does not have this answer any more; it may have been restarted. Ask again, and it goes on from what was said.";
 
 /** Finish reasons after which an answer may go on. */
-export const CUT_SHORT = ["length", "cancelled", "timeout"];
+const CUT_SHORT = ["length", "cancelled", "timeout"];
+
+/** Can more be had of an answer? It must have been cut short, the server must have it, and nothing may follow it. */
+export const canGoOn = (conversation, { id, content, finish }) =>
+  CUT_SHORT.includes(finish) && content !== "" && isKnown(conversation, id) && !children(conversation, id).length;
 
 export class Answering extends Emitter {
   #abort = new AbortController();
   #frame = 0;
   #session = null;
+  #model;
   isStopped = false;
   isReconnecting = false;
 
-  /** `message` is the answer; `onChange(isOver)` is told when there is something to store. */
-  constructor(conversation, message, onChange) {
+  /** `message` is the answer; `onChange(isNow)` is told when there is something to store, now or soon. */
+  constructor(conversation, message, model, onChange) {
     super();
     this.conversation = conversation;
     this.message = message;
+    this.#model = model;
     this.onChange = onChange;
   }
 
   /** Answer the question before it; if it has a part already, go on with that. */
   async run() {
-    const { message } = this;
-    const before = message.content;
-    this.#begin();
-    await this.#guarded(async () => {
-      for (;;) {
-        try {
-          await this.#generate(before);
-          return;
-        } catch (error) {
-          if (!isLost(error) || this.#session === null || message.content !== before) throw error;
-          if (before !== "") throw error; // there is nothing to go on with
-          abandon(this.conversation, this.#session.id); // it is made again from the history
-        }
-      }
-    });
+    const { content, finish, stats } = this.message;
+    Object.assign(this.message, { status: "waiting", error: null, finish: null, stats: null, asked: Date.now(), firstAt: null });
+    this.changed();
+    await this.#guarded(() => (content === "" ? this.#generate() : this.#goOn()), { content, finish, stats });
   }
 
   /** Take up an answer that was on its way when the page was left. */
   async resume() {
-    const { message } = this;
-    const { session, eventId } = message.resume;
+    const { session, eventId } = this.message.resume;
     const record = this.conversation.sessions[session];
     this.#session = { id: session, record };
     await this.#guarded(async () => {
-      if (!record) throw new Unreachable("the session is not known any more");
+      if (!record) throw new ServerError(404, { message: "the session is gone", code: "session_not_found" });
       await this.#read(this.#again(eventId), { isResumed: true });
     });
   }
@@ -73,28 +70,49 @@ export class Answering extends Emitter {
     }
   }
 
-  #begin() {
-    const { message } = this;
-    message.status = "waiting";
-    message.error = null;
-    message.finish = null;
-    message.asked = Date.now();
-    message.firstAt = null;
-    message.stats = null;
-    this.changed();
+  /** An answer from its beginning. A session that is not what we thought is made again from the history. */
+  async #generate() {
+    const { conversation, message } = this;
+    const { signal } = this.#abort;
+    const question = conversation.messages[message.parent];
+    for (;;) {
+      const isHeard = isKnown(conversation, question.id);
+      this.#use(await sessionAfter(conversation, isHeard ? question.id : question.parent, this.#model, signal));
+      const body = isHeard ? conversation.sampling : { ...conversation.sampling, input: question.content };
+      try {
+        return await this.#read(this.#stream(body), { question: isHeard ? null : question.id });
+      } catch (error) {
+        const isTriedAgain = message.content === "" && (isHeard ? isOff(error) : isLost(error));
+        if (!isTriedAgain) throw error;
+        abandon(conversation, this.#session.id);
+        this.#session = null;
+      }
+    }
   }
 
-  async #generate(before) {
+  async #goOn() {
     const { conversation, message } = this;
-    const isMore = before !== "";
-    const question = conversation.messages[message.parent];
-    const isHeard = isMore || isKnown(conversation, question.id);
-    this.#session = await sessionAfter(conversation, isMore ? message.id : isHeard ? question.id : question.parent);
-    const body = { ...conversation.sampling };
-    if (!isHeard) body.input = question.content;
-    const path = `/v1/sessions/${this.#session.id}/generate`;
-    const stream = events(path, { method: "POST", body, signal: this.#abort.signal });
-    await this.#read(stream, { question: isHeard ? null : question.id });
+    const found = await sessionAt(conversation, message.id, this.#abort.signal);
+    if (found === null) throw new ServerError(404, { message: "the session is gone", code: "session_not_found" });
+    this.#use(found);
+    await this.#read(this.#stream(conversation.sampling), {});
+  }
+
+  /** Note which session answers before it does: a page that dies must not leave one behind that says more than it knows. */
+  #use(session) {
+    this.#session = session;
+    this.message.session = session.id;
+    this.onChange(true);
+  }
+
+  #stream(body) {
+    return events(`/v1/sessions/${this.#session.id}/generate`, { method: "POST", body, signal: this.#abort.signal });
+  }
+
+  /** The same answer, after the last event that was seen. */
+  #again(eventId) {
+    const headers = { "Last-Event-ID": eventId };
+    return events(`/v1/sessions/${this.#session.id}/stream`, { signal: this.#abort.signal, headers });
   }
 
   async #read(stream, { question = null, isResumed = false }) {
@@ -128,12 +146,6 @@ export class Answering extends Emitter {
     }
   }
 
-  /** The same answer, after the last event that was seen. */
-  #again(eventId) {
-    const headers = { "Last-Event-ID": eventId };
-    return events(`/v1/sessions/${this.#session.id}/stream`, { signal: this.#abort.signal, headers });
-  }
-
   #take(chunk, eventId) {
     const { message } = this;
     message.content += chunk.text;
@@ -144,13 +156,15 @@ export class Answering extends Emitter {
       message.finish = chunk.finish_reason;
       message.stats = this.#stats(chunk.usage);
     }
-    if (chunk.error) throw new ServerError(500, chunk.error);
+    const isCutShort = CUT_SHORT.includes(chunk.finish_reason) && message.content !== "";
+    if (chunk.error && !isCutShort) throw new ServerError(500, chunk.error);
     this.#redraw();
   }
 
   #stats(usage) {
     const { asked, firstAt } = this.message;
     const ended = Date.now();
+    const isFast = firstAt === null || ended === firstAt || usage.completion_tokens <= FEW;
     return {
       prompt: usage.prompt_tokens,
       cached: usage.prompt_tokens_details.cached_tokens,
@@ -158,7 +172,7 @@ export class Answering extends Emitter {
       total: usage.total_tokens,
       ttft: firstAt === null ? null : (firstAt - asked) / 1000,
       seconds: (ended - asked) / 1000,
-      rate: firstAt !== null && usage.completion_tokens > 1 && ended > firstAt ? ((usage.completion_tokens - 1) * 1000) / (ended - firstAt) : null,
+      rate: isFast ? null : ((usage.completion_tokens - 1) * 1000) / (ended - firstAt),
     };
   }
 
@@ -167,10 +181,11 @@ export class Answering extends Emitter {
       this.#frame = 0;
       this.changed();
       this.onChange(false);
-    }, FRAME_MS);
+    }, Math.max(FRAME_MS, this.message.content.length / CHARS_A_MS));
   }
 
-  async #guarded(work) {
+  /** Do it, and note how it ended. If nothing was added to an answer, it ended as it had `before`. */
+  async #guarded(work, before = {}) {
     const { message, conversation } = this;
     try {
       await work();
@@ -183,9 +198,11 @@ export class Answering extends Emitter {
       const isKnownThere = error instanceof ServerError && !isLost(error);
       if (!isKnownThere && this.#session !== null) abandon(conversation, this.#session.id);
     } finally {
+      if (message.content !== "" && message.content === before.content) Object.assign(message, before);
       clearTimeout(this.#frame);
       this.isReconnecting = false;
       delete message.resume;
+      delete message.session;
       this.changed();
       this.onChange(true);
     }

@@ -2,30 +2,43 @@
 import { Unreachable, ask } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
 import { Answering } from "./answer.js";
-import { abandonAll, forkInto } from "./sessions.js";
+import { abandon, abandonAll, forkInto } from "./sessions.js";
 import * as storage from "./storage.js";
 import { add, choose, copyUpTo, newConversation, remove } from "./tree.js";
 
 const SAVE_MS = 500;
 const LOOK_AGAIN_MS = 1500;
 const DEFAULTS = "tokenmill.defaults";
+const MOST_AT_ONCE = 4; // browsers have six connections to a server, and the page needs some for other things
+const TOO_MANY = `${MOST_AT_ONCE} answers are on their way already. Wait until one of them is done.`;
+const ELSEWHERE = "Another tab is at work in this conversation. Wait until it is done.";
 
 export class Chat extends Emitter {
   conversations = new Map();
   current = null;
   models = [];
-  /** "ready", "loading", "gone" or "key": what the server is like. */
+  /** "ready", "loading", "gone", "trouble" or "key": what the server is like. */
   server = "loading";
+  /** Can conversations be stored? */
+  isStored = true;
+  /** What gets the focus when it is drawn next: a button of a message, `{ id, label }`. */
+  focus = null;
   /** What is written, but not sent yet, by conversation. */
   drafts = new Map();
   #answering = new Map();
   #unsaved = new Map();
+  #stale = new Set();
+  #blank = null;
   #looking = false;
   #isTakenUp = false;
 
   /** Read what is stored, and see what the server has. */
   async open() {
-    for (const conversation of await storage.loadAll()) this.conversations.set(conversation.id, conversation);
+    try {
+      for (const conversation of await storage.loadAll()) this.conversations.set(conversation.id, conversation);
+    } catch {
+      this.isStored = false;
+    }
     window.addEventListener("hashchange", () => this.#follow());
     window.addEventListener("pagehide", () => this.#saveAll());
     storage.onOtherTabs((id) => this.#reload(id));
@@ -53,7 +66,7 @@ export class Chat extends Emitter {
       this.server = "ready";
       if (!this.#isTakenUp) this.#takeUpAll();
     } catch (error) {
-      this.server = error.status === 401 ? "key" : error instanceof Unreachable ? "gone" : "loading";
+      this.server = { 401: "key", 503: "loading" }[error.status] ?? (error instanceof Unreachable ? "gone" : "trouble");
     }
     this.changed();
     return this.server === "ready" || this.server === "key";
@@ -86,7 +99,7 @@ export class Chat extends Emitter {
 
   #follow() {
     const id = location.hash.slice(1);
-    this.current = this.conversations.get(id) ?? newConversation(this.#defaults());
+    this.current = this.conversations.get(id) ?? (this.#blank ??= newConversation(this.#defaults()));
     this.changed();
   }
 
@@ -114,7 +127,10 @@ export class Chat extends Emitter {
 
   /** Another system prompt, model or other sampling. What the model was told before, it must be told anew. */
   configure(conversation, { model = conversation.model, system = conversation.system, sampling = conversation.sampling }, isDefault = false) {
-    if (model !== conversation.model || system !== conversation.system) abandonAll(conversation);
+    if (model !== conversation.model || system !== conversation.system) {
+      if (this.answering(conversation)) this.#stale.add(conversation.id); // the answer on its way is not disturbed
+      else abandonAll(conversation);
+    }
     Object.assign(conversation, { model, system, sampling });
     if (isDefault) localStorage.setItem(DEFAULTS, JSON.stringify({ model, system, sampling }));
     this.#changed(conversation);
@@ -146,6 +162,7 @@ export class Chat extends Emitter {
 
   /** Other words for an answer: a branch of its own. */
   rewrite(conversation, message, text) {
+    if (this.answering(conversation)) return;
     Object.assign(add(conversation, message.parent, "assistant", text), { status: "done", finish: "edited" });
     this.#changed(conversation);
   }
@@ -166,8 +183,10 @@ export class Chat extends Emitter {
     this.answering(conversation)?.stop();
   }
 
-  choose(conversation, message) {
+  /** Show the branch of a message; the button of this label gets the focus there. */
+  choose(conversation, message, label) {
     choose(conversation, message.id);
+    this.focus = { id: message.id, label };
     this.#changed(conversation);
   }
 
@@ -184,6 +203,7 @@ export class Chat extends Emitter {
     const question = add(conversation, parent, "user", text);
     const isNew = !this.conversations.has(conversation.id);
     this.conversations.set(conversation.id, conversation);
+    if (this.#blank === conversation) this.#blank = null;
     this.#answer(conversation, add(conversation, question.id, "assistant"));
     if (isNew) this.show(conversation.id);
   }
@@ -203,22 +223,30 @@ export class Chat extends Emitter {
       if (!["waiting", "streaming"].includes(message.status)) continue;
       if (message.resume) this.#follows(conversation, message, (answering) => answering.resume());
       else {
-        Object.assign(message, { status: "failed", error: { text: "The page was left before the answer began.", retryAfter: null } });
-        this.#changed(conversation);
+        if (message.session) abandon(conversation, message.session); // it may have gone on without us
+        delete message.session;
+        this.#fail(conversation, message, "The page was left before the answer began.");
       }
     }
   }
 
   async #follows(conversation, message, begin) {
-    const answering = new Answering(conversation, message, (isOver) => {
-      this.#keep(conversation, isOver);
-    });
+    if (this.#answering.size >= MOST_AT_ONCE) return this.#fail(conversation, message, TOO_MANY);
+    const model = this.modelOf(conversation)?.id;
+    const answering = new Answering(conversation, message, model, (isNow) => this.#keep(conversation, isNow));
     this.#answering.set(conversation.id, answering);
     this.#changed(conversation);
-    await begin(answering);
+    const isOurs = await withLock(conversation.id, () => begin(answering));
     this.#answering.delete(conversation.id);
+    if (this.#stale.delete(conversation.id)) abandonAll(conversation);
+    if (!isOurs) this.#fail(conversation, message, ELSEWHERE);
     this.#changed(conversation);
     if (message.status === "failed") this.look();
+  }
+
+  #fail(conversation, message, text) {
+    Object.assign(message, { status: "failed", error: { text, retryAfter: null } });
+    this.#changed(conversation);
   }
 
   // -- storing --------------------------------------------------------------------------------------------------------
@@ -234,7 +262,10 @@ export class Chat extends Emitter {
     if (isNow) {
       clearTimeout(this.#unsaved.get(conversation.id));
       this.#unsaved.delete(conversation.id);
-      storage.save(conversation).catch((error) => console.error("a conversation could not be stored", error));
+      storage.save(conversation).catch(() => {
+        this.isStored = false;
+        this.changed();
+      });
     } else if (!this.#unsaved.has(conversation.id)) {
       this.#unsaved.set(conversation.id, setTimeout(() => this.#keep(conversation, true), SAVE_MS));
     }
@@ -244,14 +275,26 @@ export class Chat extends Emitter {
   async #reload(id) {
     if (this.#answering.has(id)) return;
     const stored = await storage.load(id);
-    const isShown = this.current?.id === id;
-    if (stored) this.conversations.set(id, stored);
-    else this.conversations.delete(id);
-    if (isShown) this.#follow();
-    else this.changed();
+    const known = this.conversations.get(id);
+    if (!stored) this.conversations.delete(id);
+    else if (known) Object.assign(known, stored); // the same object: whoever has it sees what is new
+    else this.conversations.set(id, stored);
+    this.#follow();
   }
 
   #saveAll() {
     for (const id of [...this.#unsaved.keys()]) this.#keep(this.conversations.get(id), true);
   }
+}
+
+/** Do something that only one tab at a time may do with a conversation; false if another one is at it. */
+async function withLock(id, work) {
+  if (!navigator.locks) { // only where the page came over HTTPS or from this machine
+    await work();
+    return true;
+  }
+  return navigator.locks.request(`tokenmill.${id}`, { ifAvailable: true }, async (lock) => {
+    if (lock !== null) await work();
+    return lock !== null;
+  });
 }

@@ -7,7 +7,7 @@ import { Emitter } from "../shared/emitter.js";
 import DOMPurify from "../../vendor/purify.js";
 import { Marked } from "../../vendor/marked.js";
 
-const CACHED_BLOCKS = 2000;
+const CACHED_BLOCKS = 500;
 const LONGEST_COLOURED = 50_000;
 const SAFE_LINK = /^(https?:|mailto:)/i;
 const ALLOWED = {
@@ -25,9 +25,10 @@ const ALLOWED = {
 };
 
 /** Changes when code can be coloured that could not before. */
-export const colours = new Emitter();
+export const colours = new (class extends Emitter { version = 0; })();
 let highlighter = null;
 let loading = null;
+let isOpen = false; // the block that is made may still grow
 
 const escape = (text) => text.replace(/[&<>"']/g, (char) => `&#${char.charCodeAt(0)};`);
 
@@ -46,7 +47,7 @@ const renderer = {
   code({ text, lang }) {
     const language = (lang ?? "").trim().split(/\s+/)[0].toLowerCase();
     const head = `<figcaption><span>${escape(language || "text")}</span><button type="button" class="quiet" data-copy="code">Copy</button></figcaption>`;
-    return `<figure class="code">${head}<pre tabindex="0" role="region" aria-label="Code"><code>${coloured(text, language)}</code></pre></figure>`;
+    return `<figure class="code">${head}<pre tabindex="0" role="group" aria-label="Code"><code>${coloured(text, language)}</code></pre></figure>`;
   },
   table(token) {
     const row = (cells, tag) => `<tr>${cells.map((cell) => {
@@ -54,7 +55,7 @@ const renderer = {
       return `<${tag}${align}>${this.parser.parseInline(cell.tokens)}</${tag}>`;
     }).join("")}</tr>`;
     const body = token.rows.map((cells) => row(cells, "td")).join("");
-    return `<div class="table" tabindex="0" role="region" aria-label="Table"><table><thead>${row(token.header, "th")}</thead><tbody>${body}</tbody></table></div>`;
+    return `<div class="table" tabindex="0" role="group" aria-label="Table"><table><thead>${row(token.header, "th")}</thead><tbody>${body}</tbody></table></div>`;
   },
   checkbox({ checked }) {
     return `<input type="checkbox" disabled aria-label="${checked ? "done" : "to do"}"${checked ? " checked" : ""}> `;
@@ -62,13 +63,13 @@ const renderer = {
 };
 
 function coloured(text, language) {
-  if (!language || text.length > LONGEST_COLOURED) return escape(text);
+  if (!language || isOpen || text.length > LONGEST_COLOURED) return escape(text);
   if (highlighter === null) {
     loading ??= import("../../vendor/highlight.js").then((module) => {
       highlighter = module.default;
-      cache.clear();
+      colours.version += 1;
       colours.changed();
-    });
+    }, () => { loading = null; });
     return escape(text);
   }
   return highlighter.getLanguage(language) ? highlighter.highlight(text, { language, ignoreIllegals: true }).value : escape(text);
@@ -96,18 +97,22 @@ const marked = new Marked({
   ],
 });
 
-const cache = new Map();
+const cache = new Map(); // sanitised, by what it was made of
 
 /** The blocks of a text, each as HTML. A block that has not changed is the very same object as before. */
-export function blocks(text) {
-  const tokens = marked.lexer(text);
-  return tokens.filter((token) => token.type !== "space").map((token) => {
-    const known = cache.get(token.raw);
-    if (known) return known;
-    const made = DOMPurify.sanitize(marked.parser([token]), ALLOWED);
-    if (cache.size >= CACHED_BLOCKS) cache.delete(cache.keys().next().value);
-    cache.set(token.raw, made);
-    return made;
+export function blocks(text, isLive = false) {
+  const tokens = marked.lexer(text).filter((token) => token.type !== "space");
+  return tokens.map((token, i) => {
+    isOpen = isLive && i === tokens.length - 1;
+    const made = marked.parser([token]);
+    if (isOpen) return DOMPurify.sanitize(made, ALLOWED);
+    let known = cache.get(made);
+    if (known === undefined) {
+      known = DOMPurify.sanitize(made, ALLOWED);
+      if (cache.size >= CACHED_BLOCKS) cache.delete(cache.keys().next().value);
+      cache.set(made, known);
+    }
+    return known;
   });
 }
 
@@ -118,10 +123,20 @@ export async function setFormulas(element) {
   const found = [...element.querySelectorAll(".math:not([data-set])")];
   if (!found.length) return;
   formulas ??= import("../../vendor/katex.js").then(() => globalThis.katex);
-  const katex = await formulas;
+  let katex;
+  try {
+    katex = await formulas;
+  } catch {
+    formulas = null; // they stay text, and the next ones are tried again
+    return;
+  }
   for (const one of found) {
     const source = one.textContent;
     one.dataset.set = "";
-    katex.render(source, one, { output: "mathml", displayMode: one.dataset.display === "true", throwOnError: false, trust: false, maxExpand: 100, maxSize: 20 });
+    try {
+      katex.render(source, one, { output: "mathml", displayMode: one.dataset.display === "true", trust: false, maxExpand: 100, maxSize: 20 });
+    } catch {
+      one.textContent = source; // no formula after all
+    }
   }
 }

@@ -10,19 +10,29 @@ import { history, lastSaid } from "./tree.js";
 /** Does the server not know the session (any more)? */
 export const isLost = (error) => error instanceof ServerError && error.code === "session_not_found";
 
+/** Does the server have other things to say of a session than we thought? Then it is made again. */
+export const isOff = (error) => isLost(error) || (error instanceof ServerError && error.status === 400);
+
 /** A session after a message, ready for what comes next: `{ id, record }`. */
-export async function sessionAfter(conversation, message) {
+export async function sessionAfter(conversation, message, model, signal) {
   const place = lastSaid(conversation, message);
   for (;;) {
-    const found = place === null ? null : find(conversation, place);
-    if (found === null) return create(conversation, place);
-    if (found.isEnd) return found;
-    try {
-      return await fork(conversation, found);
-    } catch (error) {
-      if (!isLost(error)) throw error;
-      abandon(conversation, found.id);
-    }
+    const found = await sessionAt(conversation, place, signal);
+    if (found !== null) return found;
+    if (find(conversation, place) === null) return create(conversation, place, model, signal);
+  }
+}
+
+/** A session that ends with a message, forked if it has come past it; null if the server has none. */
+export async function sessionAt(conversation, place, signal) {
+  const found = find(conversation, place);
+  if (found === null || found.isEnd) return found;
+  try {
+    return await fork(conversation, found, signal);
+  } catch (error) {
+    if (!isOff(error)) throw error;
+    abandon(conversation, found.id);
+    return null;
   }
 }
 
@@ -32,27 +42,26 @@ export const isKnown = (conversation, message) => find(conversation, message) !=
 function find(conversation, message) {
   let best = null;
   for (const [id, record] of Object.entries(conversation.sessions)) {
-    if (record.pending.length ? record.pending.at(-1) === message : record.turns.at(-1)?.at(-1) === message) {
-      return { id, record, isEnd: true };
-    }
+    const last = (record.pending.length ? record.pending : record.turns.at(-1))?.at(-1) ?? null;
+    if (last === message) return { id, record, isEnd: true };
     const index = record.turns.findIndex((turn) => turn.at(-1) === message);
     if (index >= 0) best = { id, record, isEnd: false, numTurns: index + 1 };
   }
   return best;
 }
 
-async function create(conversation, place) {
+async function create(conversation, place, model, signal) {
   const said = place === null ? [] : history(conversation, place);
-  const body = { model: conversation.model ?? undefined };
+  const body = { model };
   if (conversation.system.trim()) body.system = conversation.system;
   if (said.length) body.messages = said.map(({ role, content }) => ({ role, content }));
-  const { id } = await ask("/v1/sessions", { method: "POST", body });
+  const { id } = await ask("/v1/sessions", { method: "POST", body, signal });
   return keep(conversation, id, { turns: [], pending: said.map((message) => message.id) });
 }
 
-async function fork(conversation, { id, record, numTurns }) {
+async function fork(conversation, { id, record, numTurns }, signal) {
   const body = { at_turn: numTurns };
-  const { data } = await ask(`/v1/sessions/${id}/fork`, { method: "POST", body });
+  const { data } = await ask(`/v1/sessions/${id}/fork`, { method: "POST", body, signal });
   return keep(conversation, data[0].id, { turns: record.turns.slice(0, numTurns), pending: [] });
 }
 
@@ -64,7 +73,8 @@ function keep(conversation, id, record) {
 /** A session has taken in a question (null if it had it before) and has begun to answer. */
 export function noteAnswer(record, question, answer) {
   if (record.turns.at(-1)?.at(-1) === answer) return; // it goes on with one that was cut short
-  if (question !== null) record.turns.push([...record.pending, question]);
+  const taken = question === null ? record.pending : [...record.pending, question];
+  if (taken.length) record.turns.push(taken);
   record.pending = [];
   record.turns.push([answer]);
 }

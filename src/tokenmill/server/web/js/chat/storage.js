@@ -1,5 +1,7 @@
 // The browser's copy of conversations, in IndexedDB; tabs tell one another what they have changed.
 
+import { merged } from "./tree.js";
+
 const NAME = "tokenmill";
 const STORE = "conversations";
 const tabs = new BroadcastChannel(NAME);
@@ -28,8 +30,13 @@ async function run(mode, operation) {
 export const loadAll = () => run("readonly", (store) => store.getAll());
 export const load = (id) => run("readonly", (store) => store.get(id));
 
+/** Store it, beside whatever another tab has added to it. */
 export async function save(conversation) {
-  await run("readwrite", (store) => store.put(conversation));
+  await run("readwrite", (store) => {
+    const reading = store.get(conversation.id);
+    reading.onsuccess = () => store.put(merged(conversation, reading.result));
+    return reading;
+  });
   tabs.postMessage(conversation.id);
 }
 

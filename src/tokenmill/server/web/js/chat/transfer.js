@@ -1,12 +1,13 @@
 // Conversations as files: JSON, which can be taken back in, and Markdown, to read.
-import { newConversation, pathTo, titleOf } from "./tree.js";
+import { usable } from "./sampling.js";
+import { newConversation, newId, pathTo, titleOf } from "./tree.js";
 
 const FORMAT = "tokenmill.conversations";
 const VERSION = 1;
 
 /** Without what holds for this browser and this server only. */
 function portable({ sessions, ...conversation }) {
-  const messages = Object.fromEntries(Object.entries(conversation.messages).map(([id, { resume, ...message }]) => [id, message]));
+  const messages = Object.fromEntries(Object.entries(conversation.messages).map(([id, { resume, session, ...message }]) => [id, message]));
   return { ...conversation, messages };
 }
 
@@ -42,27 +43,34 @@ export function fromJson(text) {
 const text = (value, fallback = "") => (typeof value === "string" ? value : fallback);
 const time = (value) => (Number.isFinite(value) ? value : Date.now());
 
-/** A conversation of our own making, with what can be used of another. It gets a name of its own. */
+const STATS = ["prompt", "cached", "completion", "total", "ttft", "seconds", "rate"];
+
+function statsOf(given) {
+  const isWhole = ["prompt", "cached", "completion", "total"].every((name) => Number.isFinite(given?.[name]));
+  return isWhole ? Object.fromEntries(STATS.map((name) => [name, Number.isFinite(given[name]) ? given[name] : null])) : null;
+}
+
+/** A conversation of our own making, with what can be used of another. It and its messages get names of their own. */
 function taken(given) {
-  const made = newConversation({ model: text(given?.model, null), system: text(given?.system), sampling: samplingOf(given?.sampling) });
+  const made = newConversation({ model: text(given?.model, null), system: text(given?.system), sampling: usable(given?.sampling) });
   made.title = text(given?.title) || null;
   made.created = time(given?.created);
   made.updated = time(given?.updated);
   const entries = Object.entries(given?.messages ?? {});
+  const names = new Map(entries.map(([id]) => [id, newId()]));
   for (const [id, message] of entries) {
     if (!["user", "assistant"].includes(message?.role)) throw new Error("a message has no role that is known");
-    made.messages[id] = {
-      id, parent: message.parent ?? null, role: message.role, content: text(message.content), at: time(message.at),
-      ...(message.role === "assistant" ? { status: "done", finish: text(message.finish, null), stats: message.stats ?? null } : {}),
+    const parent = message.parent ?? null;
+    made.messages[names.get(id)] = {
+      id: names.get(id), parent: parent === null ? null : names.get(parent), role: message.role,
+      content: text(message.content), at: time(message.at),
+      ...(message.role === "assistant" ? { status: "done", finish: text(message.finish, null), stats: statsOf(message.stats) } : {}),
     };
   }
   check(made);
-  made.leaf = made.messages[given?.leaf] ? given.leaf : Object.keys(made.messages).at(-1) ?? null;
+  made.leaf = names.get(given?.leaf) ?? [...names.values()].at(-1) ?? null;
   return made;
 }
-
-const samplingOf = (given) =>
-  Object.fromEntries(Object.entries(given ?? {}).filter(([, value]) => typeof value === "number" || Array.isArray(value)));
 
 /** Every message must follow one that is there, of the other role, and lead back to the beginning. */
 function check({ messages }) {

@@ -3,13 +3,13 @@
 
 const TITLE_CHARS = 60;
 
-const newId = () => crypto.randomUUID?.() ?? Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+export const newId = () => crypto.randomUUID?.() ?? Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 export function newConversation({ model = null, system = "", sampling = {} } = {}) {
   const now = Date.now();
   return {
     id: newId(), title: null, created: now, updated: now, model, system, sampling,
-    messages: {}, leaf: null,
+    messages: {}, leaf: null, removed: [],
     sessions: {}, // what the server's sessions have taken in: see sessions.js
   };
 }
@@ -56,7 +56,14 @@ export function choose(conversation, id) {
 export function remove(conversation, id) {
   const { parent } = conversation.messages[id];
   delete conversation.messages[id];
+  conversation.removed.push(id);
   if (conversation.leaf === id) conversation.leaf = parent;
+}
+
+/** Two tabs have each gone on with a conversation: this one's, with the messages that only the other knows. */
+export function merged(conversation, other) {
+  const unknown = Object.entries(other?.messages ?? {}).filter(([id]) => !conversation.removed.includes(id));
+  return { ...conversation, messages: { ...Object.fromEntries(unknown), ...conversation.messages } };
 }
 
 /** Was anything said? A question whose answer never came was not heard by the model, either. */

@@ -5,8 +5,7 @@ import { explain } from "../shared/words.js";
 
 const AGAIN_MS = 1000;
 const MOST_MS = 5000;
-const FRESH_S = 0.1; // what is no older than this is the latest that there is:
-const REST_MS = 300; // what comes next is left to gather, since reading it all at once costs less
+const EVENTS = "/v1/scheduler/events?pace_s=0.3"; // the page draws no faster, and less is sent and read
 const HIDDEN_MS = 10_000; // a page that nobody sees for so long gives its connection up
 
 /** `status` is connecting, live, lost (it tries again), paused, asleep, or locked (it needs a key). */
@@ -76,11 +75,9 @@ export class Follower extends Emitter {
 
   /** Until the stream is over; why it is. */
   async #follow(signal) {
-    for await (const { event, data } of events("/v1/scheduler/events", { signal })) {
+    for await (const { event, data } of events(EVENTS, { signal })) {
       if (event === "end") return "The server is stopping.";
-      const told = JSON.parse(data);
-      this.#state.take(event, told);
-      if (this.#state.now - told.at < FRESH_S) await passed(REST_MS, signal);
+      this.#state.take(event, JSON.parse(data));
     }
     return "The server has closed the connection.";
   }

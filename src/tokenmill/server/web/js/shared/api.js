@@ -32,7 +32,7 @@ export const key = {
 async function send(path, { method = "GET", body, signal, headers = {} } = {}) {
   const all = { ...headers };
   if (body !== undefined) all["Content-Type"] = "application/json";
-  if (key.get()) all.Authorization = `Bearer ${key.get()}`;
+  if (key.get()) all.Authorization ??= `Bearer ${key.get()}`;
   let response;
   try {
     const content = body === undefined ? undefined : JSON.stringify(body);

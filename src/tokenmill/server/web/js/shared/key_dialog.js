@@ -1,7 +1,9 @@
 // The question for an API key.
-import { ask, key } from "./api.js";
+import { ServerError, ask, key } from "./api.js";
 import { html, useEffect, useRef, useState } from "./view.js";
 import { explain } from "./words.js";
+
+const SENDABLE = /^[\x21-\x7e]+$/; // in a header
 
 /** Asks until the server takes the key; then calls `onKey`. */
 export function KeyDialog({ onKey }) {
@@ -14,18 +16,15 @@ export function KeyDialog({ onKey }) {
   async function enter(event) {
     event.preventDefault();
     const form = new FormData(event.target);
-    key.set(form.get("key").trim(), form.get("kept") !== null);
+    const given = form.get("key").trim();
     try {
-      await ask("/v1/models");
+      if (!SENDABLE.test(given)) throw new ServerError(401);
+      await ask("/v1/models", { headers: { Authorization: `Bearer ${given}` } });
+      key.set(given, form.get("kept") !== null);
       onKey();
     } catch (error) {
-      if (error.status === 401) {
-        key.forget();
-        setProblem("That key is not one of the server's.");
-        field.current.select();
-      } else {
-        setProblem(explain(error));
-      }
+      setProblem(error.status === 401 ? "That key is not one of the server's." : explain(error));
+      field.current.select();
     }
   }
 

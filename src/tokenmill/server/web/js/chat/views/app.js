@@ -16,6 +16,7 @@ const NARROW = matchMedia("(max-width: 760px)");
 const BANNERS = {
   loading: "The server is loading its model…",
   gone: "The server can't be reached. Trying again…",
+  trouble: "The server is in trouble. Trying again…",
 };
 
 export function App({ chat }) {
@@ -32,6 +33,7 @@ export function App({ chat }) {
       if (isCommand && name === "k") setDialog("search");
       else if (isCommand && event.shiftKey && name === "o") chat.startNew();
       else if (isCommand && name === "b") setListShown((isShown) => !isShown);
+      else if (name === "escape" && NARROW.matches && document.querySelector(".sidebar")) setListShown(false);
       else if (name === "escape" && !document.querySelector("dialog[open]") && chat.answering(chat.current)) chat.stop(chat.current);
       else return;
       event.preventDefault();
@@ -50,10 +52,11 @@ export function App({ chat }) {
   document.title = `${titleOf(current)} · tokenmill`;
   return html`
     <div class="page ${isListShown ? "" : "no-list"}">
-      ${isListShown && html`<${Sidebar} chat=${chat} onSearch=${() => setDialog("search")} onShortcuts=${() => setDialog("shortcuts")} />`}
+      ${isListShown && html`<${Sidebar} chat=${chat} onChosen=${() => NARROW.matches && setListShown(false)} onSearch=${() => setDialog("search")} onShortcuts=${() => setDialog("shortcuts")} />`}
       <main>
         <${Header} chat=${chat} conversation=${current} isListShown=${isListShown} onList=${() => setListShown(!isListShown)} onSettings=${() => setDialog("settings")} />
         ${BANNERS[chat.server] && html`<p class="banner" role="status">${BANNERS[chat.server]}</p>`}
+        ${!chat.isStored && html`<p class="banner" role="status">This browser does not keep conversations: they last as long as the page.</p>`}
         <${Thread} key=${`thread ${current.id}`} chat=${chat} conversation=${current} />
         <${Composer} key=${`composer ${current.id}`} chat=${chat} conversation=${current} />
       </main>
@@ -92,7 +95,10 @@ function Announcer({ answering }) {
   useEffect(() => {
     if (!answering) return undefined;
     setWords("Generating an answer");
-    return () => setWords(answering.message.error?.text ?? answering.message.content);
+    return () => {
+      const { status, error, content } = answering.message; // an error says itself, and one that goes on elsewhere says nothing
+      setWords(status === "done" && !error ? content || "Stopped" : "");
+    };
   }, [answering]);
   return html`<div class="visually-hidden" aria-live="polite">${words}</div>`;
 }

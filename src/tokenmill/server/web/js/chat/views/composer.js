@@ -5,6 +5,7 @@ import { pathTo } from "../tree.js";
 import { Icon } from "./icons.js";
 
 const MOST_ROWS_PX = 240;
+const TOUCH = matchMedia("(pointer: coarse)"); // no Shift key to begin a new line with, and a keyboard that hides half the page
 
 export function Composer({ chat, conversation }) {
   const field = useRef(null);
@@ -16,7 +17,7 @@ export function Composer({ chat, conversation }) {
   const isBusy = chat.answering(conversation) !== null;
   const canSend = !isBusy && text.trim() !== "" && chat.server === "ready";
 
-  useEffect(() => { field.current.focus(); }, [conversation]);
+  useEffect(() => { if (!TOUCH.matches) field.current.focus(); }, [conversation.id]);
   useEffect(() => {
     field.current.style.height = "auto";
     field.current.style.height = `${Math.min(field.current.scrollHeight + 2, MOST_ROWS_PX)}px`;
@@ -26,10 +27,10 @@ export function Composer({ chat, conversation }) {
     if (!canSend) return;
     chat.send(conversation, text.trim());
     write("");
-    field.current.focus();
+    if (!TOUCH.matches) field.current.focus();
   };
   const onKeyDown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !TOUCH.matches) {
       event.preventDefault();
       send();
     }
@@ -42,7 +43,7 @@ export function Composer({ chat, conversation }) {
   return html`
     <div class="composer">
       <div class="row">
-        <textarea ref=${field} rows="1" aria-label="Your message" placeholder="Ask anything" value=${text} enterkeyhint="send"
+        <textarea ref=${field} rows="1" aria-label="Your message" placeholder="Ask anything" value=${text}
           onInput=${(event) => write(event.target.value)} onKeyDown=${onKeyDown}></textarea>
         ${isBusy
           ? html`<button class="danger" onClick=${stop} aria-label="Stop the answer" title="Stop (Esc)"><${Icon} name="stop" /></button>`

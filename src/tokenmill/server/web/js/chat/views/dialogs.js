@@ -4,11 +4,14 @@ import { html, useEffect, useRef, useState } from "../../shared/view.js";
 export function Dialog({ title, onClose, className = "", children }) {
   const element = useRef(null);
   useEffect(() => {
-    const before = document.activeElement;
+    const before = document.activeElement?.closest("details:not([open])")?.querySelector("summary") ?? document.activeElement;
     element.current.showModal();
     return () => before?.focus?.();
   }, []);
-  const outside = (event) => { if (event.target === element.current) onClose(); };
+  const outside = ({ clientX, clientY }) => {
+    const { left, right, top, bottom } = element.current.getBoundingClientRect();
+    if (clientX < left || clientX > right || clientY < top || clientY > bottom) onClose();
+  };
   return html`
     <dialog class="dialog ${className}" ref=${element} aria-label=${title} onClose=${onClose} onMouseDown=${outside}>
       <h2>${title}</h2>

@@ -2,7 +2,7 @@
 import { Emitter, useChanges } from "../../shared/emitter.js";
 import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { count, duration, rate } from "../../shared/words.js";
-import { CUT_SHORT } from "../answer.js";
+import { canGoOn } from "../answer.js";
 import { copy } from "../copying.js";
 import { siblings } from "../tree.js";
 import { Icon } from "./icons.js";
@@ -19,17 +19,22 @@ export function Message({ chat, conversation, message, answering }) {
   const [isRaw, setRaw] = useState(false);
   const isUser = message.role === "user";
   const isLive = answering !== null;
-  const save = (text) => {
+  const article = useRef(null);
+  const close = () => {
     setEdited(false);
+    requestAnimationFrame(() => article.current?.querySelector("[data-edit]")?.focus());
+  };
+  const save = (text) => {
+    close();
     if (isUser) chat.edit(conversation, message, text);
     else chat.rewrite(conversation, message, text);
   };
   const body = isEdited
-    ? html`<${Editor} text=${message.content} label=${isUser ? "Your question" : "The answer"} action=${isUser ? "Send" : "Save"} onSave=${save} onCancel=${() => setEdited(false)} />`
+    ? html`<${Editor} text=${message.content} label=${isUser ? "Your question" : "The answer"} action=${isUser ? "Send" : "Save"} isBusy=${chat.answering(conversation) !== null} onSave=${save} onCancel=${close} />`
     : isUser || isRaw ? html`<p class="plain">${message.content}</p>` : html`<${Prose} text=${message.content} isLive=${isLive} />`;
 
   return html`
-    <article class="message ${message.role}" aria-label=${isUser ? "You" : "Model"} aria-busy=${isLive} data-id=${message.id}>
+    <article ref=${article} class="message ${message.role}" aria-label=${isUser ? "You" : "Model"} aria-busy=${isLive} data-id=${message.id}>
       ${body}
       ${isLive && html`<${Progress} answering=${answering} message=${message} />`}
       ${!isLive && message.error && html`<${Problem} chat=${chat} conversation=${conversation} message=${message} />`}
@@ -55,23 +60,32 @@ function Problem({ chat, conversation, message }) {
     const timer = setTimeout(() => setLeft(left - 1), 1000);
     return () => clearTimeout(timer);
   }, [left]);
+  const again = () => (canGoOn(conversation, message) ? chat.goOn(conversation, message) : chat.regenerate(conversation, message));
   return html`
-    <div class="trouble" role="alert">
-      <p>${message.error.text}</p>
-      <button onClick=${() => chat.regenerate(conversation, message)}>Try again${left > 0 ? ` (better in ${Math.ceil(left)} s)` : ""}</button>
+    <div class="trouble">
+      <p role="alert">${message.error.text}</p>
+      <button onClick=${again}>Try again${left > 0 ? ` (better in ${Math.ceil(left)} s)` : ""}</button>
     </div>`;
 }
 
 function Branches({ chat, conversation, message }) {
+  const group = useRef(null);
+  useEffect(() => {
+    if (chat.focus?.id !== message.id || !group.current) return;
+    const wanted = group.current.querySelector(`[aria-label="${chat.focus.label}"]:not(:disabled)`) ?? group.current.querySelector("button:not(:disabled)");
+    chat.focus = null;
+    wanted?.focus();
+  });
   const all = siblings(conversation, message);
   if (all.length < 2) return null;
-  const place = all.indexOf(message);
-  const go = (step) => chat.choose(conversation, all[place + step]);
+  const place = all.findIndex(({ id }) => id === message.id);
+  const arrow = (label, icon, step) => html`
+    <button class="quiet" disabled=${!all[place + step]} aria-label=${label} onClick=${() => chat.choose(conversation, all[place + step], label)}><${Icon} name=${icon} /></button>`;
   return html`
-    <span class="branches" role="group" aria-label="Branches">
-      <button class="quiet" disabled=${place === 0} onClick=${() => go(-1)} aria-label="Previous branch"><${Icon} name="left" /></button>
+    <span class="branches" role="group" aria-label="Branches" ref=${group}>
+      ${arrow("Previous branch", "left", -1)}
       <span>${place + 1}/${all.length}</span>
-      <button class="quiet" disabled=${place === all.length - 1} onClick=${() => go(1)} aria-label="Next branch"><${Icon} name="right" /></button>
+      ${arrow("Next branch", "right", 1)}
     </span>`;
 }
 
@@ -85,14 +99,18 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
     setTimeout(() => setCopied(false), 1500);
   };
   const action = (icon, label, onClick, isOff = isBusy) =>
-    html`<button class="quiet" onClick=${onClick} disabled=${isOff} aria-label=${label} title=${label}><${Icon} name=${icon} /></button>`;
+    html`<button class="quiet" onClick=${onClick} disabled=${isOff} aria-label=${label} title=${label} data-edit=${icon === "edit" ? "" : undefined}><${Icon} name=${icon} /></button>`;
+  const another = () => {
+    chat.regenerate(conversation, message);
+    document.querySelector(".composer textarea").focus();
+  };
   if (isLive) return null;
   return html`
     <span class="actions">
       ${action("copy", isCopied ? "Copied" : "Copy", copyIt, false)}
       ${action("edit", isUser ? "Edit and ask again" : "Edit the answer", onEdit)}
-      ${!isUser && action("again", "Another answer", () => chat.regenerate(conversation, message))}
-      ${!isUser && CUT_SHORT.includes(message.finish) && message.content !== "" && action("forward", "Continue", () => chat.goOn(conversation, message))}
+      ${!isUser && action("again", "Another answer", another)}
+      ${!isUser && canGoOn(conversation, message) && action("forward", "Continue", () => chat.goOn(conversation, message))}
       ${!isUser && action("fork", "Fork to a new conversation", () => chat.fork(conversation, message))}
       ${!isUser && action("code", isRaw ? "Show it formatted" : "Show it as it was written", onRaw, false)}
     </span>`;
@@ -109,13 +127,13 @@ function Stats({ stats, finish }) {
       ${ENDINGS[finish] && html` · <span class="ending">${ENDINGS[finish]}</span>`}</span>`;
 }
 
-function Editor({ text, label, action, onSave, onCancel }) {
+function Editor({ text, label, action, isBusy, onSave, onCancel }) {
   const field = useRef(null);
   useEffect(() => {
     field.current.focus();
     field.current.setSelectionRange(text.length, text.length);
   }, []);
-  const save = () => { if (field.current.value.trim()) onSave(field.current.value); };
+  const save = () => { if (field.current.value.trim() && !isBusy) onSave(field.current.value); };
   const onKeyDown = (event) => {
     if (event.key === "Escape") onCancel();
     else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
@@ -128,7 +146,7 @@ function Editor({ text, label, action, onSave, onCancel }) {
       <textarea ref=${field} rows=${Math.min(12, text.split("\n").length + 1)} aria-label=${label} onKeyDown=${onKeyDown} value=${text}></textarea>
       <div class="buttons">
         <button onClick=${onCancel}>Cancel</button>
-        <button class="primary" onClick=${save} title="Ctrl+Enter">${action}</button>
+        <button class="primary" onClick=${save} disabled=${isBusy} title=${isBusy ? "When the answer is complete" : "Ctrl+Enter"}>${action}</button>
       </div>
     </div>`;
 }

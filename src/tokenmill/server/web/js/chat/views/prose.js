@@ -1,6 +1,6 @@
 // A model's words, as they grow: only blocks that have changed are made anew.
 import { useChanges } from "../../shared/emitter.js";
-import { html, useEffect, useRef } from "../../shared/view.js";
+import { html, useEffect, useMemo, useRef } from "../../shared/view.js";
 import { copy } from "../copying.js";
 import { blocks, colours, setFormulas } from "../markdown.js";
 
@@ -12,19 +12,20 @@ export function Prose({ text, isLive }) {
   const rest = thoughts ? text.slice(thoughts[0].length) : text;
   return html`
     ${thoughts && html`<${Thoughts} text=${thoughts[1]} isLive=${isLive && rest === ""} />`}
-    <${Blocks} text=${rest} />`;
+    <${Blocks} text=${rest} isLive=${isLive} />`;
 }
 
 function Thoughts({ text, isLive }) {
   return html`
     <details class="thoughts">
       <summary>${isLive ? "Thinking…" : "Thoughts"}</summary>
-      <${Blocks} text=${text} />
+      <${Blocks} text=${text} isLive=${isLive} />
     </details>`;
 }
 
-function Blocks({ text }) {
-  return html`<div class="prose" onClick=${onClick}>${blocks(text).map((content, i) => html`<${Block} key=${i} content=${content} />`)}</div>`;
+function Blocks({ text, isLive }) {
+  const made = useMemo(() => blocks(text, isLive), [text, isLive, colours.version]);
+  return html`<div class="prose" onClick=${onClick}>${made.map((content, i) => html`<${Block} key=${i} content=${content} />`)}</div>`;
 }
 
 function Block({ content }) {

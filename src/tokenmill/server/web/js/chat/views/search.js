@@ -1,5 +1,5 @@
 // Ctrl+K: find a conversation by its title or by anything that was said in it.
-import { html, useState } from "../../shared/view.js";
+import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { matches, titleOf } from "../tree.js";
 import { Dialog } from "./dialogs.js";
 
@@ -9,6 +9,9 @@ export function Search({ chat, onClose }) {
   const [words, setWords] = useState("");
   const [chosen, setChosen] = useState(0);
   const found = chat.list.filter((conversation) => !words.trim() || matches(conversation, words.trim())).slice(0, MOST);
+
+  const list = useRef(null);
+  useEffect(() => list.current.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" }), [chosen]);
 
   const open = (conversation) => {
     onClose();
@@ -27,7 +30,7 @@ export function Search({ chat, onClose }) {
       <input type="search" aria-label="Words to look for" placeholder="Words in the title or in the text" value=${words} autofocus
         role="combobox" aria-expanded="true" aria-controls="found" aria-activedescendant=${found[chosen] ? `found-${chosen}` : undefined}
         onInput=${(event) => { setWords(event.target.value); setChosen(0); }} onKeyDown=${onKeyDown} />
-      <ul id="found" role="listbox" aria-label="Conversations found">
+      <ul id="found" ref=${list} role="listbox" aria-label="Conversations found">
         ${found.map((conversation, i) => html`
           <li key=${conversation.id} id=${`found-${i}`} role="option" aria-selected=${i === chosen} onClick=${() => open(conversation)}>
             ${titleOf(conversation)}

@@ -1,14 +1,19 @@
 // The list of conversations, and what can be done with all of them.
+import { key } from "../../shared/api.js";
 import { html, useRef, useState } from "../../shared/view.js";
 import { download, fileName, fromJson, toJson, toMarkdown } from "../transfer.js";
 import { titleOf } from "../tree.js";
 import { Confirm, Rename } from "./dialogs.js";
 import { Icon } from "./icons.js";
 
-export function Sidebar({ chat, onSearch, onShortcuts }) {
+export function Sidebar({ chat, onChosen, onSearch, onShortcuts }) {
   const [dialog, setDialog] = useState(null);
   const close = () => setDialog(null);
   const { list } = chat;
+  const forgetKey = () => {
+    key.forget();
+    chat.look();
+  };
 
   return html`
     <nav class="sidebar" id="sidebar" aria-label="Conversations">
@@ -17,19 +22,20 @@ export function Sidebar({ chat, onSearch, onShortcuts }) {
         <button onClick=${onSearch} aria-label="Search conversations" title="Search (Ctrl+K)"><${Icon} name="search" /></button>
       </div>
       <ul class="conversations">
-        ${list.map((conversation) => html`<${Entry} key=${conversation.id} chat=${chat} conversation=${conversation} setDialog=${setDialog} close=${close} />`)}
+        ${list.map((conversation) => html`<${Entry} key=${conversation.id} chat=${chat} conversation=${conversation} setDialog=${setDialog} close=${close} onChosen=${onChosen} />`)}
       </ul>
       ${!list.length && html`<p class="hint">Conversations are kept in this browser.</p>`}
       <div class="bottom">
         <${Transfer} chat=${chat} setDialog=${setDialog} close=${close} />
         <button class="quiet" onClick=${onShortcuts}>Keyboard</button>
+        ${key.get() && html`<button class="quiet" onClick=${forgetKey}>Forget the key</button>`}
         <a class="button quiet" href="/engine"><${Icon} name="pulse" /> Engine</a>
       </div>
       ${dialog}
     </nav>`;
 }
 
-function Entry({ chat, conversation, setDialog, close }) {
+function Entry({ chat, conversation, setDialog, close, onChosen }) {
   const title = titleOf(conversation);
   const isCurrent = chat.current === conversation;
   const isBusy = chat.answering(conversation) !== null;
@@ -40,7 +46,7 @@ function Entry({ chat, conversation, setDialog, close }) {
   const name = fileName(title);
   return html`
     <li class=${isCurrent ? "current" : ""}>
-      <a href=${`#${conversation.id}`} aria-current=${isCurrent ? "page" : undefined}>
+      <a href=${`#${conversation.id}`} onClick=${onChosen} aria-current=${isCurrent ? "page" : undefined}>
         ${isBusy && html`<span class="busy" role="img" aria-label="answering"></span>`}<span class="title">${title}</span>
       </a>
       <${Menu} label=${`More about ${title}`}>
@@ -76,6 +82,13 @@ function Transfer({ chat, setDialog, close }) {
 /** A few actions behind a button; it closes when one is chosen, when the focus leaves it, and with Esc. */
 function Menu({ label, text, above = false, children }) {
   const element = useRef(null);
+  const items = useRef(null);
+  const place = () => { // beside the button, wherever the list that it is in ends
+    const button = element.current.getBoundingClientRect();
+    const isBelow = !above && button.bottom + items.current.offsetHeight < innerHeight;
+    items.current.style.left = `${Math.max(8, Math.min(button.left, innerWidth - items.current.offsetWidth - 8))}px`;
+    items.current.style.top = `${isBelow ? button.bottom : button.top - items.current.offsetHeight}px`;
+  };
   const shut = () => { element.current.open = false; };
   const onFocusOut = (event) => { if (!element.current.contains(event.relatedTarget)) shut(); };
   const onKeyDown = (event) => {
@@ -85,8 +98,8 @@ function Menu({ label, text, above = false, children }) {
     event.stopPropagation();
   };
   return html`
-    <details class="menu ${above ? "above" : ""}" ref=${element} onFocusOut=${onFocusOut} onKeyDown=${onKeyDown}>
+    <details class="menu" ref=${element} onToggle=${place} onFocusOut=${onFocusOut} onKeyDown=${onKeyDown}>
       <summary aria-label=${label} title=${label} class="button quiet">${text ?? html`<${Icon} name="more" />`}</summary>
-      <div class="items" onClick=${shut}>${children}</div>
+      <div class="items" ref=${items} onClick=${shut}>${children}</div>
     </details>`;
 }

@@ -9,20 +9,29 @@ const NEAR_PX = 60;
 export function Thread({ chat, conversation }) {
   const scroller = useRef(null);
   const [isAtEnd, setAtEnd] = useState(true);
+  const follows = useRef(true); // at once, where state would come a frame too late
+  const lastTop = useRef(0);
   const answering = chat.answering(conversation);
   const path = conversation.leaf === null ? [] : pathTo(conversation, conversation.leaf);
 
-  const toEnd = () => { scroller.current.scrollTop = scroller.current.scrollHeight; };
-  const onScroll = ({ target }) => setAtEnd(target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_PX);
+  const toEnd = () => {
+    follows.current = true;
+    scroller.current.scrollTop = scroller.current.scrollHeight;
+  };
+  const onScroll = ({ target }) => {
+    const isUp = target.scrollTop < lastTop.current;
+    const isNear = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_PX;
+    follows.current = isNear && !isUp;
+    lastTop.current = target.scrollTop;
+    setAtEnd(isNear);
+  };
 
+  useEffect(toEnd, [conversation.id]);
   useEffect(() => {
+    if (!answering) return undefined;
     toEnd();
-    setAtEnd(true);
-  }, [conversation, answering]);
-  useEffect(() => {
-    if (!answering || !isAtEnd) return undefined;
-    return answering.subscribe(() => requestAnimationFrame(() => { if (scroller.current) toEnd(); }));
-  }, [answering, isAtEnd]);
+    return answering.subscribe(() => requestAnimationFrame(() => { if (scroller.current && follows.current) toEnd(); }));
+  }, [answering]);
 
   return html`
     <div class="thread" ref=${scroller} onScroll=${onScroll} tabindex="0" role="region" aria-label="Conversation">
