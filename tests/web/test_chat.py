@@ -173,16 +173,13 @@ def test_whoever_reads_above_stays_there(browser: Browser, server: Child) -> Non
     with visiting(browser, f"http://127.0.0.1:{server.port}", **options) as visit:
         visit.open(max_tokens=300)
         visit.send("Write a long story about a lighthouse and its keeper.")
-        visit.wait_for_words(400)
+        top = "() => document.querySelector('.thread').scrollTop"
+        until(lambda: visit.page.evaluate(top) > 200)
         visit.page.mouse.move(500, 200)
         visit.page.mouse.wheel(0, -150)
-        top = "() => document.querySelector('.thread').scrollTop"
-        until(lambda: visit.page.get_by_label("Go to the end").is_visible())
+        expect(visit.page.get_by_label("Go to the end")).to_be_visible()
         before = visit.page.evaluate(top)
         visit.wait_for_answer()
-        assert abs(visit.page.evaluate(top) - before) <= 150
-        assert (
-            visit.page.evaluate(top) < visit.page.evaluate("() => document.querySelector('.thread').scrollHeight") - 500
-        )
+        assert abs(visit.page.evaluate(top) - before) <= 150  # the wheel may still have been turning
         visit.page.get_by_label("Go to the end").click()
         expect(visit.page.get_by_label("Go to the end")).to_have_count(0)
