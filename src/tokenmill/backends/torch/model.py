@@ -30,6 +30,9 @@ KV_SHARE = 0.25
 class TorchModel:
     """A `ModelHandle`. `names` are what the model's files call its tensors."""
 
+    default_depth = 0
+    """Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor."""
+
     def __init__(
         self,
         name: str,
@@ -57,8 +60,7 @@ class TorchModel:
         self._deterministic = deterministic
         self._block_size = block_size
         self._num_threads = NUM_THREADS
-        # Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor.
-        self._depth = (1 if self._device.type == "cuda" else 0) if depth is None else depth
+        self._depth = self.default_depth if depth is None else depth
 
     @property
     def weights_version(self) -> int:
@@ -80,14 +82,7 @@ class TorchModel:
         return self._block_size
 
     def new_backend(self, limits: BackendLimits) -> TorchBackend:
-        num_blocks = max(1, -(-limits.num_cells // self._block_size))
-        storage = TorchKV(
-            self.info.layers, num_blocks, self._block_size, self.decoder.inv_freq, self._dtype, self._device
-        )
-        capabilities = Capabilities(
-            state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
-        )
-        kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        kv, storage = self._new_memory(limits)
         if isinstance(self.decoder, NativeDecoder):
             num_threads = limits.num_threads or self._num_threads
             return NativeBackend(
@@ -103,6 +98,18 @@ class TorchModel:
             ubatch_size=limits.ubatch_size,
             num_threads=asked or self._num_threads,
         )
+
+    def _new_memory(self, limits: BackendLimits) -> tuple[PagedKV, TorchKV]:
+        """Bookkeeping and data of a KV memory of this size."""
+        num_blocks = max(1, -(-limits.num_cells // self._block_size))
+        storage = TorchKV(
+            self.info.layers, num_blocks, self._block_size, self.decoder.inv_freq, self._dtype, self._device
+        )
+        capabilities = Capabilities(
+            state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
+        )
+        kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        return kv, storage
 
     def replace_weight(self, name: str, value: Any) -> None:
         """New values for one tensor, under its name in the model's files. Waits for running steps.

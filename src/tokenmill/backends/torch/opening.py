@@ -52,7 +52,24 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
     log.info("%s: %s", path.name, decoder.about)
-    return TorchModel(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+    kind = _model_kind(device)
+    return kind(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+
+
+def _model_kind(device: torch.device) -> type[TorchModel]:
+    if device.type != "cuda":
+        return TorchModel
+    from tokenmill.backends.torch.cuda.model import CudaModel  # needs triton
+
+    return CudaModel
+
+
+def _decoder_kind(device: torch.device) -> type[Decoder]:
+    if device.type != "cuda":
+        return Decoder
+    from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+
+    return CudaDecoder
 
 
 class Described:
@@ -108,7 +125,7 @@ def _load(
             if isinstance(form, torch.dtype):
                 weights = DecoderWeights(config, form, device)
                 weights.load(source, names, lambda done, _: progress.update(done))
-                return Decoder(config, weights)
+                return _decoder_kind(device)(config, weights)
             lib = library()
             native = NativeWeights(lib, config, form.bits)
             native.load(source, names, lambda done, _: progress.update(done))

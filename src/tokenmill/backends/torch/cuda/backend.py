@@ -1,0 +1,167 @@
+"""`CudaBackend`: the contract on one card. Nothing it launches makes the host wait before `collect`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokenmill.backends.torch.attention import Attention, GatherAttention
+from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
+from tokenmill.backends.torch.cuda.attention import PagedAttention
+from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+from tokenmill.backends.torch.cuda.graphs import DecodeGraphs
+from tokenmill.backends.torch.cuda.inputs import StepInputs, capacity, decode_inputs, mixed_inputs
+from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES
+from tokenmill.backends.torch.cuda.transfer import InputBuffer, download
+from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.core import Batch, IntArray, Mask, Output, PagedKV, Sampled
+from tokenmill.core.backend import SampleRows
+from tokenmill.core.segments import Segment
+from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.errors import ForwardFailed
+
+LARGEST_GRAPH = 512
+"""Decode steps of more sequences are launched kernel by kernel: the host keeps up with them."""
+
+
+class CudaStep(TorchStep):
+    """A submitted step; an event says when it is done."""
+
+    def __init__(self, owner: CudaBackend, batch: Batch, number: int) -> None:
+        super().__init__(owner, batch, number)
+        self._done: torch.cuda.Event | None = None
+
+    def mark_launched(self) -> None:
+        """All that was launched so far belongs to this step."""
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def wait(self) -> None:
+        """Wait for this step alone: the next one may be running already."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+class CudaBackend(TorchBackend):
+    """One KV memory over shared weights."""
+
+    _decoder: CudaDecoder
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        kv: PagedKV,
+        storage: TorchKV,
+        gate: WeightsGate,
+        *,
+        ubatch_size: int,
+        num_threads: int,
+    ) -> None:
+        super().__init__(decoder, kv, storage, gate, ubatch_size=ubatch_size, num_threads=num_threads)
+        self._switches = decoder.switches
+        self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
+        self._buffer = InputBuffer(capacity(ubatch_size, kv.tables), self._device)
+        self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
+        self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._graphs: DecodeGraphs | None = None
+        if self._switches.graphs and self._switches.attention and self._switches.islands:
+            largest_graph = min(kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
+            self._graphs = DecodeGraphs(largest_graph, self._device)
+        # Our attention loads nothing that a token does not see; what gathers whole blocks needs numbers in all of them.
+        storage.holds_bad_numbers = not self._switches.attention
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values."""
+        return self._storage.num_bytes
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch, number: int) -> CudaStep:
+        return CudaStep(self, batch, number)
+
+    def _is_lost(self, error: Exception) -> bool:
+        """After a failed kernel a CUDA context is lost; running out of memory leaves it as it was."""
+        return not isinstance(error, torch.OutOfMemoryError)
+
+    def _note_bad_numbers(self, hidden: Tensor) -> None:
+        """Nobody waits to find out."""
+
+    def _launched(self, step: TorchStep) -> None:
+        assert isinstance(step, CudaStep)
+        step.mark_launched()
+
+    def _wait(self, step: TorchStep) -> None:
+        assert isinstance(step, CudaStep)
+        try:
+            step.wait()
+        except RuntimeError as error:
+            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
+
+    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
+        token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
+        lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
+        tables, count = self._kv.tables, len(token)
+        shape = self._graphs.shape_for(count) if self._graphs and _one_token_each(lead) else None
+        if self._graphs is not None and shape is not None:
+            inputs = decode_inputs(self._buffer, tables, token, pos, slot, lead, shape.num_tokens)
+            self._graphs.run(shape, lambda: self._launch(inputs, self._paged(inputs)))
+        else:
+            inputs = mixed_inputs(self._buffer, tables, token, pos, slot, lead, QUERIES)
+            self._launch(inputs, self._paged(inputs) if self._switches.attention else self._gathering(lead, pos))
+        return self._state[:count]
+
+    def _launch(self, inputs: StepInputs, attention: Attention) -> None:
+        state = self._state[: len(inputs.token)]
+        self._decoder.run(inputs, self._last_sampled, state, self._storage, attention)
+
+    def _paged(self, inputs: StepInputs) -> Attention:
+        return PagedAttention(self._storage, inputs, self._decoder.config.windows, self._num_processors)
+
+    def _gathering(self, lead: IntArray, pos: IntArray) -> Attention:
+        return GatherAttention(self._storage, self._kv.tables, lead, pos, self._decoder.config.windows)
+
+    def _keep_outputs(self, step: TorchStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
+        """Logits and hidden rows of the tokens that ask for them. The state itself is the next step's."""
+        for flag, parts in ((Output.LOGITS, step.logits_parts), (Output.HIDDEN, step.hidden_parts)):
+            chosen = np.flatnonzero(output & np.uint8(flag))
+            if not len(chosen):
+                continue
+            rows = hidden if len(chosen) == len(hidden) else hidden[self._to_device(chosen)]
+            if flag is Output.LOGITS:
+                parts.append(self._decoder.logits_of(rows))
+            else:
+                parts.append(self._decoder.normed(rows).float())
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
+        assert isinstance(step, CudaStep)
+        logits = self._all_logits(step)
+        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
+            logits = logits[self._to_device(rows.logits_row)]
+        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
+        ids = self._ids(sampled.ids)
+        # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
+        self._last_sampled.index_copy_(0, self._to_device(rows.table_row), ids.clamp(min=0).to(torch.int32))
+        on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
+        step.mark_launched()
+        return on_host
+
+    def _free(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
+        super()._free()
+
+
+def _one_token_each(lead: IntArray) -> bool:
+    return len(lead) == 1 or int(np.bincount(lead).max()) == 1
+
+
+def _downloaded(value: Any) -> Any:
+    return download(value) if isinstance(value, Tensor) else value
