@@ -1,4 +1,4 @@
-"""An engine on the card, a step ahead: crowds, preemption, forks, conversations. Float32, so that ids can be compared."""
+"""An engine on the card, a step ahead: crowds, preemption, forks, conversations. In float32, to compare ids."""
 
 from __future__ import annotations
 

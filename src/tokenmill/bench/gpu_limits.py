@@ -49,7 +49,7 @@ def _seconds(launch: Callable[[], object]) -> float:
 
 
 def least_seconds(config: DecoderConfig, jobs: Sequence[Job], ceilings: Ceilings, itemsize: int = 2) -> float:
-    """All prompts at the rate of products, then a step for each token: bound by reading weights and KV, or by products."""
+    """Prompts at the rate of products, then a step for each token: bound by reading weights and KV, or by products."""
     embedding = config.vocab_size * config.hidden_size
     layers = num_values(config) - embedding * (1 if config.tied else 2)
     weight_bytes = (layers + embedding) * itemsize
