@@ -21,6 +21,9 @@ SHAPES = [
     Shape(16, 8, 128, dtype=HALF),
     Shape(9, 3, 64, dtype=HALF),
     Shape(6, 2, 80, dtype=HALF),
+    Shape(28, 4, 128, block_size=64, dtype=HALF),
+    Shape(9, 3, 64, block_size=64, dtype=HALF),
+    Shape(4, 2, 128, block_size=64, window=100, dtype=HALF),
     Shape(4, 2, 8, block_size=4),
     Shape(6, 1, 16, block_size=1),
     Shape(4, 4, 96, window=70),
@@ -38,7 +41,7 @@ def test_decode_attention() -> None:
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
         first = [0, 0, rng.randrange(shape.block_size), 0]
-        length = [rng.randrange(60, 700), 1, rng.randrange(17, 300), rng.choice([64, 128, 65])]
+        length = [rng.randrange(60, 700), 1, rng.randrange(70, 300), rng.choice([64, 128, 65])]
         memory = paged(shape, length, first, DEVICE, seed)
         row_of = [3, 0, 4, 1]
         q = torch.randn(5, shape.num_heads + 2, shape.dim, device=DEVICE).to(shape.dtype)[:, : shape.num_heads]
@@ -57,12 +60,12 @@ def test_decode_attention() -> None:
 
 
 def test_prefill_attention() -> None:
-    from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES, prefill_attention
+    from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES, by_block, prefill_attention
 
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
         count = [rng.randrange(2, 400), rng.randrange(130, 260), 2]
-        before = [0, rng.randrange(1, 300), rng.randrange(50, 100)]
+        before = [0, rng.randrange(1, 300), rng.randrange(70, 100)]
         first = [0, 0, rng.randrange(1, shape.block_size + 1) - 1]
         length = [a + b for a, b in zip(count, before, strict=True)]
         memory = paged(shape, length, first, DEVICE, seed)
@@ -73,8 +76,9 @@ def test_prefill_attention() -> None:
         begin = [0, count[0], count[0] + count[1]]
         tiles = [(run, at) for run in range(3) for at in range(0, count[run], QUERIES)]
         rng.shuffle(tiles)
+        blocks = by_block(memory.keys, shape.block_size), by_block(memory.values, shape.block_size)
         prefill_attention(
-            q, memory.keys, memory.values, out, order.to(DEVICE, torch.int32),
+            q, memory.keys, memory.values, None if blocks[0] is None else blocks, out, order.to(DEVICE, torch.int32),
             ints(*begin), ints(*count), ints(*before), ints(*first),
             ints(*(run for run, _ in tiles)), ints(*(at for _, at in tiles)),
             memory.tables, ints(memory.tables.shape[1]), block_size=shape.block_size, window=shape.window,

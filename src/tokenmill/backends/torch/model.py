@@ -30,6 +30,7 @@ KV_SHARE = 0.25
 class TorchModel:
     """A `ModelHandle`. `names` are what the model's files call its tensors."""
 
+    default_block_size = BLOCK_SIZE
     default_depth = 0
     """Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor."""
 
@@ -42,7 +43,7 @@ class TorchModel:
         *,
         form: Form | None = None,
         deterministic: bool = False,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = None,
         depth: int | None = None,
     ) -> None:
         self.path = path
@@ -58,7 +59,7 @@ class TorchModel:
         self._form: Form = self._dtype if form is None else form
         self._gate = WeightsGate()
         self._deterministic = deterministic
-        self._block_size = block_size
+        self._block_size = self.default_block_size if block_size is None else block_size
         self._num_threads = NUM_THREADS
         self._depth = self.default_depth if depth is None else depth
 

@@ -75,8 +75,6 @@ def _decoder_kind(device: torch.device) -> type[Decoder]:
 class Described:
     """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
 
-    block_size = BLOCK_SIZE
-
     def __init__(self, path: Path, options: LoadOptions) -> None:
         self._device = _device(options.device)
         self._config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
@@ -89,6 +87,10 @@ class Described:
         if isinstance(self._form, torch.dtype):
             return str(self._form).removeprefix("torch.")
         return "it is in its file" if self._form.bits is None else f"int{self._form.bits}"
+
+    @property
+    def block_size(self) -> int:
+        return _model_kind(self._device).default_block_size
 
     @property
     def max_context(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenmill.backends.torch.attention import Attention, GatherAttention
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
-from tokenmill.backends.torch.cuda.attention import PagedAttention
+from tokenmill.backends.torch.cuda.attention import PagedAttention, PagedLayers
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
 from tokenmill.backends.torch.cuda.graphs import DecodeGraphs
 from tokenmill.backends.torch.cuda.inputs import StepInputs, capacity, decode_inputs, mixed_inputs
@@ -66,7 +66,7 @@ class CudaBackend(TorchBackend):
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
         self._buffer = InputBuffer(capacity(ubatch_size, kv.tables), self._device)
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
-        self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._layers = PagedLayers(storage, decoder.config.windows)
         self._graphs: DecodeGraphs | None = None
         if self._switches.graphs and self._switches.attention and self._switches.islands:
             largest_graph = min(kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
@@ -120,7 +120,7 @@ class CudaBackend(TorchBackend):
         self._decoder.run(inputs, self._last_sampled, state, self._storage, attention)
 
     def _paged(self, inputs: StepInputs) -> Attention:
-        return PagedAttention(self._storage, inputs, self._decoder.config.windows, self._num_processors)
+        return PagedAttention(self._layers, inputs)
 
     def _gathering(self, lead: IntArray, pos: IntArray) -> Attention:
         return GatherAttention(self._storage, self._kv.tables, lead, pos, self._decoder.config.windows)

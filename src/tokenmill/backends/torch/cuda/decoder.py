@@ -30,7 +30,7 @@ class CudaDecoder(Decoder):
         self._turns = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def run(self, inputs: StepInputs, sampled: Tensor, x: Tensor, kv: TorchKV, attention: Attention) -> None:
-        """Run all layers over the state `x`, [tokens, hidden], to be normed after; keys and values go to their slots."""
+        """Run all layers over the state `x`, [tokens, hidden], to be normed after. Keys and values go to slots."""
         ops = self._ops(inputs, kv)
         ops.embed(sampled, x)
         for number, layer in enumerate(self.weights.layers):

@@ -8,6 +8,7 @@ import torch
 
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
 from tokenmill.backends.torch.cuda.memory import KV_SHARE, peak_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.core import BackendLimits
@@ -15,9 +16,10 @@ from tokenmill.core.memory import MemoryPlan
 
 
 class CudaModel(TorchModel):
-    """A `ModelHandle`. Submits a step ahead unless told otherwise: that hides the host's work behind the card's."""
+    """A `ModelHandle`. A block of KV is a tile of our kernels, and steps are submitted ahead, by default."""
 
     decoder: CudaDecoder
+    default_block_size = TILE
     default_depth = 1
     ubatch_size = 8192
     """Tokens computed at once, at least: a card needs many to be busy."""

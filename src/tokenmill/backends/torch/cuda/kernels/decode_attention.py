@@ -51,7 +51,10 @@ def _attend(
     for at in range(begin, end, tile):
         cell = at + tl.arange(0, tile)
         sees = (cell >= first) & (cell < end)
-        block = tl.load(table + cell // block_size, mask=sees, other=0).to(tl.int64)
+        if block_size % tile == 0:
+            block = tl.load(table + at // block_size).to(tl.int64)
+        else:
+            block = tl.load(table + cell // block_size, mask=sees, other=0).to(tl.int64)
         place = (block * block_size + cell % block_size) * cell_stride + kv_head * dim
         wanted = sees[:, None] & (d < dim)[None, :]
         key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0)
