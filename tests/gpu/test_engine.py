@@ -22,8 +22,8 @@ pytestmark = needs_card()
 SMALL = BackendLimits(num_cells=256, max_seqs=16)
 
 
-def opened(folder: Path, variant: str = "qwen3") -> TorchModel:
-    model = open_model(str(save(variant, folder)), device="cuda", dtype="float32")
+def opened(folder: Path, variant: str = "qwen3", **options: object) -> TorchModel:
+    model = open_model(str(save(variant, folder)), device="cuda", dtype="float32", **options)
     assert isinstance(model, TorchModel)
     return model
 
@@ -78,7 +78,7 @@ def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(tmp_path: Path) -> 
 
 
 def test_preempted_requests_say_what_they_would_have_said(tmp_path: Path) -> None:
-    model = opened(tmp_path)
+    model = opened(tmp_path, block_size=16)
     asked = prompts(20, 24, 28, 32, 36, 40)
     roomy = engine_of(model)
     wanted = run(roomy, *(request(f"r{i}", prompt, 60) for i, prompt in enumerate(asked)))

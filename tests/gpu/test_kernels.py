@@ -168,6 +168,7 @@ def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
 def test_drawing() -> None:
     from tokenmill.backends.torch.cuda.kernels.drawing import draw
     from tokenmill.sampling import ops
+    from tokenmill.sampling.philox import uniforms
 
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(64, 9001, generator=generator)
@@ -175,8 +176,10 @@ def test_drawing() -> None:
     logits[6, 100:] = -torch.inf
     temperature = torch.rand(64, generator=generator) + 0.3
     temperature[::7] = 0
-    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
-    found = draw(logits.to(DEVICE), temperature.to(DEVICE), uniform.to(DEVICE), -1).cpu().long()
+    keys = torch.randint(0, 1 << 31, (64, 4), generator=generator)
+    keys[:, 0] = torch.randint(0, 1 << 62, (64,), generator=generator)
+    found = draw(logits.to(DEVICE), temperature.to(DEVICE), keys.to(DEVICE), -1).cpu().long()
+    uniform = uniforms(*keys.T)[0]
     wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
     wanted = torch.where(temperature == 0, logits.argmax(dim=-1), wanted)
     wanted[5] = -1

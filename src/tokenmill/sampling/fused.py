@@ -11,8 +11,11 @@ from torch import Tensor
 class FusedDraw(Protocol):
     """Rows that have a temperature and nothing else."""
 
-    def __call__(self, logits: Tensor, temperature: Tensor, uniform: Tensor, bad_row: int) -> Tensor:
-        """The id that each row's number in [0, 1) falls on; the largest logit's at temperature 0."""
+    def __call__(self, logits: Tensor, temperature: Tensor, keys: Tensor, bad_row: int) -> Tensor:
+        """The id that each row's random number falls on; the largest logit's at temperature 0.
+
+        keys: int64, [rows, 4]: seed, choice, attempt and position, as `philox.uniforms` takes them.
+        """
         ...
 
 

@@ -106,8 +106,10 @@ class StepSampler:
 
     def _draw_fused(self, draw: FusedDraw, raw: Tensor) -> Tensor:
         """All rows at once; those of temperature 0 take their largest logit."""
-        every = np.arange(len(self.rows))
-        return draw(raw, self._floats("temperature", every, raw), self._uniforms(every, raw)[0], BAD_ROW)
+        state, rows = self.state, self.rows
+        keys = np.stack((state.seed[rows], state.choice[rows], state.attempt[rows], self.positions), axis=1)
+        temperature = state.floats["temperature"][rows]
+        return draw(raw, upload(temperature, raw.device), upload(keys, raw.device), BAD_ROW)
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
         if self.state.floats["min_p"][self.rows[index]].any():

@@ -13,12 +13,13 @@ from tokenmill.backends.torch.attention import Attention, GatherAttention
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
 from tokenmill.backends.torch.cuda.attention import PagedAttention, PagedLayers
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
-from tokenmill.backends.torch.cuda.graphs import DecodeGraphs
-from tokenmill.backends.torch.cuda.inputs import StepInputs, capacity, decode_inputs, mixed_inputs
+from tokenmill.backends.torch.cuda.graphs import DecodeGraphs, DecodeShape
+from tokenmill.backends.torch.cuda.inputs import DecodeInputs, StepInputs, capacity, mixed_inputs
+from tokenmill.backends.torch.cuda.kernels import drawing
 from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES
 from tokenmill.backends.torch.cuda.transfer import InputBuffer, download
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.core import Batch, IntArray, Mask, Output, PagedKV, Sampled
+from tokenmill.core import BAD_ROW, Batch, IntArray, Mask, Output, PagedKV, Sampled
 from tokenmill.core.backend import SampleRows
 from tokenmill.core.segments import Segment
 from tokenmill.core.weights_gate import WeightsGate
@@ -33,17 +34,15 @@ class CudaStep(TorchStep):
 
     def __init__(self, owner: CudaBackend, batch: Batch, number: int) -> None:
         super().__init__(owner, batch, number)
-        self._done: torch.cuda.Event | None = None
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark_launched(self) -> None:
         """All that was launched so far belongs to this step."""
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
     def wait(self) -> None:
         """Wait for this step alone: the next one may be running already."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.synchronize()
 
 
 class CudaBackend(TorchBackend):
@@ -68,6 +67,9 @@ class CudaBackend(TorchBackend):
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
         self._layers = PagedLayers(storage, decoder.config.windows)
         self._graphs: DecodeGraphs | None = None
+        self._decodes: dict[DecodeShape, DecodeInputs] = {}
+        self._table_rows: tuple[IntArray, Tensor] | None = None
+        """The rows of the token table that were last written, here and on the card: mostly they are so again."""
         if self._switches.graphs and self._switches.attention and self._switches.islands:
             largest_graph = min(kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
             self._graphs = DecodeGraphs(largest_graph, self._device)
@@ -108,12 +110,19 @@ class CudaBackend(TorchBackend):
         tables, count = self._kv.tables, len(token)
         shape = self._graphs.shape_for(count) if self._graphs and _one_token_each(lead) else None
         if self._graphs is not None and shape is not None:
-            inputs = decode_inputs(self._buffer, tables, token, pos, slot, lead, shape.num_tokens)
-            self._graphs.run(shape, lambda: self._launch(inputs, self._paged(inputs)))
+            decode = self._decode_inputs(shape)
+            decode.send(tables, token, pos, slot, lead)
+            self._graphs.run(shape, lambda: self._launch(decode.on_card, self._paged(decode.on_card)))
         else:
             inputs = mixed_inputs(self._buffer, tables, token, pos, slot, lead, QUERIES)
             self._launch(inputs, self._paged(inputs) if self._switches.attention else self._gathering(lead, pos))
         return self._state[:count]
+
+    def _decode_inputs(self, shape: DecodeShape) -> DecodeInputs:
+        inputs = self._decodes.get(shape)
+        if inputs is None:
+            inputs = self._decodes[shape] = DecodeInputs(self._buffer, shape.num_tokens)
+        return inputs
 
     def _launch(self, inputs: StepInputs, attention: Attention) -> None:
         state = self._state[: len(inputs.token)]
@@ -145,13 +154,21 @@ class CudaBackend(TorchBackend):
         logits = self._all_logits(step)
         if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
             logits = logits[self._to_device(rows.logits_row)]
-        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
-        ids = self._ids(sampled.ids)
+        sampled = self._greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
+        ids = torch.as_tensor(sampled.ids, dtype=torch.int32, device=self._device)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled.index_copy_(0, self._to_device(rows.table_row), ids.clamp(min=0).to(torch.int32))
+        self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids.clamp(min=0))
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
         step.mark_launched()
         return on_host
+
+    def _greedy(self, logits: Tensor, mask: Mask | None) -> Sampled:
+        return Sampled(drawing.greedy(logits, BAD_ROW)) if mask is None else greedy(logits, mask)
+
+    def _table_rows_on_card(self, rows: IntArray) -> Tensor:
+        if self._table_rows is None or not np.array_equal(self._table_rows[0], rows):
+            self._table_rows = rows.copy(), self._to_device(rows)
+        return self._table_rows[1]
 
     def _free(self) -> None:
         if self._graphs is not None:

@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.attention import Runs, runs_of
-from tokenmill.backends.torch.cuda.transfer import ALIGNED, InputBuffer
+from tokenmill.backends.torch.cuda.transfer import ALIGNED, InputBuffer, Sections, aligned
 from tokenmill.core import IntArray
 from tokenmill.core.tables import BlockTables
+
+NUM_FIELDS = 6
+TOKEN, POS, SLOT, ROW, LAST, FIRST = range(NUM_FIELDS)
+"""Of a decode step."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +71,40 @@ def capacity(num_tokens: int, tables: BlockTables) -> int:
     return 12 * (num_tokens + most_runs) + most_runs * int(tables.table.shape[1]) + sections * ALIGNED
 
 
-def decode_inputs(
-    buffer: InputBuffer, tables: BlockTables, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray, size: int
-) -> StepInputs:
-    """One token each of some sequences, filled up to `size` with tokens that read and leave nothing."""
-    buffer.begin()
-    widest = int(tables.num_blocks[lead].max())
-    width = buffer.put(np.array([widest]))
-    base = tables.base[lead]
-    inputs = StepInputs(
-        token=buffer.put(token, size),
-        pos=buffer.put(pos, size),
-        slot=buffer.put(slot, size, filler=-1),
-        width=width,
-        singles=SingleRuns(
-            row=buffer.put(np.arange(size)),
-            last=buffer.put(pos - base, size, filler=-1),
-            first=buffer.put(tables.start[lead] - base, size),
-            tables=_put_tables(buffer, tables, lead, widest),
-        ),
-        longs=None,
-    )
-    buffer.send()
-    return inputs
+class DecodeInputs:
+    """The inputs of decode steps of one size: one token each of at most so many sequences.
+
+    They lie at the same addresses in every step, which graphs rely on, so what is on the card is named once.
+    """
+
+    def __init__(self, buffer: InputBuffer, size: int) -> None:
+        self._buffer = buffer
+        self._size = size
+        self._pitch = aligned(size)
+        self._rows = np.arange(self._pitch, dtype=np.int32)
+        self._fillers = np.zeros((NUM_FIELDS, self._pitch), dtype=np.int32)
+        self._fillers[ROW], self._fillers[SLOT], self._fillers[LAST] = self._rows, -1, -1
+        self._tables = ALIGNED + NUM_FIELDS * self._pitch
+        fields = buffer.card[ALIGNED : self._tables].view(NUM_FIELDS, self._pitch)[:, :size]
+        token, pos, slot, row, last, first = fields
+        singles = SingleRuns(row=row, last=last, first=first, tables=buffer.card[self._tables :])
+        self.on_card = StepInputs(token=token, pos=pos, slot=slot, width=buffer.card[:1], singles=singles, longs=None)
+
+    def send(self, tables: BlockTables, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray) -> None:
+        """Write and send a step. It is filled up with tokens that read and leave nothing."""
+        count, widest = len(token), int(tables.num_blocks[lead].max())
+        there = self._buffer.begin()
+        there[0] = widest
+        fields = there[ALIGNED : self._tables].reshape(NUM_FIELDS, self._pitch)
+        base = tables.base[lead]
+        fields[TOKEN, :count], fields[POS, :count], fields[SLOT, :count] = token, pos, slot
+        fields[LAST, :count], fields[FIRST, :count] = pos - base, tables.start[lead] - base
+        fields[ROW] = self._rows
+        if count < self._size:
+            fields[:, count:] = self._fillers[:, count:]
+        end = self._tables + count * widest
+        there[self._tables : end].reshape(count, widest)[:] = tables.table[lead, :widest]
+        self._buffer.send(end)
 
 
 def mixed_inputs(
@@ -102,47 +117,47 @@ def mixed_inputs(
     tile: int,
 ) -> StepInputs:
     """Any tokens in any order; `tile` tokens of a long run are computed together."""
-    buffer.begin()
+    sections = Sections(buffer)
     runs = runs_of(lead, pos)
     is_single = runs.count == 1
     singles, longs = runs.take(np.flatnonzero(is_single)), runs.take(np.flatnonzero(~is_single))
     widest = int(tables.num_blocks[runs.seq].max())
     inputs = StepInputs(
-        width=buffer.put(np.array([widest])),
-        token=buffer.put(token),
-        pos=buffer.put(pos),
-        slot=buffer.put(slot),
-        singles=_single_runs(buffer, tables, singles, pos, widest) if len(singles.seq) else None,
-        longs=_long_runs(buffer, tables, longs, pos, widest, tile) if len(longs.seq) else None,
+        width=sections.put(np.array([widest])),
+        token=sections.put(token),
+        pos=sections.put(pos),
+        slot=sections.put(slot),
+        singles=_single_runs(sections, tables, singles, pos, widest) if len(singles.seq) else None,
+        longs=_long_runs(sections, tables, longs, pos, widest, tile) if len(longs.seq) else None,
     )
-    buffer.send()
+    sections.send()
     return inputs
 
 
-def _single_runs(buffer: InputBuffer, tables: BlockTables, runs: Runs, pos: IntArray, widest: int) -> SingleRuns:
+def _single_runs(sections: Sections, tables: BlockTables, runs: Runs, pos: IntArray, widest: int) -> SingleRuns:
     row = runs.tokens[runs.begin]
     base = tables.base[runs.seq]
     return SingleRuns(
-        row=buffer.put(row),
-        last=buffer.put(pos[row] - base),
-        first=buffer.put(tables.start[runs.seq] - base),
-        tables=_put_tables(buffer, tables, runs.seq, widest),
+        row=sections.put(row),
+        last=sections.put(pos[row] - base),
+        first=sections.put(tables.start[runs.seq] - base),
+        tables=_put_tables(sections, tables, runs.seq, widest),
     )
 
 
-def _long_runs(buffer: InputBuffer, tables: BlockTables, runs: Runs, pos: IntArray, widest: int, tile: int) -> LongRuns:
+def _long_runs(sections: Sections, tables: BlockTables, runs: Runs, pos: IntArray, widest: int, tile: int) -> LongRuns:
     base = tables.base[runs.seq]
     index = pos[runs.tokens[runs.begin]] - base
     tile_run, tile_offset = _tiles(runs.count, index, tile)
     return LongRuns(
-        order=buffer.put(runs.tokens),
-        begin=buffer.put(runs.begin),
-        count=buffer.put(runs.count),
-        index=buffer.put(index),
-        first=buffer.put(tables.start[runs.seq] - base),
-        tile_run=buffer.put(tile_run),
-        tile_offset=buffer.put(tile_offset),
-        tables=_put_tables(buffer, tables, runs.seq, widest),
+        order=sections.put(runs.tokens),
+        begin=sections.put(runs.begin),
+        count=sections.put(runs.count),
+        index=sections.put(index),
+        first=sections.put(tables.start[runs.seq] - base),
+        tile_run=sections.put(tile_run),
+        tile_offset=sections.put(tile_offset),
+        tables=_put_tables(sections, tables, runs.seq, widest),
     )
 
 
@@ -155,7 +170,7 @@ def _tiles(count: NDArray[np.int64], index: NDArray[np.int64], tile: int) -> tup
     return run[longest_first], offset[longest_first]
 
 
-def _put_tables(buffer: InputBuffer, tables: BlockTables, seqs: IntArray, widest: int) -> Tensor:
-    there, on_card = buffer.section(len(seqs) * widest)
+def _put_tables(sections: Sections, tables: BlockTables, seqs: IntArray, widest: int) -> Tensor:
+    there, on_card = sections.room(len(seqs) * widest)
     there.reshape(len(seqs), widest)[:] = tables.table[seqs, :widest]
     return on_card

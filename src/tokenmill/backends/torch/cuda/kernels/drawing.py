@@ -1,7 +1,8 @@
-"""From logits to ids in few passes: the largest logit of each row, or the one that a uniform number falls on.
+"""From logits to ids in few passes: the largest logit of each row, or the one that a random number falls on.
 
 A row is cut into chunks. Their maxima give the largest logit; their sums of weights say in which of them the number
-falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of exp((logit - largest) / T).
+falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of exp((logit - largest) / T), and
+as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ def _largest(tops, places, values, ids, num_parts, parts: tl.constexpr):
 
 
 @triton.jit
+def _greedy(tops, places, ids, num_parts, bad_row: tl.constexpr, parts: tl.constexpr):
+    row = tl.program_id(0)
+    top, best = _best(tops, places, num_parts, parts, row)
+    tl.store(ids + row, tl.where((top == float("inf")) | (top == float("-inf")), bad_row, best))
+
+
+@triton.jit
 def _weights(logits, top, temperature):
     cooled = (logits.to(tl.float32) - top) / temperature
     weight = tl.exp(tl.maximum(cooled, LEAST))
@@ -70,8 +78,18 @@ def _masses(logits, temperature_of, tops, masses, vocab, stride, num_parts, chun
 
 
 @triton.jit
+def _uniform(key_of):
+    x0, x1, _, _ = tl.philox(
+        tl.load(key_of), tl.load(key_of + 3).to(tl.uint32), tl.load(key_of + 1).to(tl.uint32),
+        tl.load(key_of + 2).to(tl.uint32), tl.full([], 0, tl.uint32),
+    )  # fmt: skip
+    bits = (x0 >> 5).to(tl.int64) * 67108864 + (x1 >> 6).to(tl.int64)
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
+
+
+@triton.jit
 def _draw(
-    logits, temperature_of, uniform_of, tops, places, masses, ids, vocab, stride, num_parts,
+    logits, temperature_of, keys, tops, places, masses, ids, vocab, stride, num_parts,
     bad_row: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -82,7 +100,7 @@ def _draw(
     if (temperature > 0) & (is_bad == 0):
         each = tl.arange(0, parts)
         mass = tl.load(masses + row * num_parts + each, mask=each < num_parts, other=0.0).to(tl.float64)
-        wanted = tl.load(uniform_of + row) * tl.sum(mass, 0)
+        wanted = _uniform(keys + row * 4) * tl.sum(mass, 0)
         running = tl.cumsum(mass, 0)
         part = tl.sum((running <= wanted).to(tl.int32), 0)
         part = tl.minimum(part, tl.max(tl.where(mass > 0, each, 0), 0))
@@ -116,10 +134,20 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, bad_row: int) -> Tensor:
-    """The id each row's number in [0, 1) falls on, its largest logit at temperature 0, `bad_row` without a finite one.
+def greedy(logits: Tensor, bad_row: int) -> Tensor:
+    """Where each row's largest logit is, `bad_row` where that is not finite."""
+    tops, places = _chunk_maxima(logits)
+    rows, num_parts = tops.shape
+    ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    parts = triton.next_power_of_2(num_parts)
+    _greedy[(rows,)](tops, places, ids, num_parts, bad_row=bad_row, parts=parts, num_warps=1)
+    return ids
 
-    temperature: float32, uniform: float64.
+
+def draw(logits: Tensor, temperature: Tensor, keys: Tensor, bad_row: int) -> Tensor:
+    """The id each row's random number falls on, its largest logit at temperature 0, `bad_row` without a finite one.
+
+    temperature: float32; keys: int64, [rows, 4]: seed, choice, attempt and position.
     """
     tops, places = _chunk_maxima(logits)
     (rows, vocab), num_parts = logits.shape, tops.shape[1]
@@ -128,7 +156,7 @@ def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, bad_row: int) -> 
     sizes = {"chunk": CHUNK, "parts": triton.next_power_of_2(num_parts), "num_warps": 8}
     _masses[(num_parts, rows)](logits, temperature, tops, masses, vocab, logits.stride(0), num_parts, **sizes)
     _draw[(rows,)](
-        logits, temperature, uniform, tops, places, masses, ids, vocab, logits.stride(0), num_parts,
+        logits, temperature, keys, tops, places, masses, ids, vocab, logits.stride(0), num_parts,
         bad_row=bad_row, **sizes,
     )  # fmt: skip
     return ids
