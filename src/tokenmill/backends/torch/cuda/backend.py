@@ -36,9 +36,9 @@ class CudaStep(TorchStep):
         super().__init__(owner, batch, number)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def mark_launched(self) -> None:
+    def mark_launched(self, stream: torch.cuda.Stream) -> None:
         """All that was launched so far belongs to this step."""
-        self._done.record()
+        self._done.record(stream)
 
     def wait(self) -> None:
         """Wait for this step alone: the next one may be running already."""
@@ -62,6 +62,8 @@ class CudaBackend(TorchBackend):
     ) -> None:
         super().__init__(decoder, kv, storage, gate, ubatch_size=ubatch_size, num_threads=num_threads)
         self._switches = decoder.switches
+        self._stream = torch.cuda.current_stream(self._device)
+        """Everything is launched there. Asking for it anew each time takes longer than a launch."""
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
         self._buffer = InputBuffer(capacity(ubatch_size, kv.tables), self._device)
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
@@ -95,7 +97,7 @@ class CudaBackend(TorchBackend):
 
     def _launched(self, step: TorchStep) -> None:
         assert isinstance(step, CudaStep)
-        step.mark_launched()
+        step.mark_launched(self._stream)
 
     def _wait(self, step: TorchStep) -> None:
         assert isinstance(step, CudaStep)
@@ -108,7 +110,8 @@ class CudaBackend(TorchBackend):
         token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         tables, count = self._kv.tables, len(token)
-        shape = self._graphs.shape_for(count) if self._graphs and _one_token_each(lead) else None
+        is_decode = len(segment.lead) == len(segment.token_lead)  # one token of each sequence
+        shape = self._graphs.shape_for(count) if self._graphs and is_decode else None
         if self._graphs is not None and shape is not None:
             decode = self._decode_inputs(shape)
             decode.send(tables, token, pos, slot, lead)
@@ -159,7 +162,7 @@ class CudaBackend(TorchBackend):
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
         self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids.clamp(min=0))
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
-        step.mark_launched()
+        step.mark_launched(self._stream)
         return on_host
 
     def _greedy(self, logits: Tensor, mask: Mask | None) -> Sampled:
@@ -174,10 +177,6 @@ class CudaBackend(TorchBackend):
         if self._graphs is not None:
             self._graphs.clear()
         super()._free()
-
-
-def _one_token_each(lead: IntArray) -> bool:
-    return len(lead) == 1 or int(np.bincount(lead).max()) == 1
 
 
 def _downloaded(value: Any) -> Any:

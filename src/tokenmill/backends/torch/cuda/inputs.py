@@ -81,9 +81,8 @@ class DecodeInputs:
         self._buffer = buffer
         self._size = size
         self._pitch = aligned(size)
-        self._rows = np.arange(self._pitch, dtype=np.int32)
         self._fillers = np.zeros((NUM_FIELDS, self._pitch), dtype=np.int32)
-        self._fillers[ROW], self._fillers[SLOT], self._fillers[LAST] = self._rows, -1, -1
+        self._fillers[ROW], self._fillers[SLOT], self._fillers[LAST] = np.arange(self._pitch), -1, -1
         self._tables = ALIGNED + NUM_FIELDS * self._pitch
         fields = buffer.card[ALIGNED : self._tables].view(NUM_FIELDS, self._pitch)[:, :size]
         token, pos, slot, row, last, first = fields
@@ -96,14 +95,16 @@ class DecodeInputs:
         there = self._buffer.begin()
         there[0] = widest
         fields = there[ALIGNED : self._tables].reshape(NUM_FIELDS, self._pitch)
-        base = tables.base[lead]
         fields[TOKEN, :count], fields[POS, :count], fields[SLOT, :count] = token, pos, slot
-        fields[LAST, :count], fields[FIRST, :count] = pos - base, tables.start[lead] - base
-        fields[ROW] = self._rows
+        base = tables.base[lead]
+        last = pos - base
+        longest_first = np.argsort(-last)  # so that none is left over when the card runs dry
+        fields[ROW, :count], fields[LAST, :count] = longest_first, last[longest_first]
+        fields[FIRST, :count] = (tables.start[lead] - base)[longest_first]
         if count < self._size:
             fields[:, count:] = self._fillers[:, count:]
         end = self._tables + count * widest
-        there[self._tables : end].reshape(count, widest)[:] = tables.table[lead, :widest]
+        there[self._tables : end].reshape(count, widest)[:] = tables.table[lead[longest_first], :widest]
         self._buffer.send(end)
 
 

@@ -30,6 +30,7 @@ class InputBuffer:
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=True) for _ in range(NUM_BUFFERS)]
         self._arrays = [host.numpy() for host in self._hosts]
         self._sent = [torch.cuda.Event() for _ in range(NUM_BUFFERS)]  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream(device)
         self._turn = 0
 
     def begin(self) -> NDArray[np.int32]:
@@ -41,7 +42,7 @@ class InputBuffer:
     def send(self, count: int) -> None:
         """Copy the first so many numbers of this step to the same places on the card."""
         self.card[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
-        self._sent[self._turn].record()
+        self._sent[self._turn].record(self._stream)
 
 
 class Sections:

@@ -101,7 +101,7 @@ def _combine(
 
 def num_splits_for(num_runs: int, num_kv_heads: int, num_processors: int) -> int:
     """Parts that each context is cut into, so that few sequences fill the card, too."""
-    return max(1, min(2 * num_processors // (num_runs * num_kv_heads), MOST_SPLITS))
+    return max(1, min(4 * num_processors // (num_runs * num_kv_heads), MOST_SPLITS))
 
 
 def decode_attention(
