@@ -112,7 +112,7 @@ def turn_and_store(
         qkv, pos, slot, cos, sin, q_gain if q_gain is not None else qkv, k_gain if k_gain is not None else qkv,
         keys, values, eps,
         num_heads=num_heads, num_kv=num_kv, dim=dim, half=triton.next_power_of_2(dim // 2),
-        normed=q_gain is not None, heads=HEADS, num_warps=4,
+        normed=q_gain is not None, heads=HEADS, num_warps=2,
     )  # fmt: skip
 
 
@@ -126,9 +126,7 @@ def _gate(both, out, width, block: tl.constexpr):
     tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def gated(both: Tensor) -> Tensor:
-    """silu(gate) * up, where a row holds gate and up side by side."""
-    width = both.shape[1] // 2
-    out = torch.empty(len(both), width, dtype=both.dtype, device=both.device)
+def gate(both: Tensor, out: Tensor) -> None:
+    """silu(gate) * up, where a row of `both` holds gate and up side by side."""
+    width = out.shape[1]
     _gate[(len(both), triton.cdiv(width, WIDE))](both, out, width, block=WIDE, num_warps=4)
-    return out
