@@ -107,6 +107,8 @@ class CudaBackend(TorchBackend):
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
 
     def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
+        """Of the tokens that ask for anything."""
+        wanted = np.flatnonzero(batch.output[ubatch.tokens])
         token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         tables, count = self._kv.tables, len(token)
@@ -116,10 +118,11 @@ class CudaBackend(TorchBackend):
             decode = self._decode_inputs(shape)
             decode.send(tables, token, pos, slot, lead)
             self._graphs.run(shape, lambda: self._launch(decode.on_card, self._paged(decode.on_card)))
-        else:
-            inputs = mixed_inputs(self._buffer, tables, token, pos, slot, lead, QUERIES)
-            self._launch(inputs, self._paged(inputs) if self._switches.attention else self._gathering(lead, pos))
-        return self._state[:count]
+            state = self._state[:count]
+            return state if len(wanted) == count else state[self._to_device(wanted)]
+        inputs = mixed_inputs(self._buffer, tables, token, pos, slot, lead, QUERIES)
+        attention = self._paged(inputs) if self._switches.attention else self._gathering(lead, pos)
+        return self._launch(inputs, attention, None if len(wanted) == count else self._to_device(wanted))
 
     def _decode_inputs(self, shape: DecodeShape) -> DecodeInputs:
         inputs = self._decodes.get(shape)
@@ -127,9 +130,9 @@ class CudaBackend(TorchBackend):
             inputs = self._decodes[shape] = DecodeInputs(self._buffer, shape.num_tokens)
         return inputs
 
-    def _launch(self, inputs: StepInputs, attention: Attention) -> None:
+    def _launch(self, inputs: StepInputs, attention: Attention, wanted: Tensor | None = None) -> Tensor:
         state = self._state[: len(inputs.token)]
-        self._decoder.run(inputs, self._last_sampled, state, self._storage, attention)
+        return self._decoder.run(inputs, self._last_sampled, state, self._storage, attention, wanted)
 
     def _paged(self, inputs: StepInputs) -> Attention:
         return PagedAttention(self._layers, inputs)
@@ -138,9 +141,10 @@ class CudaBackend(TorchBackend):
         return GatherAttention(self._storage, self._kv.tables, lead, pos, self._decoder.config.windows)
 
     def _keep_outputs(self, step: TorchStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
-        """Logits and hidden rows of the tokens that ask for them. The state itself is the next step's."""
+        """Logits and hidden rows; `hidden` has a row for each token that asks for one of them or both."""
+        flags = output[output != 0]
         for flag, parts in ((Output.LOGITS, step.logits_parts), (Output.HIDDEN, step.hidden_parts)):
-            chosen = np.flatnonzero(output & np.uint8(flag))
+            chosen = np.flatnonzero(flags & np.uint8(flag))
             if not len(chosen):
                 continue
             rows = hidden if len(chosen) == len(hidden) else hidden[self._to_device(chosen)]

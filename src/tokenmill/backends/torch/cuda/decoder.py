@@ -29,14 +29,33 @@ class CudaDecoder(Decoder):
         cos, sin = rotations(pos, self.inv_freq, self._rope_scale)
         self._turns = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
-    def run(self, inputs: StepInputs, sampled: Tensor, x: Tensor, kv: TorchKV, attention: Attention) -> None:
-        """Run all layers over the state `x`, [tokens, hidden], to be normed after. Keys and values go to slots."""
+    def run(
+        self,
+        inputs: StepInputs,
+        sampled: Tensor,
+        x: Tensor,
+        kv: TorchKV,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """All layers over `x`, [tokens, hidden], which becomes the state after each; keys and values go to their slots.
+
+        Returns the last state, still to be normed: of all tokens, or of those `wanted`, for which alone the last layer
+        is finished.
+        """
         ops = self._ops(inputs, kv)
         ops.embed(sampled, x)
         for number, layer in enumerate(self.weights.layers):
             q = ops.store(number, layer, ops.qkv(layer, x))
-            ops.add_product(layer.o, attention(number, q).flatten(1), x)
+            if wanted is not None and number == self.config.num_layers - 1:
+                if not len(wanted):
+                    return x[:0]
+                attended, x = attention(number, q).flatten(1)[wanted], x[wanted]
+            else:
+                attended = attention(number, q).flatten(1)
+            ops.add_product(layer.o, attended, x)
             ops.add_product(layer.down, ops.gated(layer, x), x)
+        return x
 
     def _ops(self, inputs: StepInputs, kv: TorchKV) -> LayerOps:
         if not self.switches.islands:

@@ -13,8 +13,10 @@ from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.matmul import Linear
 from tokenmill.backends.torch.weights import DecoderWeights, LayerWeights
 
-GATED_ROWS = 2048
-"""Rows whose gate and up are there at a time: the widest there is, and no slower for being cut."""
+GATED_BYTES = 160 << 20
+"""Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
+TILE_ROWS = 256
+"""Whole tiles of cuBLAS's."""
 
 
 class FusedOps:
@@ -52,8 +54,9 @@ class FusedOps:
     def gated(self, layer: LayerWeights, x: Tensor) -> Tensor:
         normed = norm(x, layer.mlp_norm, self._config.rms_eps)
         inner = torch.empty(len(x), self._config.intermediate_size, dtype=x.dtype, device=x.device)
-        for begin in range(0, len(x), GATED_ROWS):
-            rows = slice(begin, begin + GATED_ROWS)
+        at_a_time = max(GATED_BYTES // (2 * inner.stride(0) * inner.itemsize) // TILE_ROWS, 1) * TILE_ROWS
+        for begin in range(0, len(x), at_a_time):
+            rows = slice(begin, begin + at_a_time)
             gate(layer.gate_up(normed[rows]), inner[rows])
         return inner
 

@@ -45,7 +45,7 @@ class DecodeGraphs:
         place = bisect.bisect_left(self._sizes, num_tokens)
         return DecodeShape(self._sizes[place]) if place < len(self._sizes) else None
 
-    def run(self, shape: DecodeShape, launch: Callable[[], None]) -> None:
+    def run(self, shape: DecodeShape, launch: Callable[[], object]) -> None:
         """Replay the shape's graph; the first time, launch it as it is and capture it for the next."""
         graph = self._graphs.get(shape)
         if graph is not None:
@@ -54,7 +54,7 @@ class DecodeGraphs:
         launch()
         self._graphs[shape] = self._capture(launch)
 
-    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
