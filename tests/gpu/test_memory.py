@@ -30,6 +30,15 @@ def test_kv_takes_what_the_largest_step_leaves(tmp_path: Path) -> None:
         assert backend.kv.free() >= limits.num_cells
 
 
+def test_a_closed_backend_gives_its_memory_back(tmp_path: Path) -> None:
+    model = open_model(str(save("qwen3", tmp_path)), device="cuda")
+    before = torch.cuda.memory_allocated()
+    backend = model.new_backend(BackendLimits(num_cells=1 << 20))
+    assert torch.cuda.memory_allocated() - before > 1 << 28
+    backend.close()
+    assert torch.cuda.memory_allocated() - before < 1 << 26
+
+
 def test_too_much_is_refused_with_numbers(tmp_path: Path) -> None:
     model = open_model(str(save("qwen3", tmp_path)), device="cuda")
     with refused(ConfigError, "8,589,934,592 tokens"):

@@ -122,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 _tell(options.json, measure(engine, shape, name, known[name], options.rounds, ceilings))
         engine.close()
+        del engine, backend, waits  # the next model needs their memory
     return 0
 
 

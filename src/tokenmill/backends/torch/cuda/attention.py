@@ -25,6 +25,11 @@ class PagedLayers:
         device = kv.keys[0].device
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self.keys, self.values = [], []
+        self.blocks.clear()
+
 
 def _blocks(keys: Tensor, values: Tensor, block_size: int) -> tuple[Any, Any] | None:
     blocks = by_block(keys, block_size), by_block(values, block_size)

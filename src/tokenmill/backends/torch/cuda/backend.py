@@ -180,6 +180,7 @@ class CudaBackend(TorchBackend):
     def _free(self) -> None:
         if self._graphs is not None:
             self._graphs.clear()
+        self._layers.clear()
         super()._free()
 
 

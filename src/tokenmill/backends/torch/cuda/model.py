@@ -27,7 +27,8 @@ class CudaModel(TorchModel):
 
     @property
     def kv_budget_bytes(self) -> int:
-        return max(0, int(KV_SHARE * self.free_bytes) - self.step_bytes)
+        step_bytes = self.step_bytes  # first: to measure it, a step is run
+        return max(0, int(KV_SHARE * (self.free_bytes - step_bytes)))
 
     @property
     def step_bytes(self) -> int:
