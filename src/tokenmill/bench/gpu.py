@@ -23,6 +23,7 @@ from tokenmill.bench.gpu_workloads import Job, Workload, run, workloads
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.opening import choose_limits
+from tokenmill.engine.request import Limits, Request
 
 NUM_SEQS = 256
 HOST_STEPS = 100
@@ -65,7 +66,8 @@ def open_engine(shape: str, options: argparse.Namespace) -> tuple[EngineCore, Cu
 def host_cost(engine: EngineCore, waits: WatchedWaits) -> dict[str, float]:
     """Milliseconds a decode step of all sequences: in all, and the part in which the card was not waited for."""
     for number in range(NUM_SEQS):
-        engine.add(_request(f"host-{number}", [number + 1] * 16, 2 * HOST_STEPS))
+        limits = Limits(max_new_tokens=2 * HOST_STEPS)
+        engine.add(Request(f"host-{number}", [number + 1] * 16, limits))
     while any(slot.state != "generating" for slot in engine.slots()):
         engine.step()
     for _ in range(HOST_STEPS // 4):
@@ -79,13 +81,9 @@ def host_cost(engine: EngineCore, waits: WatchedWaits) -> dict[str, float]:
     return {"step_ms": 1000 * wall / HOST_STEPS, "host_ms": 1000 * (wall - waited) / HOST_STEPS}
 
 
-def _request(name: str, prompt: list[int], num_new: int) -> Any:
-    from tokenmill.engine.request import Limits, Request
-
-    return Request(name, prompt, Limits(max_new_tokens=num_new))
-
-
-def measure(engine: EngineCore, shape: str, name: str, workload: Workload, rounds: int, ceilings: Ceilings) -> Any:
+def measure(
+    engine: EngineCore, shape: str, name: str, workload: Workload, rounds: int, ceilings: Ceilings
+) -> dict[str, Any]:
     """The best of some rounds, after one to warm up."""
     seconds = [run(engine, workload.jobs, f"{name}-{number}") for number in range(rounds + 1)]
     best = min(seconds[1:])

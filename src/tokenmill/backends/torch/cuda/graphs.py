@@ -35,11 +35,6 @@ class DecodeGraphs:
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @property
-    def sizes(self) -> list[int]:
-        """All padded sizes, ascending."""
-        return list(self._sizes)
-
     def shape_for(self, num_tokens: int) -> DecodeShape | None:
         """The smallest shape that holds so many tokens; None if there is none."""
         place = bisect.bisect_left(self._sizes, num_tokens)
