@@ -39,8 +39,8 @@ SMALL_ONES = ("gate", "up", "down")
 FloatArray = NDArray[np.float64]
 
 
-class FaultyTorchBackend(TorchBackend):
-    """A torch backend that can be told to fail, as the fake one."""
+class Faults(TorchBackend):
+    """A torch backend that can be told to fail, as the fake one. To be mixed into one of them."""
 
     faults: FaultPlan
 
@@ -57,17 +57,18 @@ class FaultyTorchBackend(TorchBackend):
         if FaultKind.NAN in struck:
             _, matched = struck[FaultKind.NAN]
             # As a real model would have it: not only the results are no numbers, the keys and values are not either.
-            bad = torch.from_numpy(slots[matched[segment.tokens]].astype(np.int64))
-            nan = torch.full((len(bad), KV_HEADS, DIM), torch.nan)
+            bad = self._to_device(slots[matched[segment.tokens]])
+            nan = torch.full((len(bad), KV_HEADS, DIM), torch.nan, device=self._device)
             for layer in range(len(self._storage.keys)):
                 self._storage.store(layer, bad, nan, nan)
             self._storage.holds_bad_numbers = True
-            rows = torch.from_numpy(np.flatnonzero(matched[step.output_ids]))
+            rows = self._to_device(np.flatnonzero(matched[step.output_ids]))
             logits = torch.cat(step.logits_parts)
             logits[rows] = torch.nan
             step.logits_parts = [logits]
 
     def _launched(self, step: TorchStep) -> None:
+        super()._launched(step)
         struck = step.struck  # type: ignore[attr-defined]
         if FaultKind.FATAL in struck or FaultKind.FAIL in struck:
             raise ForwardFailed("told to fail", fatal=FaultKind.FATAL in struck)
@@ -114,23 +115,27 @@ def make_decoder(vocab_size: int, max_context: int, windows: tuple[int | None, .
     return Decoder(config, weights)
 
 
-def make(config: FakeConfig, deterministic: bool = False) -> FaultyTorchBackend:
+def make(config: FakeConfig, deterministic: bool = False) -> Faults:
     decoder = make_decoder(config.vocab_size, config.max_context, config.windows)
+    return make_backend(Faults, decoder, config, deterministic)
+
+
+def make_backend(kind: type[Faults], decoder: Decoder, config: FakeConfig, deterministic: bool = False) -> Faults:
     num_blocks = config.num_cells // config.block_size
     layers = decoder.config.layer_kv(4)
-    storage = TorchKV(layers, num_blocks, config.block_size, decoder.inv_freq, torch.float32, torch.device("cpu"))
+    storage = TorchKV(layers, num_blocks, config.block_size, decoder.inv_freq, torch.float32, decoder.device)
     given = config.capabilities
     capabilities = Capabilities(
         partial_rm=given.partial_rm, partial_cp=given.partial_cp, shift=given.shift, state_bytes=given.state_bytes,
         max_seqs=given.max_seqs, depth=given.depth, deterministic=deterministic,
     )  # fmt: skip
     kv = PagedKV(config.num_cells, config.max_context, config.block_size, capabilities, storage)
-    backend = FaultyTorchBackend(decoder, kv, storage, WeightsGate(), ubatch_size=config.ubatch_size, num_threads=1)
+    backend = kind(decoder, kv, storage, WeightsGate(), ubatch_size=config.ubatch_size, num_threads=1)
     backend.faults = FaultPlan()
     return backend
 
 
-def make_deterministic(config: FakeConfig) -> FaultyTorchBackend:
+def make_deterministic(config: FakeConfig) -> Faults:
     return make(config, deterministic=True)
 
 

@@ -1,17 +1,16 @@
-"""The torch backend on CUDA: the same numbers as on the CPU, steps submitted ahead. Skipped where there is no GPU.
+"""The torch backend on CUDA: the same numbers as on the CPU, steps submitted ahead.
 
-`python -m tests.gpu.test_cuda` runs it where pytest is missing.
+All tests of this folder are skipped where there is no card; `python -m tests.gpu` runs them where pytest is missing.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tests.gpu.card import needs_card
 from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
@@ -20,11 +19,10 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams
 
-if "pytest" in sys.modules:
-    import pytest
+pytestmark = needs_card()
 
-    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
+BFLOAT16_TOLERANCE = 0.1
+"""Of all logits together, against transformers in float32: weights of standard deviation 0.4 are hard on 8 bits."""
 VARIANTS = ["llama", "llama, llama3 rope", "mistral, window", "qwen2", "qwen3 tied, yarn"]
 
 
@@ -73,15 +71,5 @@ def test_bfloat16_is_the_default(tmp_path: Path) -> None:
     model = opened("qwen2", tmp_path)
     assert model.decoder.weights.embed.dtype is torch.bfloat16
     logits = all_logits(model, TOKENS, 64)
-    assert np.corrcoef(logits.ravel(), logits_of("qwen2", TOKENS).numpy().ravel())[0, 1] > 0.95
-
-
-if __name__ == "__main__":
-    for check in (
-        test_logits_in_float32,
-        test_the_engine_at_both_depths_says_what_it_says_on_the_cpu,
-        test_bfloat16_is_the_default,
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            check(Path(folder))
-        print(f"{check.__name__}: passed")
+    wanted = logits_of("qwen2", TOKENS).numpy()
+    assert np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < BFLOAT16_TOLERANCE

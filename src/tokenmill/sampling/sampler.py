@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.largest import largest
+from tokenmill.backends.torch.upload import upload
 from tokenmill.core import BAD_ROW, IntArray, Sampled, unpack_mask
 from tokenmill.sampling import ops
+from tokenmill.sampling.fused import FusedDraw, fused_draw
 from tokenmill.sampling.philox import uniforms
 from tokenmill.sampling.state import SamplingState
 
@@ -35,6 +37,9 @@ class StepSampler:
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
+        fused = fused_draw(raw.device) if mask is None and self.state.is_plain_draw[self.rows].all() else None
+        if fused is not None:
+            return Sampled(self._draw_fused(fused, raw))
         top, ids = largest(raw)
         bad, extras = ~top.isfinite(), {}
         if mask is not None or not self.state.is_plain_greedy[self.rows].all():
@@ -66,21 +71,21 @@ class StepSampler:
         logits = raw.to(torch.float32, copy=True)
         if mask is not None:
             host_mask = mask if isinstance(mask, np.ndarray) else mask.cpu().numpy()
-            allowed = torch.from_numpy(unpack_mask(host_mask, logits.shape[1])).to(logits.device)
+            allowed = upload(unpack_mask(host_mask, logits.shape[1]), logits.device)
             logits.masked_fill_(~allowed, ops.NEVER)
         if len(edited):
-            index = torch.from_numpy(edited).to(logits.device)
+            index = upload(edited, logits.device)
             host = logits[index].cpu().numpy()
             state.edit(host, rows[edited])
-            logits[index] = torch.from_numpy(host).to(logits.device)
+            logits[index] = upload(host, logits.device)
         if len(penalized):
-            index = torch.from_numpy(penalized).to(logits.device)
-            seen, counts = (torch.from_numpy(table).to(logits.device) for table in state.histories(rows[penalized]))
+            index = upload(penalized, logits.device)
+            seen, counts = (upload(table, logits.device) for table in state.histories(rows[penalized]))
             values = (self._floats(name, penalized, logits) for name in _PENALTIES)
             at = (index[:, None], seen)
             logits[at] = ops.penalize(logits[at], counts, *values)
         if len(ruled):
-            places, tokens, taxes = (torch.from_numpy(part).to(logits.device) for part in state.taxes(rows, ruled))
+            places, tokens, taxes = (upload(part, logits.device) for part in state.taxes(rows, ruled))
             logits[places, tokens] = ops.tax(logits[places, tokens], taxes)
         return logits
 
@@ -96,8 +101,15 @@ class StepSampler:
             if len(index):
                 chosen = logits if len(index) == len(logits) else logits[index]
                 scaled = ops.cool(chosen, self._floats("temperature", index, logits))
-                ids[torch.from_numpy(index).to(ids.device)] = kind(scaled, index)
+                ids[upload(index, ids.device)] = kind(scaled, index)
         return ids
+
+    def _draw_fused(self, draw: FusedDraw, raw: Tensor) -> Tensor:
+        """All rows at once; those of temperature 0 take their largest logit."""
+        state, rows = self.state, self.rows
+        keys = np.stack((state.seed[rows], state.choice[rows], state.attempt[rows], self.positions), axis=1)
+        temperature = state.floats["temperature"][rows]
+        return draw(raw, upload(temperature, raw.device), upload(keys, raw.device), BAD_ROW)
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
         if self.state.floats["min_p"][self.rows[index]].any():
@@ -124,7 +136,7 @@ class StepSampler:
         """Draw among the `few` likeliest tokens: (ids, were they enough to hold all that the filters keep?)."""
         vocab = logits.shape[-1]
         values, order = ops.likeliest(logits, few)
-        top_k = torch.from_numpy(self.state.top_k[self.rows[index]]).to(logits.device).clamp(max=vocab)
+        top_k = upload(self.state.top_k[self.rows[index]], logits.device).clamp(max=vocab)
         top_p, min_p = self._floats("top_p", index, logits), self._floats("min_p", index, logits)
         total = ops.mass(logits)
         kept = ops.keep_likely(values, total, top_k, top_p, min_p, vocab)
@@ -148,13 +160,13 @@ class StepSampler:
         return {"top_logprobs": top, "top_ids": top_ids}
 
     def _floats(self, name: str, index: np.ndarray, like: Tensor) -> Tensor:
-        return torch.from_numpy(self.state.floats[name][self.rows[index]]).to(like.device)
+        return upload(self.state.floats[name][self.rows[index]], like.device)
 
     def _uniforms(self, index: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor]:
         state, rows = self.state, self.rows[index]
         positions = self.positions[index].astype(np.int64)
         first, second = uniforms(state.seed[rows], state.choice[rows], state.attempt[rows], positions)
-        return torch.from_numpy(first).to(like.device), torch.from_numpy(second).to(like.device)
+        return upload(first, like.device), upload(second, like.device)
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

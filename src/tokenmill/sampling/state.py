@@ -34,6 +34,8 @@ class SamplingState:
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.is_plain_greedy = np.ones(max_rows, dtype=bool)
         """Nothing but the largest logit is asked for."""
+        self.is_plain_draw = np.ones(max_rows, dtype=bool)
+        """Nothing but a temperature is asked for, 0 included."""
         self.is_filtered = np.zeros(max_rows, dtype=bool)
         """The draw needs the tokens in order of likelihood."""
         self.has_penalties = np.zeros(max_rows, dtype=bool)
@@ -86,6 +88,9 @@ class SamplingState:
         )
         is_edited = self.has_edits[row] or self.has_penalties[row] or self.has_rules[row]
         self.is_plain_greedy[row] = is_greedy and params.logprobs is None and not is_edited
+        self.is_plain_draw[row] = self.is_plain_greedy[row] or not (
+            is_edited or self.is_filtered[row] or params.min_p > 0 or params.logprobs is not None
+        )
 
     def detach(self, row: int) -> None:
         self._logs[row], self._rules[row] = (), []

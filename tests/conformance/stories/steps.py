@@ -56,7 +56,8 @@ def a_step_can_name_the_token_of_the_one_before(subject: Subject) -> None:
 
 
 def second_best(logits: Any, mask: Any | None) -> Sampled:
-    ids = np.asarray(logits).argsort(axis=1)[:, -2]
+    on_host = logits.cpu().numpy() if hasattr(logits, "cpu") else logits
+    ids = np.asarray(on_host).argsort(axis=1)[:, -2]
     return Sampled(ids.astype(np.int32), {"asked": np.arange(len(ids))})
 
 

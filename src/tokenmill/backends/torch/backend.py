@@ -1,4 +1,7 @@
-"""`TorchBackend`: the contract on torch tensors, CPU or CUDA. The rules are `PagedBackend`'s; this is the computing."""
+"""`TorchBackend`: the contract on torch tensors. The rules are `PagedBackend`'s; this is the computing.
+
+As it is here it runs on the CPU, where what is launched is done; `cuda/backend.py` has what a card adds.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.invariant import ROWS, TiledAttention
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.largest import largest
+from tokenmill.backends.torch.upload import upload
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
 from tokenmill.core.backend import SampleRows, unpack_mask
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
@@ -26,24 +30,12 @@ from tokenmill.errors import ForwardFailed
 
 
 class TorchStep(PagedStep):
-    """A submitted step. On CUDA its results may not be there yet."""
+    """A submitted step."""
 
     def __init__(self, owner: TorchBackend, batch: Batch, number: int) -> None:
         super().__init__(owner, batch, number)
         self.logits_parts: list[Tensor] = []
         self.hidden_parts: list[Tensor] = []
-        self._done: torch.cuda.Event | None = None
-
-    def mark_launched(self, device: torch.device) -> None:
-        """All that was launched so far belongs to this step."""
-        if device.type == "cuda":
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-
-    def wait(self) -> None:
-        """Wait for this step alone: the next one may be running already."""
-        if self._done is not None:
-            self._done.synchronize()
 
 
 @dataclass(frozen=True)
@@ -112,17 +104,19 @@ class TorchBackend(PagedBackend[TorchStep]):
                 self._note_bad_numbers(hidden)
                 self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
         except (RuntimeError, MemoryError) as error:
-            # After a failed kernel a CUDA context is lost; running out of memory leaves it as it was.
-            fatal = self._device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError)
-            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=fatal) from error
+            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=self._is_lost(error)) from error
+
+    def _is_lost(self, error: Exception) -> bool:  # noqa: ARG002
+        """Is the backend of no use after such an error?"""
+        return False
 
     def _note_bad_numbers(self, hidden: Tensor) -> None:
-        """A token whose state is no number has left such keys and values. On CUDA nobody waits to find out."""
+        """A token whose state is no number has left such keys and values."""
         if not self._storage.holds_bad_numbers:
-            self._storage.holds_bad_numbers = self._device.type == "cuda" or not bool(hidden.sum().isfinite())
+            self._storage.holds_bad_numbers = not bool(hidden.sum().isfinite())
 
     def _launched(self, step: TorchStep) -> None:
-        step.mark_launched(self._device)
+        """What is launched here is done."""
 
     def _ubatches(self, tokens: slice) -> Iterator[Ubatch]:
         for begin in range(tokens.start, tokens.stop, self._ubatch_size):
@@ -175,7 +169,6 @@ class TorchBackend(PagedBackend[TorchStep]):
         sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
         self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(0, self._vocab_size - 1)
-        step.mark_launched(self._device)
         return sampled
 
     def _ids(self, ids: Any) -> Tensor:
@@ -183,15 +176,12 @@ class TorchBackend(PagedBackend[TorchStep]):
         return torch.as_tensor(ids, dtype=torch.int64, device=self._device)
 
     def _wait(self, step: TorchStep) -> None:
-        try:
-            step.wait()
-        except RuntimeError as error:
-            raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
+        """What is launched here is done."""
 
     def _output(self, step: TorchStep) -> DecodeOutput:
         hidden = _joined(step.hidden_parts, self._decoder.config.hidden_size)
         return DecodeOutput(
-            self._all_logits(step).cpu().numpy(), step.output_ids, hidden.cpu().numpy(), step.hidden_ids
+            self._all_logits(step).float().cpu().numpy(), step.output_ids, hidden.cpu().numpy(), step.hidden_ids
         )
 
     def _on_host(self, sampled: Sampled) -> Sampled:
@@ -217,13 +207,13 @@ class TorchBackend(PagedBackend[TorchStep]):
         return tokens
 
     def _to_device(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+        return upload(numbers.astype(np.int64), self._device)
 
 
 def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
     """The largest logit of each row, `BAD_ROW` where that is no number."""
     if mask is not None:
-        allowed = torch.from_numpy(unpack_mask(mask, logits.shape[1])).to(logits.device)
+        allowed = upload(unpack_mask(mask, logits.shape[1]), logits.device)
         logits = logits.masked_fill(~allowed, -torch.inf)
     best, ids = largest(logits)
     return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))

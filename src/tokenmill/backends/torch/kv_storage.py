@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.rope import rotate, rotations
+from tokenmill.backends.torch.upload import upload
 from tokenmill.core import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
 
@@ -91,7 +92,7 @@ class TorchKV:
             at += size
 
     def _index(self, numbers: IntArray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+        return upload(numbers.astype(np.int64), self._device)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -30,6 +30,10 @@ KV_SHARE = 0.25
 class TorchModel:
     """A `ModelHandle`. `names` are what the model's files call its tensors."""
 
+    default_block_size = BLOCK_SIZE
+    default_depth = 0
+    """Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor."""
+
     def __init__(
         self,
         name: str,
@@ -39,7 +43,7 @@ class TorchModel:
         *,
         form: Form | None = None,
         deterministic: bool = False,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = None,
         depth: int | None = None,
     ) -> None:
         self.path = path
@@ -55,10 +59,9 @@ class TorchModel:
         self._form: Form = self._dtype if form is None else form
         self._gate = WeightsGate()
         self._deterministic = deterministic
-        self._block_size = block_size
+        self._block_size = self.default_block_size if block_size is None else block_size
         self._num_threads = NUM_THREADS
-        # Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor.
-        self._depth = (1 if self._device.type == "cuda" else 0) if depth is None else depth
+        self._depth = self.default_depth if depth is None else depth
 
     @property
     def weights_version(self) -> int:
@@ -80,14 +83,7 @@ class TorchModel:
         return self._block_size
 
     def new_backend(self, limits: BackendLimits) -> TorchBackend:
-        num_blocks = max(1, -(-limits.num_cells // self._block_size))
-        storage = TorchKV(
-            self.info.layers, num_blocks, self._block_size, self.decoder.inv_freq, self._dtype, self._device
-        )
-        capabilities = Capabilities(
-            state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
-        )
-        kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        kv, storage = self._new_memory(limits)
         if isinstance(self.decoder, NativeDecoder):
             num_threads = limits.num_threads or self._num_threads
             return NativeBackend(
@@ -103,6 +99,18 @@ class TorchModel:
             ubatch_size=limits.ubatch_size,
             num_threads=asked or self._num_threads,
         )
+
+    def _new_memory(self, limits: BackendLimits) -> tuple[PagedKV, TorchKV]:
+        """Bookkeeping and data of a KV memory of this size."""
+        num_blocks = max(1, -(-limits.num_cells // self._block_size))
+        storage = TorchKV(
+            self.info.layers, num_blocks, self._block_size, self.decoder.inv_freq, self._dtype, self._device
+        )
+        capabilities = Capabilities(
+            state_bytes=True, max_seqs=limits.max_seqs, depth=self._depth, deterministic=self._deterministic
+        )
+        kv = PagedKV(num_blocks * self._block_size, self.info.max_context, self._block_size, capabilities, storage)
+        return kv, storage
 
     def replace_weight(self, name: str, value: Any) -> None:
         """New values for one tensor, under its name in the model's files. Waits for running steps.

@@ -52,13 +52,28 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
     log.info("%s: %s", path.name, decoder.about)
-    return TorchModel(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+    kind = _model_kind(device)
+    return kind(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+
+
+def _model_kind(device: torch.device) -> type[TorchModel]:
+    if device.type != "cuda":
+        return TorchModel
+    from tokenmill.backends.torch.cuda.model import CudaModel  # needs triton
+
+    return CudaModel
+
+
+def _decoder_kind(device: torch.device) -> type[Decoder]:
+    if device.type != "cuda":
+        return Decoder
+    from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+
+    return CudaDecoder
 
 
 class Described:
     """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
-
-    block_size = BLOCK_SIZE
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
         self._device = _device(options.device)
@@ -72,6 +87,10 @@ class Described:
         if isinstance(self._form, torch.dtype):
             return str(self._form).removeprefix("torch.")
         return "it is in its file" if self._form.bits is None else f"int{self._form.bits}"
+
+    @property
+    def block_size(self) -> int:
+        return _model_kind(self._device).default_block_size
 
     @property
     def max_context(self) -> int:
@@ -108,7 +127,7 @@ def _load(
             if isinstance(form, torch.dtype):
                 weights = DecoderWeights(config, form, device)
                 weights.load(source, names, lambda done, _: progress.update(done))
-                return Decoder(config, weights)
+                return _decoder_kind(device)(config, weights)
             lib = library()
             native = NativeWeights(lib, config, form.bits)
             native.load(source, names, lambda done, _: progress.update(done))

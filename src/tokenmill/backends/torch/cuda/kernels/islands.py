@@ -1,0 +1,132 @@
+"""What stands between the large products of a layer, each in one pass: embedding, norm, rope with the store, gate."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDE = 1024
+"""Columns of a gate that one program takes."""
+HEADS = 8
+"""Heads that one program turns and stores."""
+
+
+@triton.jit
+def _embed(token_of, sampled, table, out, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_of + row)
+    if token < 0:
+        token = tl.load(sampled - 1 - token)
+    token = token.to(tl.int64)
+    for at in range(0, width, block):
+        column = at + tl.arange(0, block)
+        values = tl.load(table + token * width + column, mask=column < width, other=0.0)
+        tl.store(out + row * width + column, values, mask=column < width)
+
+
+def embed(token: Tensor, sampled: Tensor, table: Tensor, out: Tensor) -> None:
+    """Rows of the embedding; a token below 0 stands for `sampled[-1 - token]`."""
+    _embed[(len(token),)](token, sampled, table, out, table.shape[1], block=1024, num_warps=4)
+
+
+@triton.jit
+def _norm(x, weight, out, width, eps, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    tl.store(out + row * width + column, (values * scale * gain).to(out.dtype.element_ty), mask=column < width)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each row."""
+    out, width = torch.empty_like(x), x.shape[1]
+    num_warps = 8 if width > 2048 else 4
+    _norm[(len(x),)](x, weight, out, width, eps, block=triton.next_power_of_2(width), num_warps=num_warps)
+    return out
+
+
+@triton.jit
+def _turn_and_store(
+    qkv, pos_of, slot_of, cos_of, sin_of, q_gain, k_gain, keys, values, eps,
+    num_heads: tl.constexpr, num_kv: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
+    normed: tl.constexpr, heads: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads + tl.arange(0, heads)
+    d = tl.arange(0, half)
+    inside = (d < dim // 2)[None, :] & (head < num_heads + 2 * num_kv)[:, None]
+    is_query, is_value = head < num_heads, head >= num_heads + num_kv
+    at = qkv + token * ((num_heads + 2 * num_kv) * dim) + head[:, None] * dim + d[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + dim // 2, mask=inside, other=0.0).to(tl.float32)
+    if normed:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / dim + eps)
+        scale = tl.where(is_value, 1.0, scale)[:, None]
+        gain_at = d < dim // 2
+        q1 = tl.load(q_gain + d, mask=gain_at, other=0.0).to(tl.float32)[None, :]
+        q2 = tl.load(q_gain + dim // 2 + d, mask=gain_at, other=0.0).to(tl.float32)[None, :]
+        k1 = tl.load(k_gain + d, mask=gain_at, other=0.0).to(tl.float32)[None, :]
+        k2 = tl.load(k_gain + dim // 2 + d, mask=gain_at, other=0.0).to(tl.float32)[None, :]
+        first = first * scale * tl.where(is_query[:, None], q1, tl.where(is_value[:, None], 1.0, k1))
+        second = second * scale * tl.where(is_query[:, None], q2, tl.where(is_value[:, None], 1.0, k2))
+        # As if the normed heads had been stored in between.
+        first = first.to(qkv.dtype.element_ty).to(tl.float32)
+        second = second.to(qkv.dtype.element_ty).to(tl.float32)
+    place = tl.load(pos_of + token).to(tl.int64) * (dim // 2) + d
+    cos = tl.load(cos_of + place, mask=d < dim // 2, other=1.0)[None, :]
+    sin = tl.load(sin_of + place, mask=d < dim // 2, other=0.0)[None, :]
+    cos = tl.where(is_value[:, None], 1.0, cos)
+    sin = tl.where(is_value[:, None], 0.0, sin)
+    kind = qkv.dtype.element_ty
+    low, high = (first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind)
+    queries = inside & is_query[:, None]
+    tl.store(at, low, mask=queries)
+    tl.store(at + dim // 2, high, mask=queries)
+    slot = tl.load(slot_of + token).to(tl.int64)
+    is_kept = inside & (slot >= 0)
+    cell = slot * (num_kv * dim) + d[None, :]
+    key_at = cell + (head - num_heads)[:, None] * dim
+    is_key = is_kept & (~is_query & ~is_value)[:, None]
+    tl.store(keys + key_at, low, mask=is_key)
+    tl.store(keys + key_at + dim // 2, high, mask=is_key)
+    value_at = cell + (head - num_heads - num_kv)[:, None] * dim
+    tl.store(values + value_at, low, mask=is_kept & is_value[:, None])
+    tl.store(values + value_at + dim // 2, high, mask=is_kept & is_value[:, None])
+
+
+def turn_and_store(
+    qkv: Tensor, pos: Tensor, slot: Tensor, cos: Tensor, sin: Tensor,
+    q_gain: Tensor | None, k_gain: Tensor | None, eps: float, keys: Tensor, values: Tensor, num_heads: int,
+) -> None:  # fmt: skip
+    """Norm (where there are gains) and turn queries and keys; queries stay in `qkv`, keys and values go to their slots.
+
+    qkv: [tokens, (heads + 2 KV heads) * dim]; cos, sin: [positions, dim / 2]. A slot below 0 is nowhere.
+    """
+    num_kv, dim = keys.shape[1:]
+    grid = (len(qkv), triton.cdiv(num_heads + 2 * num_kv, HEADS))
+    _turn_and_store[grid](
+        qkv, pos, slot, cos, sin, q_gain if q_gain is not None else qkv, k_gain if k_gain is not None else qkv,
+        keys, values, eps,
+        num_heads=num_heads, num_kv=num_kv, dim=dim, half=triton.next_power_of_2(dim // 2),
+        normed=q_gain is not None, heads=HEADS, num_warps=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate(both, out, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gate(both: Tensor, out: Tensor) -> None:
+    """silu(gate) * up, where a row of `both` holds gate and up side by side."""
+    width = out.shape[1]
+    _gate[(len(both), triton.cdiv(width, WIDE))](both, out, width, block=WIDE, num_warps=4)

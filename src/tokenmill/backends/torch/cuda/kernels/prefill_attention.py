@@ -1,0 +1,140 @@
+"""Attention of runs of tokens over paged KV: prompts, and chunks of them that go on where a cache ends.
+
+A program takes some consecutive tokens of one run and one head. Tiles of cells that all its tokens see need no mask.
+Where a block of KV is a tile, the copy engine fetches it whole; otherwise cells are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenmill.backends.torch.cuda.kernels.decode_attention import LOG2_E, SMALLEST_DOT, TILE
+
+QUERIES = 64
+"""Tokens of a run that are computed together."""
+
+
+@triton.jit
+def _read(
+    begin, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+    dim: tl.constexpr, dim_padded: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
+    tile: tl.constexpr, by_block: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, dim_padded)
+    for at in range(begin, end, tile):
+        cell = at + tl.arange(0, tile)
+        held = (cell >= first) & (cell < end)
+        if by_block:
+            block = tl.load(table + at // tile)
+            key = keys.load([block * tile, column])
+        else:
+            block = tl.load(table + cell // block_size, mask=held, other=0).to(tl.int64)
+            place = (block * block_size + cell % block_size) * cell_stride + column
+            wanted = held[:, None] & (d < dim)[None, :]
+            key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if masked:
+            sees = held[None, :] & (cell[None, :] <= own[:, None])
+            if window > 0:
+                sees = sees & (cell[None, :] > own[:, None] - window)
+            scores = tl.where(sees, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1) * scale)
+        # A row may see nothing of a masked tile, nor of those before.
+        reference = tl.where(higher == float("-inf"), 0.0, higher) if masked else higher
+        share = tl.exp2(scores * scale - reference[:, None])
+        fade = tl.exp2(best - reference)
+        total = total * fade + tl.sum(share, 1)
+        found = found * fade[:, None]
+        if by_block:
+            value = values.load([block * tile, column])
+            if masked:  # what nobody has written yet may be no number
+                value = tl.where(held[:, None], value, 0.0)
+        else:
+            value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0)
+        found = tl.dot(share.to(value.dtype), value, found, input_precision="ieee")
+        best = higher
+    return best, total, found
+
+
+@triton.jit
+def _attend_runs(
+    q, keys, values, out,
+    order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
+    q_stride, out_stride, cell_stride, scale,
+    dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, block_size: tl.constexpr,
+    window: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, by_block: tl.constexpr,
+):  # fmt: skip
+    head, number = tl.program_id(0), tl.program_id(1)
+    run = tl.load(tile_run + number)
+    offset = tl.load(tile_offset + number)
+    count = tl.load(run_count + run)
+    index = tl.load(run_index + run) + offset
+    first = tl.load(run_first + run)
+    table = tables + run.to(tl.int64) * tl.load(width_of)
+    m = tl.arange(0, queries)
+    is_real = offset + m < count
+    row = tl.load(order + tl.load(run_begin + run) + offset + m, mask=is_real, other=0).to(tl.int64)
+    own = index + m
+    d = tl.arange(0, dim_padded)
+    is_query = is_real[:, None] & (d < dim)[None, :]
+    query = tl.load(q + row[:, None] * q_stride + head * dim + d[None, :], mask=is_query, other=0.0)
+    best = tl.full([queries], float("-inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    found = tl.zeros([queries, dim_padded], tl.float32)
+
+    end = index + tl.minimum(queries, count - offset)
+    low = first
+    if window > 0:
+        low = tl.maximum(first, index - window + 1)
+    low = low // tile * tile
+    seen_by_all = low
+    if window == 0:
+        seen_by_all = tl.where(first > 0, low, (index + 1) // tile * tile)
+    column = head // group * dim
+    best, total, found = _read(
+        low, seen_by_all, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+        dim, dim_padded, block_size, window, tile, by_block, False,
+    )  # fmt: skip
+    best, total, found = _read(
+        seen_by_all, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+        dim, dim_padded, block_size, window, tile, by_block, True,
+    )  # fmt: skip
+    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * out_stride + head * dim + d[None, :], found.to(out.dtype.element_ty), mask=is_query)
+
+
+def by_block(cells: Tensor, block_size: int) -> Any | None:
+    """Keys or values as the copy engine reads them, a block and head at a time; None where it can't."""
+    num_kv, dim = cells.shape[1:]
+    is_power = dim == max(SMALLEST_DOT, triton.next_power_of_2(dim))
+    if block_size != TILE or not is_power or cells.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return TensorDescriptor.from_tensor(cells.view(-1, num_kv * dim), [TILE, dim])
+
+
+def prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: tuple[Any, Any] | None, out: Tensor,
+    order: Tensor, run_begin: Tensor, run_count: Tensor, run_index: Tensor, run_first: Tensor,
+    tile_run: Tensor, tile_offset: Tensor, tables: Tensor, width_of: Tensor,
+    *, block_size: int, window: int | None,
+) -> None:  # fmt: skip
+    """Run r is the tokens in rows `order[run_begin[r] : + run_count[r]]`, from cell `run_index[r]` of its sequence on.
+
+    A token sees the cells from `run_first[r]` to its own. Tiles (a run, an offset in it) are `QUERIES` tokens each;
+    `blocks` is `by_block` of keys and values; q, keys, values, out, tables as in `decode_attention`.
+    """
+    (num_heads, dim), num_kv = q.shape[1:], keys.shape[1]
+    _attend_runs[(num_heads, len(tile_run))](
+        q, *(blocks or (keys, values)), out,
+        order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
+        q.stride(0), out.stride(0), keys.stride(0), dim**-0.5 * LOG2_E,
+        dim=dim, dim_padded=max(SMALLEST_DOT, triton.next_power_of_2(dim)), group=num_heads // num_kv,
+        block_size=block_size, window=window or 0, queries=QUERIES, tile=TILE, by_block=blocks is not None,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip

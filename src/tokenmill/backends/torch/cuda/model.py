@@ -1,0 +1,59 @@
+"""`CudaModel`: a model whose weights are on a card, and how much of the card its KV may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tokenmill.backends.torch.cuda.backend import CudaBackend
+from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
+from tokenmill.backends.torch.cuda.memory import KV_SHARE, peak_bytes
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.core import BackendLimits
+from tokenmill.core.memory import MemoryPlan
+
+
+class CudaModel(TorchModel):
+    """A `ModelHandle`. A block of KV is a tile of our kernels, and steps are submitted ahead, by default."""
+
+    decoder: CudaDecoder
+    default_block_size = TILE
+    default_depth = 1
+    ubatch_size = 8192
+    """Tokens computed at once, at least: a card needs many to be busy."""
+    _peak_bytes: int | None = None
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        step_bytes = self.step_bytes  # first: to measure it, a step is run
+        return max(0, int(KV_SHARE * (self.free_bytes - step_bytes)))
+
+    @property
+    def step_bytes(self) -> int:
+        """What the largest step takes beside weights and KV: measured once, by running one."""
+        if self._peak_bytes is None:
+            self._peak_bytes = peak_bytes(self)
+        return self._peak_bytes
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        planned = super().memory(limits, num_rows)
+        return replace(planned, activations=self.step_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """With what torch has cached and would give back."""
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return super().free_bytes + cached
+
+    def new_backend(self, limits: BackendLimits) -> CudaBackend:
+        kv, storage = self._new_memory(limits)
+        return CudaBackend(
+            self.decoder,
+            kv,
+            storage,
+            self._gate,
+            ubatch_size=max(limits.ubatch_size, self.ubatch_size),
+            num_threads=limits.num_threads or self._num_threads,
+        )

@@ -1,0 +1,139 @@
+"""`python -m tokenmill.bench.gpu`: the engine on one CUDA card, on random weights of real models' shapes.
+
+Each figure stands beside the least time the card needs for it. Each optimisation can be turned off. Runs from the
+source tree with torch, triton and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmill.backends.torch.cuda.backend import CudaBackend
+from tokenmill.backends.torch.cuda.switches import Switches
+from tokenmill.bench.gpu_limits import Ceilings, least_seconds, measure_ceilings
+from tokenmill.bench.gpu_shapes import CONTEXT, SHAPES, random_model
+from tokenmill.bench.gpu_workloads import Job, Workload, run, workloads
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.opening import choose_limits
+from tokenmill.engine.request import Limits, Request
+
+NUM_SEQS = 256
+HOST_STEPS = 100
+"""Decode steps over which the host's share is measured."""
+
+
+class WatchedWaits:
+    """How long a backend's `collect` has waited for the card."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self.seconds = 0.0
+        self._wait = backend._wait
+        backend._wait = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, step: Any) -> None:
+        began = time.perf_counter()
+        self._wait(step)
+        self.seconds += time.perf_counter() - began
+
+
+def seconds_since_start() -> float:
+    """Since this process began."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def open_engine(shape: str, options: argparse.Namespace) -> tuple[EngineCore, CudaBackend]:
+    names = ("graphs", "attention", "islands", "one_row")
+    switches = Switches(**{name: name not in options.off for name in names})
+    model = random_model(shape, switches)
+    config = EngineConfig(
+        max_num_seqs=NUM_SEQS, max_num_batched_tokens=options.budget, prefill_chunk=options.budget,
+        max_model_len=CONTEXT, max_queue=NUM_SEQS, target_tick_ms=options.target_tick_ms,
+        prefix_caching=False, depth=0 if "ahead" in options.off else 1,
+    )  # fmt: skip
+    backend = model.new_backend(choose_limits(model, config, options.kv_cache_tokens))
+    return EngineCore(backend, model.info, config), backend
+
+
+def host_cost(engine: EngineCore, waits: WatchedWaits) -> dict[str, float]:
+    """Milliseconds a decode step of all sequences: in all, and the part in which the card was not waited for."""
+    for number in range(NUM_SEQS):
+        limits = Limits(max_new_tokens=2 * HOST_STEPS)
+        engine.add(Request(f"host-{number}", [number + 1] * 16, limits))
+    while any(slot.state != "generating" for slot in engine.slots()):
+        engine.step()
+    for _ in range(HOST_STEPS // 4):
+        engine.step()
+    began, waited = time.perf_counter(), waits.seconds
+    for _ in range(HOST_STEPS):
+        engine.step()
+    wall, waited = time.perf_counter() - began, waits.seconds - waited
+    while engine.has_work:
+        engine.step()
+    return {"step_ms": 1000 * wall / HOST_STEPS, "host_ms": 1000 * (wall - waited) / HOST_STEPS}
+
+
+def measure(
+    engine: EngineCore, shape: str, name: str, workload: Workload, rounds: int, ceilings: Ceilings
+) -> dict[str, Any]:
+    """The best of some rounds, after one to warm up."""
+    seconds = [run(engine, workload.jobs, f"{name}-{number}") for number in range(rounds + 1)]
+    best = min(seconds[1:])
+    least = least_seconds(SHAPES[shape], workload.jobs, ceilings)
+    return {
+        "shape": shape, "measure": workload.title, "tok_s": workload.num_counted / best, "seconds": seconds,
+        "of_the_least_time": least / best,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tokenmill.bench.gpu", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--measures", nargs="+", choices=[*workloads(), "host"], default=[*workloads(), "host"])
+    parser.add_argument("--rounds", type=int, default=2, help="the best of so many, after one to warm up (2)")
+    parser.add_argument("--off", nargs="+", default=[], choices=["graphs", "attention", "islands", "one_row", "ahead"])
+    parser.add_argument("--budget", type=int, default=8192, help="tokens a step (8192)")
+    parser.add_argument("--target-tick-ms", type=float, default=1000.0, help="how long a step may take (1000)")
+    parser.add_argument("--kv-cache-tokens", type=int, help="size of the KV memory (what fits)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    options = parser.parse_args(arguments)
+    known, ceilings = workloads(), None
+    for shape in options.shapes:
+        engine, backend = open_engine(shape, options)
+        run(engine, [Job([1] * 16, 1)], "first")
+        _tell(options.json, {"shape": shape, "first_token_after_s": seconds_since_start()})
+        if ceilings is None:
+            ceilings = measure_ceilings()
+            _tell(options.json, {"TB_s": ceilings.bytes_per_s / 1e12, "TFLOP_s": ceilings.flops_per_s / 1e12})
+        waits = WatchedWaits(backend)
+        for name in options.measures:
+            if name == "host":
+                _tell(options.json, {"shape": shape, "measure": "256 decodes", **host_cost(engine, waits)})
+            else:
+                _tell(options.json, measure(engine, shape, name, known[name], options.rounds, ceilings))
+        engine.close()
+        del engine, backend, waits  # the next model needs their memory
+    return 0
+
+
+def _tell(as_json: bool, figures: dict[str, Any]) -> None:
+    if as_json:
+        print(json.dumps(figures), flush=True)
+        return
+    said = [f"{name} {value:,.3g}" if isinstance(value, float) and value < 100 else
+            f"{name} {value:,.0f}" if isinstance(value, float) else
+            f"{name} {[round(one, 3) for one in value]}" if isinstance(value, list) else str(value)
+            for name, value in figures.items()]  # fmt: skip
+    print(" | ".join(said), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""An engine on the card, a step ahead: crowds, preemption, forks, conversations. In float32, to compare ids."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from tests.gpu.card import needs_card
+from tests.parity.checkpoints import LIMITS, reference, save
+from tokenmill import open_model
+from tokenmill.backends.torch.model import TorchModel
+from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.params import SamplingParams
+
+pytestmark = needs_card()
+
+SMALL = BackendLimits(num_cells=256, max_seqs=16)
+
+
+def opened(folder: Path, variant: str = "qwen3", **options: object) -> TorchModel:
+    model = open_model(str(save(variant, folder)), device="cuda", dtype="float32", **options)
+    assert isinstance(model, TorchModel)
+    return model
+
+
+def engine_of(model: TorchModel, limits: BackendLimits = LIMITS, **config: object) -> EngineCore:
+    settings = {"max_num_seqs": 8, "prefill_chunk": 16, "depth": 1, **config}
+    return EngineCore(model.new_backend(limits), model.info, EngineConfig(**settings))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int], new: int = 40, seed: int | None = None, hints: Hints = Hints()) -> Request:
+    params = SamplingParams(temperature=0) if seed is None else SamplingParams(temperature=0.8)
+    return Request(name, prompt, Limits(max_new_tokens=new), hints, Draw(params=params, seed=seed or 0))
+
+
+def run(engine: EngineCore, *requests: Request) -> list[list[int]]:
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    return [one.output for one in requests]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(2)
+    return [[rng.randrange(160) for _ in range(length)] for length in lengths]
+
+
+def test_greedy_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    for number, variant in enumerate(("llama", "qwen2", "qwen3", "mistral, window")):
+        engine = engine_of(opened(tmp_path / str(number), variant), prefix_caching=False)
+        asked = prompts(1, 3, 7, 12, 20, 33, 50, 64)
+        found = run(engine, *(request(f"r{i}", prompt, 64) for i, prompt in enumerate(asked)))
+        engine.close()
+        for prompt, ids in zip(asked, found, strict=True):
+            with torch.no_grad():
+                wanted = reference(variant).generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0]
+            assert prompt + ids == wanted.tolist()
+
+
+def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(tmp_path: Path) -> None:
+    model = opened(tmp_path)
+    asked = prompts(5, 12, 19, 26, 33, 40, 47, 54)
+    crowd = engine_of(model, prefix_caching=False)
+    together = run(crowd, *(request(f"r{i}", prompt, seed=i + 1) for i, prompt in enumerate(asked)))
+    crowd.close()
+    alone = engine_of(model, prefix_caching=False)
+    one_by_one = [run(alone, request(f"r{i}", prompt, seed=i + 1))[0] for i, prompt in enumerate(asked)]
+    alone.close()
+    same = sum(a == b for one, two in zip(together, one_by_one, strict=True) for a, b in zip(one, two, strict=True))
+    assert same >= 0.995 * sum(map(len, together))
+
+
+def test_preempted_requests_say_what_they_would_have_said(tmp_path: Path) -> None:
+    model = opened(tmp_path, block_size=16)
+    asked = prompts(20, 24, 28, 32, 36, 40)
+    roomy = engine_of(model)
+    wanted = run(roomy, *(request(f"r{i}", prompt, 60) for i, prompt in enumerate(asked)))
+    roomy.close()
+    tight = engine_of(model, SMALL)
+    requests = [request(f"r{i}", prompt, 60) for i, prompt in enumerate(asked)]
+    assert run(tight, *requests) == wanted
+    assert sum(one.num_preemptions for one in requests) > 0
+    tight.close()
+
+
+def test_a_fork_goes_on_from_shared_kv(tmp_path: Path) -> None:
+    model = opened(tmp_path)
+    engine = engine_of(model)
+    parent = request("parent", prompts(30)[0], 50)
+    engine.add(parent)
+    while len(parent.output) < 10:
+        engine.step()
+    child = engine.fork("parent", "child", Limits(max_new_tokens=20))
+    shared = len(child.tokens) - 30
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    assert child.num_cached > 30
+    assert child.output == parent.output[shared : shared + 20]
+    engine.close()
+
+
+def test_a_conversation_goes_on_from_parked_kv(tmp_path: Path) -> None:
+    model = opened(tmp_path)
+    engine = engine_of(model)
+    first = request("first", prompts(30)[0], 20, hints=Hints(owner="session"))
+    run(engine, first)
+    longer = first.tokens + prompts(40)[0]
+    second = request("second", longer, 20, hints=Hints(owner="session"))
+    continued = run(engine, second)[0]
+    engine.close()
+    assert second.num_cached >= 48
+    fresh = engine_of(model, prefix_caching=False)
+    assert run(fresh, request("fresh", longer, 20)) == [continued]
+    fresh.close()
+
+
+def test_many_sequences_decode_as_one_alone_does(tmp_path: Path) -> None:
+    """Every padded size of graph on the way down from 60 sequences."""
+    model = opened(tmp_path)
+    limits = BackendLimits(num_cells=16_384, max_seqs=128)
+    asked = prompts(*range(3, 63))
+    crowd = engine_of(model, limits, max_num_seqs=60, prefix_caching=False)
+    together = run(crowd, *(request(f"r{i}", prompt, 5 + i) for i, prompt in enumerate(asked)))
+    crowd.close()
+    alone = engine_of(model, prefix_caching=False)
+    for i in (0, 7, 31, 59):
+        assert run(alone, request(f"r{i}", asked[i], 5 + i)) == [together[i]]
+    alone.close()

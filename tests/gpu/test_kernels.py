@@ -1,0 +1,188 @@
+"""Each kernel against float32 arithmetic in plain torch, on random shapes, lengths and block tables.
+
+On a card, or anywhere with TRITON_INTERPRET=1 (and triton).
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tests.gpu.card import DEVICE, HAS_CARD, needs_kernels
+from tests.gpu.paged import Shape, attended, error, paged
+
+pytestmark = needs_kernels()
+
+HALF = torch.bfloat16 if HAS_CARD else torch.float32
+"""The interpreter multiplies no bfloat16."""
+SHAPES = [
+    Shape(28, 4, 128, dtype=HALF),
+    Shape(16, 8, 128, dtype=HALF),
+    Shape(9, 3, 64, dtype=HALF),
+    Shape(6, 2, 80, dtype=HALF),
+    Shape(28, 4, 128, block_size=64, dtype=HALF),
+    Shape(9, 3, 64, block_size=64, dtype=HALF),
+    Shape(4, 2, 128, block_size=64, window=100, dtype=HALF),
+    Shape(4, 2, 8, block_size=4),
+    Shape(6, 1, 16, block_size=1),
+    Shape(4, 4, 96, window=70),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def test_decode_attention() -> None:
+    from tokenmill.backends.torch.cuda.kernels.decode_attention import decode_attention
+
+    for seed, shape in enumerate(SHAPES):
+        rng = random.Random(seed)
+        first = [0, 0, rng.randrange(shape.block_size), 0]
+        length = [rng.randrange(60, 700), 1, rng.randrange(70, 300), rng.choice([64, 128, 65])]
+        memory = paged(shape, length, first, DEVICE, seed)
+        row_of = [3, 0, 4, 1]
+        q = torch.randn(5, shape.num_heads + 2, shape.dim, device=DEVICE).to(shape.dtype)[:, : shape.num_heads]
+        for num_splits in (1, 3, 8):
+            out = torch.full((5, shape.num_heads, shape.dim), torch.nan, device=DEVICE, dtype=shape.dtype)
+            last = [*(one - 1 for one in length), -1]  # and one run that only fills the batch up
+            decode_attention(
+                q, memory.keys, memory.values, out, ints(*row_of, 2), ints(*last), ints(*first, 0),
+                memory.tables, ints(memory.tables.shape[1]),
+                block_size=shape.block_size, window=shape.window, num_splits=num_splits,
+            )  # fmt: skip
+            for seq, row in enumerate(row_of):
+                wanted = attended(memory, seq, q[row : row + 1], length[seq] - 1)
+                assert error(out[row : row + 1], wanted) < TOLERANCE[shape.dtype], (shape, num_splits, seq)
+            assert not out[2].any()
+
+
+def test_prefill_attention() -> None:
+    from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES, by_block, prefill_attention
+
+    for seed, shape in enumerate(SHAPES):
+        rng = random.Random(seed)
+        count = [rng.randrange(2, 400), rng.randrange(130, 260), 2]
+        before = [0, rng.randrange(1, 300), rng.randrange(70, 100)]
+        first = [0, 0, rng.randrange(1, shape.block_size + 1) - 1]
+        length = [a + b for a, b in zip(count, before, strict=True)]
+        memory = paged(shape, length, first, DEVICE, seed)
+        num_tokens = sum(count)
+        order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))
+        q = torch.randn(num_tokens, shape.num_heads + 1, shape.dim, device=DEVICE).to(shape.dtype)[:, 1:]
+        out = torch.full((num_tokens, shape.num_heads, shape.dim), torch.nan, device=DEVICE, dtype=shape.dtype)
+        begin = [0, count[0], count[0] + count[1]]
+        tiles = [(run, at) for run in range(3) for at in range(0, count[run], QUERIES)]
+        rng.shuffle(tiles)
+        blocks = by_block(memory.keys, shape.block_size), by_block(memory.values, shape.block_size)
+        prefill_attention(
+            q, memory.keys, memory.values, None if blocks[0] is None else blocks, out, order.to(DEVICE, torch.int32),
+            ints(*begin), ints(*count), ints(*before), ints(*first),
+            ints(*(run for run, _ in tiles)), ints(*(at for _, at in tiles)),
+            memory.tables, ints(memory.tables.shape[1]), block_size=shape.block_size, window=shape.window,
+        )  # fmt: skip
+        for run in range(3):
+            rows = order[begin[run] : begin[run] + count[run]].to(DEVICE)
+            wanted = attended(memory, run, q[rows], before[run])
+            assert error(out[rows], wanted) < TOLERANCE[shape.dtype], (shape, run)
+
+
+def test_norm_and_gate() -> None:
+    from tokenmill.backends.torch.cuda.kernels.islands import gate, norm
+
+    for width in (48, 1024, 3584):
+        x, weight = torch.randn(5, width, device=DEVICE), torch.randn(width, device=DEVICE)
+        wanted = torch.nn.functional.rms_norm(x, (width,), weight, 1e-6)
+        assert error(norm(x, weight, 1e-6), wanted) < 1e-6
+        first, second = x.chunk(2, dim=1)
+        found = torch.full_like(first, torch.nan).contiguous()
+        gate(x, found)
+        assert error(found, torch.nn.functional.silu(first) * second) < 1e-6
+
+
+def test_embedding_of_known_and_of_sampled_tokens() -> None:
+    from tokenmill.backends.torch.cuda.kernels.islands import embed
+
+    table = torch.randn(30, 1500, device=DEVICE)
+    out = torch.full((4, 1500), torch.nan, device=DEVICE)
+    embed(ints(3, -1, 29, -3), ints(7, 8, 9), table, out)
+    assert torch.equal(out, table[[3, 7, 29, 9]])
+
+
+def test_turn_and_store() -> None:
+    from tokenmill.backends.torch.cuda.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.rope import rotate, rotations
+
+    for num_heads, num_kv, dim, normed in ((28, 4, 128, False), (16, 8, 128, True), (6, 2, 8, True), (5, 1, 80, False)):
+        qkv = torch.randn(4, num_heads + 2 * num_kv, dim, device=DEVICE)
+        pos, slot = ints(0, 5, 63, 17), ints(9, 2, -1, 0)
+        inv_freq = 1.0 / (100.0 ** (torch.arange(0, dim, 2, device=DEVICE) / dim))
+        cos, sin = (one[:, 0] for one in rotations(torch.arange(64, device=DEVICE), inv_freq, 1.1))
+        gains = (torch.randn(dim, device=DEVICE), torch.randn(dim, device=DEVICE)) if normed else (None, None)
+        keys, values = (torch.full((12, num_kv, dim), 5.0, device=DEVICE) for _ in range(2))
+        q, k, v = qkv.clone().split([num_heads, num_kv, num_kv], dim=1)
+        if normed:
+            q, k = (torch.nn.functional.rms_norm(x, (dim,), gain, 1e-6) for x, gain in zip((q, k), gains, strict=True))
+        turn = rotations(pos, inv_freq, 1.1)
+        turn_and_store(qkv.view(4, -1), pos, slot, cos, sin, *gains, 1e-6, keys, values, num_heads)
+        assert error(qkv[:, :num_heads], rotate(q, *turn)) < 1e-6
+        kept = [0, 1, 3]
+        assert error(keys[slot[kept].long()], rotate(k, *turn)[kept]) < 1e-6
+        assert torch.equal(values[slot[kept].long()], v[kept])
+        others = [place for place in range(12) if place not in (9, 2, 0)]
+        assert bool((keys[others] == 5.0).all())
+        assert bool((values[others] == 5.0).all())
+
+
+def test_product_with_one_row() -> None:
+    from tokenmill.backends.torch.cuda.kernels.one_row import one_row_product
+
+    for width, num_out in ((48, 20), (1024, 66), (3584, 12)):
+        x, weight, bias = (torch.randn(*size, device=DEVICE) for size in ((1, width), (num_out, width), (num_out,)))
+        gain, base = torch.randn(width, device=DEVICE), torch.randn(1, num_out, device=DEVICE)
+        normed = torch.nn.functional.rms_norm(x, (width,), gain, 1e-6)
+        assert error(one_row_product(x, weight, bias), x @ weight.T + bias) < 1e-5
+        assert error(one_row_product(x, weight, gain=gain, eps=1e-6), normed @ weight.T) < 1e-5
+        gate, up = (normed @ weight.T + bias).chunk(2, dim=1)
+        found = one_row_product(x, weight, bias, gain=gain, eps=1e-6, gates=True)
+        assert error(found, torch.nn.functional.silu(gate) * up) < 1e-5
+        total = base.clone()
+        one_row_product(x, weight, add_to=total)
+        assert error(total, base + x @ weight.T) < 1e-5
+
+
+def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
+    from tokenmill.backends.torch.cuda.kernels.drawing import largest
+
+    logits = torch.randn(4, 9001, device=DEVICE).to(torch.bfloat16)
+    logits[0, [77, 5000, 8999]] = 50.0
+    logits[1, 4096] = torch.nan
+    logits[2] = -torch.inf
+    values, ids = largest(logits)
+    assert ids[0] == 77
+    assert values[0] == 50.0
+    assert ids[3] == logits[3].float().argmax()
+    assert not bool(values[1:3].isfinite().any())
+
+
+def test_drawing() -> None:
+    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.sampling import ops
+    from tokenmill.sampling.philox import uniforms
+
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(64, 9001, generator=generator)
+    logits[5, 17] = torch.nan
+    logits[6, 100:] = -torch.inf
+    temperature = torch.rand(64, generator=generator) + 0.3
+    temperature[::7] = 0
+    keys = torch.randint(0, 1 << 31, (64, 4), generator=generator)
+    keys[:, 0] = torch.randint(0, 1 << 62, (64,), generator=generator)
+    found = draw(logits.to(DEVICE), temperature.to(DEVICE), keys.to(DEVICE), -1).cpu().long()
+    uniform = uniforms(*keys.T)[0]
+    wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
+    wanted = torch.where(temperature == 0, logits.argmax(dim=-1), wanted)
+    wanted[5] = -1
+    assert torch.equal(found, wanted)
