@@ -1,0 +1,122 @@
+"""`LlamaBackend`: the contract on a context of llama.cpp, which computes; the rules are `PagedBackend`'s."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenmill.backends.llamacpp.memory import LlamaMemory
+from tokenmill.backends.llamacpp.native import NativeContext
+from tokenmill.core import Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
+from tokenmill.core.backend import FloatArray, greedy
+from tokenmill.core.paged_backend import PagedBackend, PagedStep
+from tokenmill.core.segments import Segment
+from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.errors import ForwardFailed, InvalidOperation
+
+LOST = "llama.cpp's memory can't be brought back to where it was before the step that failed"
+
+
+class LlamaStep(PagedStep):
+    """A step that was computed. Its logits may be llama.cpp's own memory, which the next call writes over."""
+
+    def __init__(self, owner: LlamaBackend, batch: Batch, number: int) -> None:
+        super().__init__(owner, batch, number)
+        self.batch: Batch | None = batch
+        """Until it is computed."""
+        self.logits: FloatArray = np.zeros((0, 0), dtype=np.float32)
+        self.hidden: FloatArray = np.zeros((0, 0), dtype=np.float32)
+        self.call: int | None = None
+        """The call of llama.cpp whose memory the logits are; None where they are the step's own."""
+
+
+class LlamaBackend(PagedBackend[LlamaStep]):
+    """One context. A step is computed while it is submitted: depth 0."""
+
+    def __init__(self, context: NativeContext, kv: LlamaMemory, vocab_size: int) -> None:
+        super().__init__(kv, vocab_size, WeightsGate())
+        self._context = context
+        self._memory = kv
+        self._last_sampled: IntArray = np.zeros(kv.capabilities.max_seqs, dtype=np.int32)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> LlamaStep:
+        try:
+            return super().forward(batch)
+        except BaseException as error:
+            if self._memory.is_lost and self._lost is None:
+                self._lost = ForwardFailed(f"{LOST}: {error}", fatal=True)
+                raise self._lost from error
+            raise
+
+    def _begin(self, batch: Batch, number: int) -> LlamaStep:
+        return LlamaStep(self, batch, number)
+
+    def _run(self, step: LlamaStep, batch: Batch, segment: Segment, slots: IntArray) -> None:
+        """Batches are cut where blocks must be copied; of one cell, none ever is, so all is computed at the end."""
+
+    def _launched(self, step: LlamaStep) -> None:
+        batch, step.batch = step.batch, None
+        assert batch is not None, "a step is launched once"
+        token = self._tokens(batch)
+        gives_hidden = len(step.hidden_ids) > 0
+        wanted = batch.output != 0
+        if gives_hidden:  # llama.cpp then gives rows for every token, whether they are wanted or not
+            wanted = np.ones(len(batch), dtype=bool)
+        self._context.give_hidden(gives_hidden)
+        size = self._context.n_batch
+        logits, hidden = [], []
+        for begin in range(0, len(batch), size):
+            part = slice(begin, begin + size)
+            self._context.decode(token[part], batch.pos[part], batch.seq_ids[part], wanted[part])
+            num_rows = int(np.count_nonzero(wanted[part]))
+            logits.append(self._context.logits(num_rows))
+            if gives_hidden:
+                hidden.append(self._context.hidden(num_rows))
+            if len(batch) > size:
+                logits[-1] = logits[-1].copy()  # the next call writes over it
+                hidden[-1:] = [rows.copy() for rows in hidden[-1:]]
+        if gives_hidden:
+            step.logits = np.concatenate(logits)[step.output_ids]
+            step.hidden = np.concatenate(hidden)[step.hidden_ids]
+        elif len(logits) == 1:
+            step.logits, step.call = logits[0], self._context.num_calls
+        else:
+            step.logits = np.concatenate(logits)
+
+    def _tokens(self, batch: Batch) -> IntArray:
+        """The batch's tokens, those from the token table filled in."""
+        pending = batch.token < 0
+        if not pending.any():
+            return batch.token
+        token = batch.token.copy()
+        token[pending] = self._last_sampled[-1 - batch.token[pending]]
+        return token
+
+    # -- sampling and waiting -----------------------------------------------------------------------------------------
+
+    def _sample(self, step: LlamaStep, rows: SampleRows, mask: Mask | None) -> Sampled:
+        logits = step.logits
+        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
+            logits = logits[rows.logits_row]
+        sampled = (rows.sampler or greedy)(logits, mask)
+        # A bad row's request is over; whoever names its token all the same must get some valid id.
+        self._last_sampled[rows.table_row] = np.clip(sampled.ids, 0, self._vocab_size - 1)
+        return sampled
+
+    def _wait(self, step: LlamaStep) -> None:
+        """It was computed when it was submitted."""
+
+    def _output(self, step: LlamaStep) -> DecodeOutput:
+        if step.call is not None:
+            if step.call != self._context.num_calls:
+                raise InvalidOperation("the rows of a step are first asked for before the next forward, not after")
+            step.logits, step.call = step.logits.copy(), None
+        return DecodeOutput(step.logits, step.output_ids, step.hidden, step.hidden_ids)
+
+    def _on_host(self, sampled: Sampled) -> Sampled:
+        extras = {name: np.asarray(value) for name, value in sampled.extras.items()}
+        return Sampled(np.asarray(sampled.ids).astype(np.int32), extras)
+
+    def _free(self) -> None:
+        self._context.close()
