@@ -11,6 +11,7 @@ from tokenmill.backends.llamacpp.header import Header, num_states
 from tokenmill.backends.llamacpp.memory import LlamaMemory
 from tokenmill.backends.llamacpp.native import MAX_SEQS, ContextSettings, NativeContext, NativeModel
 from tokenmill.backends.llamacpp.options import LlamaOptions
+from tokenmill.backends.llamacpp.parking import parked_cells
 from tokenmill.backends.llamacpp.vocab import LlamaVocab
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo
 from tokenmill.core.memory import KV_SHARE, MemoryPlan, free_host_bytes
@@ -34,6 +35,9 @@ class LlamaModel:
         self.vocab = LlamaVocab(native)
         self._native = native
         self._header = header
+        self._parked_cells = options.parked_cells
+        if options.parked_cells is None:
+            self._parked_cells = parked_cells(header.weight_bytes, header.kv_bytes_per_token)
         self.info = ModelInfo(path.name, native.vocab_size, native.hidden_size, native.trained_context, header.layers)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -69,6 +73,7 @@ class LlamaModel:
             shift=not self._native.keeps_states and context.can_shift,
             state_bytes=True,
             max_seqs=max_seqs,
+            parked_cells=self._parked_cells,
         )
         return context, LlamaMemory(context, num_cells, self.info.max_context, capabilities)
 

@@ -127,11 +127,6 @@ class NativeModel:
         return bool(llama.llama_model_is_recurrent(self.pointer) or llama.llama_model_is_hybrid(self.pointer))
 
     @property
-    def is_recurrent(self) -> bool:
-        """Has it such states alone, and no cells?"""
-        return bool(llama.llama_model_is_recurrent(self.pointer))
-
-    @property
     def generates(self) -> bool:
         """Can it go on with a text? (An encoder can't.)"""
         return bool(llama.llama_model_has_decoder(self.pointer) and not llama.llama_model_has_encoder(self.pointer))

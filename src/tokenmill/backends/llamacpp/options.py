@@ -38,7 +38,7 @@ class LlamaOptions:
     """Store weights once more in the order that a processor's own kernels read them. None: not in builds with kernels
     for AMX, which end the process on machines that announce AMX and do not keep its state."""
     parked_cells: int | None = None
-    """Cells that KV of ended requests may keep while others run; None: measured when the model is opened."""
+    """Cells that KV of ended requests may keep while others run; None: as many as slow a step down by a tenth."""
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch"):
