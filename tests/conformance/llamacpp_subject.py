@@ -38,7 +38,7 @@ AS_USUAL = LoadOptions(backend="llamacpp")
 
 
 class FaultyLlamaBackend(LlamaBackend):
-    """A llama.cpp backend that can be told to fail; it fails after llama.cpp has computed, when there is most to undo."""
+    """A llama.cpp backend that can be told to fail: after llama.cpp has computed, when there is most to undo."""
 
     def __init__(self, context: NativeContext, kv: LlamaMemory, words: IntArray) -> None:
         super().__init__(context, kv, len(words))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,8 @@ CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
-def llm(default_model: Path) -> Iterator[LLM]:
-    with LLM(str(default_model), device="cpu") as opened:
+def llm(default_model: Path, backend: dict[str, Any]) -> Iterator[LLM]:
+    with LLM(str(default_model), **backend) as opened:
         yield opened
 
 
@@ -36,7 +37,7 @@ def test_it_answers_sensibly(llm: LLM) -> None:
 
 
 @pytest.mark.req("R30", "B10")
-def test_streams_of_many_at_once_equal_the_whole(llm: LLM, default_model: Path) -> None:
+def test_streams_of_many_at_once_equal_the_whole(llm: LLM, default_model: Path, backend: dict[str, Any]) -> None:
     prompts = [f"Write one sentence about the number {i}, with an emoji 😀." for i in range(6)]
     wanted = [out.outputs[0] for out in llm.chat([[{"role": "user", "content": one}] for one in prompts], GREEDY)]
 
@@ -48,7 +49,7 @@ def test_streams_of_many_at_once_equal_the_whole(llm: LLM, default_model: Path) 
         return "".join(pieces), output.outputs[0].token_ids
 
     async def all_of_them() -> list[tuple[str, list[int]]]:
-        async with AsyncLLM(str(default_model), device="cpu") as online:
+        async with AsyncLLM(str(default_model), **backend) as online:
             return list(await asyncio.gather(*(one(online, prompt) for prompt in prompts)))
 
     for (text, ids), out in zip(asyncio.run(all_of_them()), wanted, strict=True):

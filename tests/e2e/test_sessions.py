@@ -17,8 +17,10 @@ QUESTIONS = ["What is the capital of Japan?", "Tell me more.", "Why is that so?"
 
 
 @pytest.mark.req("B1", "R2", "R4", "R5", "G4", "G15")
-def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default_model: Path) -> None:
-    model = open_model(str(default_model), device="cpu")
+def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
+    default_model: Path, backend: dict[str, Any]
+) -> None:
+    model = open_model(str(default_model), **backend)
     params = SamplingParams(temperature=0, max_tokens=8)
 
     async def talk(fresh: LLM) -> None:

@@ -14,11 +14,11 @@ import llama_cpp as llama
 
 log = logging.getLogger(__name__)
 
-DEBUG, INFO, WARN, ERROR, CONTINUED = 1, 2, 3, 4, 5
+DEBUG, INFO, ERROR, CONTINUED = 1, 2, 4, 5
 """ggml's levels."""
-LEVELS = {INFO: logging.DEBUG, WARN: logging.INFO, ERROR: logging.INFO}
-"""What is wrong becomes an exception that quotes it, so no line is more than information here. ggml's DEBUG, thousands
-of lines for each context, is left out."""
+LEVELS = {ERROR: logging.INFO}
+"""All else is for debugging. What is wrong becomes an exception that quotes it, so no line is more than information
+here. ggml's own DEBUG, thousands of lines for each context, is left out."""
 KEPT_LINES = 8
 
 

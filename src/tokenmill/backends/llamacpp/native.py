@@ -215,8 +215,11 @@ class NativeContext:
 
     def __init__(self, model: NativeModel, settings: ContextSettings) -> None:
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = settings.n_ctx, settings.n_batch, settings.n_ubatch
         params.n_seq_max = settings.n_seq_max
+        # With fewer than one token for each sequence llama.cpp would end the process.
+        params.n_ctx = max(settings.n_ctx, settings.n_seq_max)
+        params.n_batch = max(settings.n_batch, settings.n_seq_max)
+        params.n_ubatch = settings.n_ubatch
         params.n_outputs_max = params.n_outputs_max_per_seq = 0  # as many as there are tokens
         params.n_threads, params.n_threads_batch = settings.n_threads, settings.n_threads_batch
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attn]
@@ -238,7 +241,7 @@ class NativeContext:
         self._batch = NativeBatch()
         self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
         self._gives_hidden = False
-        self.n_batch = int(llama.llama_n_batch(self._pointer))
+        self.n_batch = settings.n_batch
         self.num_calls = 0
         """Calls of `decode` so far: each writes over the rows of the one before."""
 
