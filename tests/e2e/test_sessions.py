@@ -11,8 +11,8 @@ import pytest
 from tokenmill import LLM, SamplingParams, SessionService, open_model
 
 NUM_TURNS = 20
-AGREEMENT = 1e-3
-"""The stated agreement of log-probabilities, computed in two ways (docs/kv.md)."""
+AGREEMENT = {"torch": 1e-3, "llamacpp": 0.25}
+"""The stated agreement of log-probabilities, computed in two ways (docs/kv.md, docs/llamacpp.md)."""
 QUESTIONS = ["What is the capital of Japan?", "Tell me more.", "Why is that so?", "And what about Italy?"]
 
 
@@ -57,8 +57,12 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
         if first is None:  # a stop string took even the first token back
             return
         wanted = out.outputs[0].logprobs[0]
-        assert abs(first.logprob - wanted.logprob) < AGREEMENT
-        assert [token for token, _ in first.top] == [token for token, _ in wanted.top]
+        (token, best), (_, second) = wanted.top[:2]
+        assert abs(dict(first.top)[token] - best) < AGREEMENT[backend["backend"]]
+        if backend["backend"] == "torch":
+            assert [token for token, _ in first.top] == [token for token, _ in wanted.top]
+        elif best - second > 2 * AGREEMENT["llamacpp"]:
+            assert first.top[0][0] == token
 
     from tokenmill.config import EngineConfig
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_a_new_sequence_can_go_back_to_nothing(recurrent: Any, monkeypatch: pyte
 def test_what_llama_cpp_refuses_is_an_invalid_batch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with model.new_backend(LIMITS) as backend:
         fail_with(-1, monkeypatch, lambda _: True)
-        with pytest.raises(InvalidBatch, match="llama.cpp refuses the batch"):
+        with pytest.raises(InvalidBatch, match=r"llama\.cpp refuses the batch"):
             backend.decode(BatchBuilder().add(1, 0, 0, 1).build())
         assert backend.kv.stats().num_seqs == 0
 
@@ -99,9 +99,7 @@ def test_what_llama_cpp_refuses_is_an_invalid_batch(model: Any, monkeypatch: pyt
 @pytest.mark.req("G5")
 def test_one_failure_of_a_batch_costs_nobody_anything(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is undone, and its requests are run alone."""
-    with LLM(
-        str(small), backend="llamacpp", tokenizer=ByteTokenizer(VOCAB), kv_cache_tokens=512, num_threads=1
-    ) as llm:
+    with LLM(str(small), backend="llamacpp", tokenizer=ByteTokenizer(VOCAB), kv_cache_tokens=512, num_threads=1) as llm:
         prompts = [[1, 2, 3], [4, 5, 6, 7]]
         wanted = [out.outputs[0].token_ids for out in llm.generate(prompts, PARAMS)]
         llm.engine.kv.evict_all()
@@ -111,10 +109,12 @@ def test_one_failure_of_a_batch_costs_nobody_anything(small: Path, monkeypatch: 
     assert all(out.error is None for out in outs)
 
 
+async def last_of(outputs: AsyncIterator[Any]) -> Any:
+    return [output async for output in outputs][-1]
+
+
 @pytest.mark.req("R49")
-def test_an_engine_that_is_lost_ends_its_requests_and_is_replaced(
-    mamba: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_lost_ends_its_requests_and_is_replaced(mamba: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that can't go back: those who run end with an error, and the next one finds a new engine."""
 
     async def play() -> tuple[Any, Any]:
@@ -122,10 +122,8 @@ def test_an_engine_that_is_lost_ends_its_requests_and_is_replaced(
         async with AsyncLLM(model, tokenizer=ByteTokenizer(VOCAB), kv_cache_tokens=512) as llm:
             with monkeypatch.context() as patch:
                 fail_with(ERROR_INSIDE, patch, lambda number: number >= 3)
-                async for lost in llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=50)):
-                    pass
-            async for found in llm.generate([1, 2, 3], PARAMS):
-                pass
+                lost = await last_of(llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=50)))
+            found = await last_of(llm.generate([1, 2, 3], PARAMS))
         model.close()
         return lost, found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_a_second_context_takes_its_kv_and_no_more(default_model: Path) -> None:
         backends[-1].decode(batch)
         sizes.append(resident_bytes())
     kv = 8192 * model.info.kv_bytes_per_token
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         assert 0.9 * kv < after - before < kv + 0.2 * model.memory(limits, 1).weights
     for backend in backends:
         backend.close()

@@ -156,9 +156,7 @@ def test_options_are_taken_and_the_words_stay(small: Path, options: dict[str, An
     prompt, params = list(range(40, 60)), SamplingParams(temperature=0, max_tokens=8)
     said = []
     for extra in ({"n_threads": 1}, {"n_threads": 1, **options}):
-        with LLM(
-            str(small), backend="llamacpp", extra=extra, tokenizer=ByteTokenizer(), kv_cache_tokens=512
-        ) as llm:
+        with LLM(str(small), backend="llamacpp", extra=extra, tokenizer=ByteTokenizer(), kv_cache_tokens=512) as llm:
             said.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
     assert len(said[1]) == 8
     assert said[0] == said[1] or options.get("type_k") == "q4_0"

@@ -33,6 +33,7 @@ class LlamaModel:
         self.path: Path | None = path
         self.options = options
         self.vocab = LlamaVocab(native)
+        self.num_values = native.num_values
         self._native = native
         self._header = header
         self._parked_cells = options.parked_cells

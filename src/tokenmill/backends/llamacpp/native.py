@@ -116,6 +116,11 @@ class NativeModel:
         return int(llama.llama_model_size(self.pointer))
 
     @property
+    def num_values(self) -> int:
+        """How many numbers the weights are."""
+        return int(llama.llama_model_n_params(self.pointer))
+
+    @property
     def description(self) -> str:
         buffer = ctypes.create_string_buffer(128)
         llama.llama_model_desc(self.pointer, buffer, len(buffer))
