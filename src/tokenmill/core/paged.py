@@ -352,6 +352,8 @@ def _must_copy(tables: BlockTables, segment: Segment, left: dict[int, int]) -> B
     `left` says, for each block that a group of this batch has left for a copy, how far that group's cells reach in it.
     If the batch fails the group returns, so nobody may have written over them.
     """
+    if tables.block_size == 1:  # a cell is written once
+        return np.zeros(len(segment.lead), dtype=bool)
     offset = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size
     last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
     copy: BoolArray = (offset != 0) & (tables.pool.refs[last_block] > segment.holders)

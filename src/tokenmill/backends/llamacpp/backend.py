@@ -58,31 +58,30 @@ class LlamaBackend(PagedBackend[LlamaStep]):
     def _launched(self, step: LlamaStep) -> None:
         batch, step.batch = step.batch, None
         assert batch is not None, "a step is launched once"
-        token = self._tokens(batch)
         gives_hidden = len(step.hidden_ids) > 0
-        wanted = batch.output != 0
-        if gives_hidden:  # llama.cpp then gives rows for every token, whether they are wanted or not
-            wanted = np.ones(len(batch), dtype=bool)
         self._context.give_hidden(gives_hidden)
-        size = self._context.n_batch
+        if gives_hidden or len(batch) > self._context.n_batch:
+            self._compute_in_parts(step, batch, gives_hidden)
+            return
+        self._context.decode(self._tokens(batch), batch.pos, batch.seq_ids, batch.output)
+        step.logits, step.call = self._context.logits(len(step.output_ids)), self._context.num_calls
+
+    def _compute_in_parts(self, step: LlamaStep, batch: Batch, gives_hidden: bool) -> None:
+        """Batches that are larger than a call, or give hidden rows: all rows are kept."""
+        token, wanted = self._tokens(batch), batch.output
+        if gives_hidden:  # llama.cpp then gives both kinds of row for every token, whether it is wanted or not
+            wanted = np.ones_like(batch.output)
         logits, hidden = [], []
-        for begin in range(0, len(batch), size):
-            part = slice(begin, begin + size)
+        for begin in range(0, len(batch), self._context.n_batch):
+            part = slice(begin, begin + self._context.n_batch)
             self._context.decode(token[part], batch.pos[part], batch.seq_ids[part], wanted[part])
             num_rows = int(np.count_nonzero(wanted[part]))
-            logits.append(self._context.logits(num_rows))
+            logits.append(self._context.logits(num_rows).copy())  # the next call writes over it
             if gives_hidden:
-                hidden.append(self._context.hidden(num_rows))
-            if len(batch) > size:
-                logits[-1] = logits[-1].copy()  # the next call writes over it
-                hidden[-1:] = [rows.copy() for rows in hidden[-1:]]
+                hidden.append(self._context.hidden(num_rows).copy())
+        step.logits = np.concatenate(logits)
         if gives_hidden:
-            step.logits = np.concatenate(logits)[step.output_ids]
-            step.hidden = np.concatenate(hidden)[step.hidden_ids]
-        elif len(logits) == 1:
-            step.logits, step.call = logits[0], self._context.num_calls
-        else:
-            step.logits = np.concatenate(logits)
+            step.logits, step.hidden = step.logits[step.output_ids], np.concatenate(hidden)[step.hidden_ids]
 
     def _tokens(self, batch: Batch) -> IntArray:
         """The batch's tokens, those from the token table filled in."""
@@ -101,7 +100,7 @@ class LlamaBackend(PagedBackend[LlamaStep]):
             logits = logits[rows.logits_row]
         sampled = (rows.sampler or greedy)(logits, mask)
         # A bad row's request is over; whoever names its token all the same must get some valid id.
-        self._last_sampled[rows.table_row] = np.clip(sampled.ids, 0, self._vocab_size - 1)
+        self._last_sampled[rows.table_row] = np.minimum(np.maximum(sampled.ids, 0), self._vocab_size - 1)
         return sampled
 
     def _wait(self, step: LlamaStep) -> None:

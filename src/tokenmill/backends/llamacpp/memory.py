@@ -137,7 +137,7 @@ class LlamaMemory(PagedKV):
     def _shift_now(self) -> None:
         """llama.cpp shifts before it computes, never before it writes bytes: let it compute something."""
         if self._has_shifts:
-            zero, wanted = np.zeros(1, dtype=np.int32), np.ones(1, dtype=bool)
+            zero, wanted = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.uint8)
             self._context.decode(zero, zero, np.full((1, 1), self._scratch, dtype=np.int32), wanted)
             self._context.seq_rm(self._scratch, ANY, ANY)
             self._has_shifts = False

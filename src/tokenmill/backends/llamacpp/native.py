@@ -182,8 +182,8 @@ class NativeBatch:
         self._width = 0
         self._make_room(1, 1)
 
-    def fill(self, token: IntArray, pos: IntArray, seq_ids: IntArray, wanted: NDArray[np.bool_]) -> None:
-        """The tokens of the next call; `wanted` marks those that give rows."""
+    def fill(self, token: IntArray, pos: IntArray, seq_ids: IntArray, wanted: NDArray[np.uint8]) -> None:
+        """The tokens of the next call; those that give rows are marked in `wanted`, with anything but 0."""
         count, width = seq_ids.shape
         if count > len(self._token) or width != self._width:
             self._make_room(max(count, len(self._token)), width)
@@ -246,13 +246,14 @@ class NativeContext:
         self._batch = NativeBatch()
         self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
         self._gives_hidden = False
+        self._logits_at, self._logits = (0, 0), np.zeros((0, self._vocab_size), dtype=np.float32)
         self.n_batch = settings.n_batch
         self.num_calls = 0
         """Calls of `decode` so far: each writes over the rows of the one before."""
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def decode(self, token: IntArray, pos: IntArray, seq_ids: IntArray, wanted: NDArray[np.bool_]) -> None:
+    def decode(self, token: IntArray, pos: IntArray, seq_ids: IntArray, wanted: NDArray[np.uint8]) -> None:
         """Compute up to `n_batch` tokens. After `ForwardFailed` some of them may be in memory."""
         self._batch.fill(token, pos, seq_ids, wanted)
         self._log.forget_errors()
@@ -277,7 +278,11 @@ class NativeContext:
 
     def logits(self, num_rows: int) -> FloatArray:
         """Rows of the last call, in batch order. llama.cpp's own memory, until the next call."""
-        return self._view(llama.llama_get_logits(self._pointer), num_rows, self._vocab_size)
+        pointer = llama.llama_get_logits(self._pointer)
+        where = ctypes.addressof(pointer.contents) if num_rows else 0, num_rows
+        if where != self._logits_at:  # its memory is mostly the same as in the step before
+            self._logits_at, self._logits = where, self._view(pointer, num_rows, self._vocab_size)
+        return self._logits
 
     def hidden(self, num_rows: int) -> FloatArray:
         """As `logits`."""
