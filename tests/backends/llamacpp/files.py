@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ STATE, KERNEL, RANK, SSM_INNER = 8, 4, 2, 128
 class File:
     """A GGUF file in the making; all numbers come from one seed."""
 
-    def __init__(self, path: Path, architecture: str) -> None:
+    def __init__(self, path: Path, architecture: str, tokenizer: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.writer = gguf.GGUFWriter(path, architecture)
         self._random = np.random.default_rng(5)
-        self.writer.add_vocab_size(VOCAB)
-        self.writer.add_tokenizer_model("no_vocab")
+        vocab_size = len(tokenizer["tokenizer.ggml.tokens"]) if tokenizer else VOCAB
+        self.writer.add_vocab_size(vocab_size)
+        for key, value in (tokenizer or {"tokenizer.ggml.model": "no_vocab"}).items():
+            kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
+            self.writer.add_key_value(key, value, kind)
         self.writer.add_block_count(LAYERS)
         self.writer.add_context_length(CONTEXT)
         self.writer.add_embedding_length(HIDDEN)
         self.writer.add_layer_norm_rms_eps(1e-5)
-        self.normal("token_embd.weight", VOCAB, HIDDEN)
+        self.normal("token_embd.weight", vocab_size, HIDDEN)
         self.ones("output_norm.weight", HIDDEN)
-        self.normal("output.weight", VOCAB, HIDDEN)
+        self.normal("output.weight", vocab_size, HIDDEN)
 
     def normal(self, name: str, *shape: int, scale: float = 0.4) -> None:
         self.put(name, scale * self._random.standard_normal(shape))
@@ -47,8 +51,9 @@ class File:
         return self.path
 
 
-def write_attention(path: Path, architecture: str = "llama") -> Path:
-    file = File(path, architecture)
+def write_attention(path: Path, architecture: str = "llama", tokenizer: Mapping[str, Any] | None = None) -> Path:
+    """Without a tokenizer's metadata it has none."""
+    file = File(path, architecture, tokenizer)
     file.writer.add_feed_forward_length(INNER)
     file.writer.add_head_count(HEADS)
     file.writer.add_head_count_kv(KV_HEADS)
