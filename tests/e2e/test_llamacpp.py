@@ -22,7 +22,7 @@ from tokenmill.text.model_text import open_text
 pytestmark = needs_llamacpp
 
 NEW = 6
-BATCH_EFFECT = 0.25
+BATCH_EFFECT = 1.5
 """The stated agreement of log-probabilities (docs/llamacpp.md)."""
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW, logprobs=2, ignore_eos=True)
 

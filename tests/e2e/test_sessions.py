@@ -11,7 +11,7 @@ import pytest
 from tokenmill import LLM, SamplingParams, SessionService, open_model
 
 NUM_TURNS = 20
-AGREEMENT = {"torch": 1e-3, "llamacpp": 0.25}
+AGREEMENT = {"torch": 1e-3, "llamacpp": 1.5}
 """The stated agreement of log-probabilities, computed in two ways (docs/kv.md, docs/llamacpp.md)."""
 QUESTIONS = ["What is the capital of Japan?", "Tell me more.", "Why is that so?", "And what about Italy?"]
 

@@ -74,6 +74,13 @@ def write_attention(path: Path, architecture: str = "llama", tokenizer: Mapping[
     return file.close()
 
 
+def spoil(path: Path, token: int) -> Path:
+    """Let a token's embedding be no number."""
+    (tensor,) = [one for one in gguf.GGUFReader(path, "r+").tensors if one.name == "token_embd.weight"]
+    tensor.data[token] = np.nan
+    return path
+
+
 def write_mamba(path: Path) -> Path:
     file = File(path, "mamba")
     file.writer.add_feed_forward_length(0)

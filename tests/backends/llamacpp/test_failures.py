@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.llamacpp.files import VOCAB
+from tests.backends.llamacpp.files import VOCAB, spoil, write_attention
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.core import BAD_ROW, BackendLimits, BatchBuilder, SampleRows
 from tokenmill.errors import ForwardFailed, InvalidBatch
 from tokenmill.text.tokenizer import ByteTokenizer
 
 LIMITS = BackendLimits(num_cells=256, max_seqs=8, ubatch_size=4, num_threads=1)
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
+OPTIONS: dict[str, Any] = {"backend": "llamacpp", "kv_cache_tokens": 512, "num_threads": 1}
 ERROR_INSIDE = -3
+BAD_TOKEN = 255
 
 
 def fail_with(code: int, monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool]) -> None:
@@ -94,6 +96,38 @@ def test_what_llama_cpp_refuses_is_an_invalid_batch(model: Any, monkeypatch: pyt
         with pytest.raises(InvalidBatch, match=r"llama\.cpp refuses the batch"):
             backend.decode(BatchBuilder().add(1, 0, 0, 1).build())
         assert backend.kv.stats().num_seqs == 0
+
+
+@pytest.fixture
+def spoilt(tmp_path: Path) -> Path:
+    return spoil(write_attention(tmp_path / "spoilt.gguf"), BAD_TOKEN)
+
+
+@pytest.mark.req("R24")
+def test_a_token_that_is_no_number_fails_its_own_request_only(spoilt: Path) -> None:
+    with LLM(str(spoilt), tokenizer=ByteTokenizer(VOCAB), **OPTIONS) as llm:
+        (wanted,) = llm.generate([[4, 5]], PARAMS)
+        llm.engine.kv.evict_all()
+        bad, good = llm.generate([[1, BAD_TOKEN, 3], [4, 5]], PARAMS)
+        again = llm.generate([[4, 5, 6]], PARAMS)[0]
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert again.error is None
+
+
+@pytest.mark.req("R24")
+def test_a_memory_full_of_what_is_no_number_is_given_up(spoilt: Path) -> None:
+    """Without flash attention such keys and values reach everybody: it must not stay so for ever."""
+    model = open_model(str(spoilt), backend="llamacpp", n_threads=1, flash_attn=False)
+    rows = SampleRows(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32))
+    with model.new_backend(LIMITS) as backend:
+        for seq, tokens in enumerate([[1, BAD_TOKEN], [4, 5]]):
+            step = backend.forward(BatchBuilder().add_run(tokens, 0, seq).build())
+            assert backend.collect(backend.sample(step, rows)).ids[0] == BAD_ROW
+        with pytest.raises(ForwardFailed, match="no numbers") as failure:
+            backend.forward(BatchBuilder().add(1, 2, 1).build())
+        assert failure.value.fatal
+    model.close()
 
 
 @pytest.mark.req("G5")

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenmill.backends.llamacpp.memory import LlamaMemory
 from tokenmill.backends.llamacpp.native import NativeContext
-from tokenmill.core import Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
+from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
 from tokenmill.core.backend import FloatArray, greedy
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
 from tokenmill.core.segments import Segment
@@ -36,6 +36,8 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         super().__init__(kv, vocab_size, WeightsGate())
         self._context = context
         self._memory = kv
+        self._had_nan = False
+        """Had the last step that was sampled rows that are no numbers?"""
         self._last_sampled: IntArray = np.zeros(kv.capabilities.max_seqs, dtype=np.int32)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -99,9 +101,22 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
             logits = logits[rows.logits_row]
         sampled = (rows.sampler or greedy)(logits, mask)
+        self._note_nan(logits, np.asarray(sampled.ids))
         # A bad row's request is over; whoever names its token all the same must get some valid id.
         self._last_sampled[rows.table_row] = np.minimum(np.maximum(sampled.ids, 0), self._vocab_size - 1)
         return sampled
+
+    def _note_nan(self, logits: FloatArray, ids: IntArray) -> None:
+        """Without flash attention llama.cpp multiplies what a token must not see by 0, and 0 times NaN is NaN.
+
+        So keys and values that are no numbers spoil every later step. One step with such rows may be one bad request;
+        two in a row are a memory that is of no more use.
+        """
+        bad = ids == BAD_ROW
+        has_nan = bool(bad.any()) and bool(np.isnan(logits[bad]).any())
+        if has_nan and self._had_nan:
+            self._lost = ForwardFailed("llama.cpp's memory holds keys or values that are no numbers", fatal=True)
+        self._had_nan = has_nan
 
     def _wait(self, step: LlamaStep) -> None:
         """It was computed when it was submitted."""
