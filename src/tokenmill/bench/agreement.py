@@ -121,14 +121,9 @@ def perplexity(logits: Iterator[Logits], tokens: Sequence[int]) -> float:
 
 def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> Iterator[Logits]:
     """The same logits from llama.cpp, if llama-cpp-python is installed."""
-    try:
-        from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise ConfigError("--peer needs llama-cpp-python: pip install 'tokenmill[llamacpp]'") from None
-    llama = Llama(str(path), n_ctx=len(tokens) + 8, logits_all=True, verbose=False)
-    llama.eval(list(tokens))
-    for begin in range(0, len(tokens), CHUNK):
-        yield llama.scores[begin : min(begin + CHUNK, len(tokens))]
+    model = open_model(str(path), backend="llamacpp")
+    yield from in_chunks(model, tokens)
+    model.close()
 
 
 def compare_forms(model: ModelHandle, other: ModelHandle, dtype: str, tokens: Sequence[int]) -> Against:

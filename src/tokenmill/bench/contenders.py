@@ -102,7 +102,10 @@ class LlamaCpp:
         self._silence = llama.llama_log_callback(lambda *_: None)  # C keeps no reference
         llama.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama.llama_backend_init()
-        self._model = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
+        params = llama.llama_model_default_params()
+        # Kernels for AMX end the process on machines that announce AMX and do not keep its state.
+        params.use_extra_bufts = b"AMX_INT8 = 1" not in llama.llama_print_system_info()
+        self._model = llama.llama_model_load_from_file(model.encode(), params)
         settings = llama.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 32_768, 4096, 512, 64
         settings.n_threads = settings.n_threads_batch = num_threads

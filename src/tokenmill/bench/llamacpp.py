@@ -1,7 +1,7 @@
 """`tokenmill bench llamacpp`: what the engine adds to llama.cpp's own time, and what parked KV costs.
 
-`steps`: the share of a step's wall time that is spent neither in `llama_decode` nor in sampling, from the same steps:
-scheduling, KV bookkeeping, filling arrays, text. `parked`: how fast sequences decode beside KV of ended requests: none,
+`steps`: the share of a step's wall time that is spent neither in llama.cpp (`llama_decode`, and waiting for its logits)
+nor in sampling, from the same steps: scheduling, KV bookkeeping, filling arrays, text. `parked`: how fast sequences decode beside KV of ended requests: none,
 as much of it as the backend lets stay, and all of it; and the curve from which that limit was chosen.
 """
 
@@ -72,9 +72,11 @@ class Decoding(Tokenmill):
         self.decoding, self.sampling = Stopwatch(), Stopwatch()
         self.decode_s = self.sample_s = 0.0
         """What they said when the clock was stopped."""
-        backend: Any = self.engine._executor.backend
-        backend._context._decode = self.decoding.timed(backend._context._decode)
-        backend.sample = self.sampling.timed(backend.sample)
+        executor: Any = self.engine._executor
+        context: Any = executor.backend._context
+        context._decode, context.logits = self.decoding.timed(context._decode), self.decoding.timed(context.logits)
+        executor._sampler = self.sampling.timed(executor._sampler)
+        executor.backend.sample = self.sampling.timed(executor.backend.sample)
 
     @property
     def engine(self) -> EngineCore:

@@ -382,7 +382,11 @@ def _place(tables: BlockTables, demand: Demand, blocks: IntArray) -> IntArray:
         tables.table[writers, last] = copies
         tables.pool.refs[copies] = holders
         np.subtract.at(tables.pool.refs, copied, holders)
-    if len(grown):
+    if len(grown) == len(segment.lead) == len(segment.token_lead):  # one token each, each in a block of its own
+        tables.table[segment.lead, tables.num_blocks[segment.lead]] = grown
+        tables.pool.refs[grown] = segment.holders
+        tables.num_blocks[segment.lead] += 1
+    elif len(grown):
         ordinal = np.arange(len(grown)) - np.repeat(np.cumsum(grow) - grow, grow)
         columns = np.repeat(tables.num_blocks[segment.lead], grow) + ordinal
         tables.table[np.repeat(segment.lead, grow), columns] = grown

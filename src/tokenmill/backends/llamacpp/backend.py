@@ -16,6 +16,9 @@ from tokenmill.errors import ForwardFailed, InvalidOperation
 LOST = "llama.cpp's memory can't be brought back to where it was before the step that failed"
 
 
+NO_ROWS: FloatArray = np.zeros((0, 0), dtype=np.float32)
+
+
 class LlamaStep(PagedStep):
     """A step that was computed. Its logits may be llama.cpp's own memory, which the next call writes over."""
 
@@ -23,8 +26,7 @@ class LlamaStep(PagedStep):
         super().__init__(owner, batch, number)
         self.batch: Batch | None = batch
         """Until it is computed."""
-        self.logits: FloatArray = np.zeros((0, 0), dtype=np.float32)
-        self.hidden: FloatArray = np.zeros((0, 0), dtype=np.float32)
+        self.logits = self.hidden = NO_ROWS
         self.call: int | None = None
         """The call of llama.cpp whose memory the logits are; None where they are the step's own."""
 
@@ -43,8 +45,11 @@ class LlamaBackend(PagedBackend[LlamaStep]):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> LlamaStep:
+        self._check_usable()
+        self._steps.check_room()
+        self._check_tokens(batch)
         try:
-            return super().forward(batch)
+            return self._submit(batch)  # weights are never replaced, so there is no gate to pass
         except BaseException as error:
             if self._memory.is_lost and self._lost is None:
                 self._lost = ForwardFailed(f"{LOST}: {error}", fatal=True)
@@ -87,10 +92,9 @@ class LlamaBackend(PagedBackend[LlamaStep]):
 
     def _tokens(self, batch: Batch) -> IntArray:
         """The batch's tokens, those from the token table filled in."""
-        pending = batch.token < 0
-        if not pending.any():
+        if batch.token.min() >= 0:
             return batch.token
-        token = batch.token.copy()
+        token, pending = batch.token.copy(), batch.token < 0
         token[pending] = self._last_sampled[-1 - batch.token[pending]]
         return token
 

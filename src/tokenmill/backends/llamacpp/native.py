@@ -112,10 +112,6 @@ class NativeModel:
         return int(llama.llama_model_n_ctx_train(self.pointer))
 
     @property
-    def weight_bytes(self) -> int:
-        return int(llama.llama_model_size(self.pointer))
-
-    @property
     def num_values(self) -> int:
         """How many numbers the weights are."""
         return int(llama.llama_model_n_params(self.pointer))
