@@ -211,6 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
     parser.add_argument("--llamacpp-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--new-tokens", type=int, default=NEW, help=f"of whole requests ({NEW})")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
     parser.add_argument("--dtype", default="auto", help="of our weights (auto)")
@@ -230,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     todo, most = tasks(options.sequences), max(options.sequences)
     settings = None
     if options.others == [SERVER]:
-        todo = requests(options.sequences)
+        todo = requests(options.sequences, options.new_tokens)
         settings = best_settings(path, options.server_python, options.threads, most)
     running = [Running("tokenmill", path, options.threads, sys.executable, options.dtype, options.backend)]
     try:

@@ -1,8 +1,9 @@
 """`tokenmill bench llamacpp`: what the engine adds to llama.cpp's own time, and what parked KV costs.
 
 `steps`: the share of a step's wall time that is spent neither in llama.cpp (`llama_decode`, and waiting for its logits)
-nor in sampling, from the same steps: scheduling, KV bookkeeping, filling arrays, text. `parked`: how fast sequences decode beside KV of ended requests: none,
-as much of it as the backend lets stay, and all of it; and the curve from which that limit was chosen.
+nor in sampling, from the same steps: scheduling, KV bookkeeping, filling arrays, text. `parked`: how fast sequences
+decode beside KV of ended requests: none, as much of it as the backend lets stay, and all of it; by how much of it there
+is, that is the curve from which the limit was chosen.
 """
 
 from __future__ import annotations
