@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -88,12 +89,16 @@ class Running:
         )
         self.name = name
         self._expect("ready")
+        self._process.send_signal(signal.SIGSTOP)  # some poll for work while they have none
 
     def seconds(self, line: str) -> float:
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        return float(self._expect())
+        took = float(self._expect())
+        self._process.send_signal(signal.SIGSTOP)
+        return took
 
     def close(self) -> None:
         self._process.kill()

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     if "steps" in options.parts:
         shares = measure_steps(ours, options.sequences, options.rounds)
     if "parked" in options.parts:
-        ends = (min(options.sequences), max(options.sequences))
+        ends = sorted({min(options.sequences), max(options.sequences)})
         parked = [measure_parked(ours, n, amount, options.rounds) for n in ends for amount in options.parked]
     if options.json:
         results = {

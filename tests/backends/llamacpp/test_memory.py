@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.backends.llamacpp.files import VOCAB
@@ -205,3 +206,32 @@ def test_parked_kv_of_requests_goes_when_another_starts(small: Path) -> None:
             assert kv.kv.stats().num_cells - free == kv.kv.stats().held_cells == before
         out = llm.generate([[5, *range(40), 9]], params)[0]
         assert out.usage.cached_tokens == 41  # its own is taken over, however much it is
+
+
+@pytest.mark.req("R4")
+def test_what_is_left_moves_down_and_says_the_same(model: Any) -> None:
+    """Twenty sequences of a hundred tokens; three of them stay, two of these share a prefix."""
+    limits = BackendLimits(num_cells=4096, max_seqs=32, num_threads=1)
+    texts = [[(7 * seq + i) % 250 for i in range(100)] for seq in range(20)]
+    with model.new_backend(limits) as backend, model.new_backend(limits) as other:
+        for seq, text in enumerate(texts):
+            backend.decode(BatchBuilder().add_run(text, 0, seq).build())
+        backend.kv.seq_cp(3, 25, 0, 60)
+        for seq in set(range(20)) - {3, 12, 19}:
+            backend.kv.seq_rm(seq)
+        moved: list[int] = []
+        write_state = backend._context.write_state
+        backend._context.write_state = lambda seq, state: (moved.append(seq), write_state(seq, state))[1]
+        builder = BatchBuilder().add(1, 60, 25, 1)
+        for seq in (3, 12, 19):
+            builder.add(1, 100, seq, 1)
+        rows = backend.decode(builder.build()).logits
+        assert moved == [12, 19]
+        expected = [
+            other.decode(BatchBuilder().add_run([*tokens, 1], 0, seq).build()).logits[0]
+            for seq, tokens in enumerate([texts[3][:60], texts[3], texts[12], texts[19]])
+        ]
+        assert np.abs(rows - np.stack(expected)).max() < 0.05
+        backend.decode(BatchBuilder().add(2, 101, 3, 1).build())
+        assert moved == [12, 19]  # once
+        assert backend.kv.stats().held_cells == 100 + 100 + 100 + 4 + 1

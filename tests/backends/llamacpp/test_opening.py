@@ -16,6 +16,7 @@ from tests.backends.llamacpp.files import write_attention
 from tests.backends.test_bad_models import cut, fails
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.engine.fit import limits_for, plan_fit
 from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -177,6 +178,18 @@ def test_what_is_quantised_takes_less(small: Path) -> None:
     assert sizes["f16"] == 1000 * 2 * 1 * (32 + 32) * 2  # layers, heads, keys and values, bytes
     assert sizes["q8_0"] < 0.6 * sizes["f16"]
     assert sizes["q4_0"] < 0.6 * sizes["q8_0"]
+
+
+def test_fit_plans_by_the_same_arithmetic(small: Path, mamba: Path) -> None:
+    fit = plan_fit(str(small), 4, 128, free_bytes=None, backend="llamacpp", extra={"n_ubatch": 64})
+    opened = open_model(str(small), backend="llamacpp", n_ubatch=64)
+    assert fit.plan == opened.memory(limits_for(4, 128, 1), 4)
+    assert fit.kv_bytes_per_token == opened.info.kv_bytes_per_token == 2 * 1 * (32 + 32) * 2
+    assert fit.fits
+    opened.close()
+    recurrent = plan_fit(str(mamba), 4, 128, free_bytes=None)
+    assert recurrent.kv_bytes_per_token == 0
+    assert recurrent.plan.kv == 64 * 4 * 2 * (128 * 8 + 3 * 128)  # states, bytes, layers, numbers
 
 
 def test_weights_can_not_be_replaced(model: Any) -> None:

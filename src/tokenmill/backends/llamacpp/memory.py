@@ -15,10 +15,13 @@ import numpy as np
 from tokenmill.backends.llamacpp.native import NativeContext
 from tokenmill.core import ANY, Capabilities, IntArray, PagedKV
 from tokenmill.core.paged import Demand
-from tokenmill.errors import InvalidOperation, OutOfKV
+from tokenmill.errors import ForwardFailed, InvalidOperation, OutOfKV
 
 NO_CELLS = "failed to find available cells"
 """What llama.cpp says when it has no room for a sequence that comes back from bytes."""
+
+WORTH_MOVING = 1024
+"""Cells that must be saved if sequences are to be moved: they travel through host memory."""
 
 
 class SequenceStorage:
@@ -61,6 +64,8 @@ class LlamaMemory(PagedKV):
         self._scratch = capabilities.max_seqs
         """A sequence of the context that the contract does not see."""
         self._has_shifts = False
+        self._most_held = 0
+        """Cells in use at the most since they were last moved down: none lies higher, unless llama.cpp left gaps."""
         self.is_lost = False
         """llama.cpp's memory could not be brought back to what the mirror says."""
 
@@ -95,8 +100,37 @@ class LlamaMemory(PagedKV):
 
     # -- running a batch ----------------------------------------------------------------------------------------------
 
+    def update(self) -> None:
+        super().update()
+        if self.capabilities.parked_cells is not None:
+            self._move_down()
+
+    def _move_down(self) -> None:
+        """After much was removed, pack what is left: llama.cpp reads all cells up to the highest one in use.
+
+        Sequences that share cells stay where they are.
+        """
+        held = self._num_held()
+        if self._most_held - held < WORTH_MOVING or 2 * held > self._most_held:
+            return
+        self._most_held = held
+        self._shift_now()
+        movable = [seq for seq in self.tables.active() if not self.tables.shares_cells(seq)]
+        states = {seq: self._context.read_state(seq) for seq in movable}
+        for seq in movable:
+            self._context.seq_rm(seq, ANY, ANY)
+        for seq, state in states.items():
+            refusal = self._context.write_state(seq, memoryview(state))
+            if refusal:
+                self.is_lost = True
+                raise ForwardFailed(f"llama.cpp does not take a sequence back: {refusal}", fatal=True)
+
+    def _num_held(self) -> int:
+        return len(self._step_of_slot) - self.free()
+
     def commit(self) -> None:
         super().commit()
+        self._most_held = max(self._most_held, self._num_held())
         self._has_shifts = False  # llama.cpp has carried them out before it computed
 
     def rollback(self) -> None:
@@ -133,6 +167,7 @@ class LlamaMemory(PagedKV):
         self._sequences.seq = seq
         self._shift_now()
         super().import_(seq, state)
+        self._most_held = max(self._most_held, self._num_held())
 
     def _shift_now(self) -> None:
         """llama.cpp shifts before it computes, never before it writes bytes: let it compute something."""
