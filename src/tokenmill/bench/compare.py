@@ -43,9 +43,10 @@ class Task:
     """How often all weights are read."""
 
 
-def requests(counts: Sequence[int], new_tokens: int = NEW) -> list[Task]:
+def requests(counts: Sequence[int], prompt_tokens: int, new_tokens: int) -> list[Task]:
     """Whole requests, as only engines and servers can do them."""
-    return [Task(f"{n} requests", f"requests {n} {PROMPT} {new_tokens}", n * new_tokens, new_tokens) for n in counts]
+    line = f"{prompt_tokens} {new_tokens}"
+    return [Task(f"{n} requests", f"requests {n} {line}", n * new_tokens, new_tokens) for n in counts]
 
 
 def tasks(sequences: Sequence[int]) -> list[Task]:
@@ -124,9 +125,8 @@ class ServerSettings:
         return Running(SERVER, model, self.num_threads, python, str(self.poll), str(slots), quiet=self.poll == 0)
 
 
-def best_settings(model: Path, python: str, num_threads: int, count: int) -> ServerSettings:
-    """Those with which llama.cpp's server is fastest on a shorter form of the work."""
-    (trial,) = requests([count], new_tokens=32)
+def best_settings(model: Path, python: str, num_threads: int, trial: Task, count: int) -> ServerSettings:
+    """Those with which llama.cpp's server is fastest on a shorter form of the work, so many requests at a time."""
     took = {}
     for settings in (ServerSettings(num_threads, 50), ServerSettings(num_threads, 0), ServerSettings(1, 0)):
         server = settings.start(model, python, count)
@@ -216,6 +216,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
     parser.add_argument("--llamacpp-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help=f"of whole requests ({PROMPT})")
     parser.add_argument("--new-tokens", type=int, default=NEW, help=f"of whole requests ({NEW})")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
@@ -236,8 +237,9 @@ def main(arguments: Sequence[str]) -> int:
     todo, most = tasks(options.sequences), max(options.sequences)
     settings = None
     if options.others == [SERVER]:
-        todo = requests(options.sequences, options.new_tokens)
-        settings = best_settings(path, options.server_python, options.threads, most)
+        todo = requests(options.sequences, options.prompt_tokens, options.new_tokens)
+        (trial,) = requests([most], options.prompt_tokens, min(32, options.new_tokens))
+        settings = best_settings(path, options.server_python, options.threads, trial, most)
     running = [Running("tokenmill", path, options.threads, sys.executable, options.dtype, options.backend)]
     try:
         if settings is not None:
