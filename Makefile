@@ -24,8 +24,8 @@ $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	@echo "setting up $(VENV): test and quality tools"
-	@$(PIP) -e '.[dev]'
+	@echo "setting up $(VENV): test and quality tools, a browser, llama.cpp (built if there is no wheel: some minutes)"
+	@$(PIP) -e '.[dev,llamacpp]'
 	@sh tools/chromium.sh
 	@touch $@
 

@@ -108,9 +108,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def fails(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def fails(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
     """Run the command line in this process; the one line it says."""
-    monkeypatch.setattr(sys, "argv", ["tokenmill", "generate", "hi", "-m", model])
+    monkeypatch.setattr(sys, "argv", ["tokenmill", "generate", "hi", "-m", model, *more])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 3
@@ -146,7 +146,7 @@ def test_gguf_of_another_architecture(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    line = fails(str(tmp_path / "m.gguf"), capsys, monkeypatch)
+    line = fails(str(tmp_path / "m.gguf"), capsys, monkeypatch, "--backend", "torch")
     assert "architecture 'mamba', which is not supported; supported: llama" in line
     assert "no model '/nowhere'" in fails("/nowhere", capsys, monkeypatch)
 

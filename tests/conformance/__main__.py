@@ -21,7 +21,7 @@ def run(subject: Subject, num_seeds: int) -> int:
     walks = {
         f"random operations, seed {seed}, depth {depth}": partial(drive, subject, seed, depth)
         for seed in range(num_seeds)
-        for depth in (0, 1)
+        for depth in subject.depths
     }
     for name, story in {**stories, **walks}.items():
         try:

@@ -2,5 +2,10 @@
 
 from tests.conformance.subjects import FAKE
 from tests.conformance.torch_subject import TORCH, TORCH_DETERMINISTIC
+from tests.llamacpp import HAS_LLAMACPP, MUST_BE_THERE
 
 SUBJECTS = [FAKE, TORCH, TORCH_DETERMINISTIC]
+if HAS_LLAMACPP or MUST_BE_THERE:
+    from tests.conformance.llamacpp_subject import LLAMACPP, LLAMACPP_SMOLLM2
+
+    SUBJECTS += [LLAMACPP, LLAMACPP_SMOLLM2]

@@ -57,7 +57,7 @@ class Machine:
 
     def __init__(self, subject: Subject, config: FakeConfig) -> None:
         self.subject = subject
-        self.config = config
+        self.config = config = subject.adapt(config)
         self.backend = subject.make(config)
         self.kv = self.backend.kv
         self.spec = CellTable(config.num_cells, config.max_context, config.block_size, config.capabilities)

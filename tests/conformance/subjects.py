@@ -33,6 +33,12 @@ class Subject:
     """Read a sequence's cells out of the backend's own storage, where that can be done."""
     can_fail: bool = False
     """Takes `Fault`s, as the fake backend does."""
+    adapt: Callable[[FakeConfig], FakeConfig] = lambda config: config
+    """What becomes of a configuration that it can't have: the specification beside it must be told."""
+    depths: tuple[int, ...] = (0, 1)
+    """How many steps it may have in flight beyond one."""
+    num_seeds: int = 15
+    """Random walks it is sent on in tests."""
 
 
 MASK64 = (1 << 64) - 1
@@ -71,4 +77,4 @@ def peek_into_fake(backend: FakeBackend, seq: int) -> Cells:
     return list(zip(storage.token[slots].tolist(), pos[slots].tolist(), strict=True))
 
 
-FAKE = Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, peek=peek_into_fake, can_fail=True)
+FAKE = Subject("fake", FakeBackend, fake_oracle, fake_hidden_oracle, peek=peek_into_fake, can_fail=True, num_seeds=60)

@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.all_subjects import SUBJECTS
 from tests.conformance.checks import CHECKS, Check
 from tests.conformance.random_driver import drive
-from tests.conformance.subjects import FAKE, Subject
+from tests.conformance.subjects import Subject
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
@@ -21,10 +21,12 @@ def test_conformance(check: Check, subject: Subject) -> None:
 
 
 @pytest.mark.req("R22", "R23", "R24", "R25", "R26", "R46", "R47")
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("subject", "depth"),
+    [pytest.param(one, depth, id=f"{depth}-{one.name}") for one in SUBJECTS for depth in one.depths],
+)
 def test_random_operations_agree_with_the_specification(subject: Subject, depth: int) -> None:
-    for seed in range(60 if subject is FAKE else 15):
+    for seed in range(subject.num_seeds):
         drive(subject, seed, depth)
 
 

@@ -14,6 +14,7 @@ from tests.conformance import operations
 from tests.conformance.machine import Machine
 from tests.conformance.subjects import FAKE
 from tests.conformance.torch_subject import TORCH, TORCH_DETERMINISTIC
+from tests.llamacpp import needs_llamacpp
 
 
 class HypothesisChooser:
@@ -98,6 +99,14 @@ class DeterministicStateMachine(KVStateMachine):
     subject = TORCH_DETERMINISTIC
 
 
+class LlamaStateMachine(KVStateMachine):
+    def __init__(self) -> None:
+        from tests.conformance.llamacpp_subject import LLAMACPP
+
+        self.subject = LLAMACPP
+        super().__init__()
+
+
 SETTINGS = settings(
     max_examples=60,
     stateful_step_count=30,
@@ -122,3 +131,4 @@ TestDepth1 = _test_case(KVStateMachineAtDepth1)
 TestTorchDepth0 = _test_case(TorchStateMachine, FEWER)
 TestTorchDepth1 = _test_case(TorchStateMachineAtDepth1, FEWER)
 TestDeterministic = _test_case(DeterministicStateMachine, FEWER)
+TestLlamaCpp = needs_llamacpp(_test_case(LlamaStateMachine, FEWER))

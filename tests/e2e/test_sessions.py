@@ -11,14 +11,16 @@ import pytest
 from tokenmill import LLM, SamplingParams, SessionService, open_model
 
 NUM_TURNS = 20
-AGREEMENT = 1e-3
-"""The stated agreement of log-probabilities, computed in two ways (docs/kv.md)."""
+AGREEMENT = {"torch": 1e-3, "llamacpp": 1.5}
+"""The stated agreement of log-probabilities, computed in two ways (docs/kv.md, docs/llamacpp.md)."""
 QUESTIONS = ["What is the capital of Japan?", "Tell me more.", "Why is that so?", "And what about Italy?"]
 
 
 @pytest.mark.req("B1", "R2", "R4", "R5", "G4", "G15")
-def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default_model: Path) -> None:
-    model = open_model(str(default_model), device="cpu")
+def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
+    default_model: Path, backend: dict[str, Any]
+) -> None:
+    model = open_model(str(default_model), **backend)
     params = SamplingParams(temperature=0, max_tokens=8)
 
     async def talk(fresh: LLM) -> None:
@@ -55,8 +57,12 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(default
         if first is None:  # a stop string took even the first token back
             return
         wanted = out.outputs[0].logprobs[0]
-        assert abs(first.logprob - wanted.logprob) < AGREEMENT
-        assert [token for token, _ in first.top] == [token for token, _ in wanted.top]
+        (token, best), (_, second) = wanted.top[:2]
+        assert abs(dict(first.top)[token] - best) < AGREEMENT[backend["backend"]]
+        if backend["backend"] == "torch":
+            assert [token for token, _ in first.top] == [token for token, _ in wanted.top]
+        elif best - second > 2 * AGREEMENT["llamacpp"]:
+            assert first.top[0][0] == token
 
     from tokenmill.config import EngineConfig
 

@@ -19,8 +19,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[Running]:
-    llm = AsyncLLM(str(default_model), device="cpu", max_model_len=1024, kv_cache_tokens=4096)
+def server(default_model: Path, backend: dict[str, Any]) -> Iterator[Running]:
+    llm = AsyncLLM(str(default_model), max_model_len=1024, kv_cache_tokens=4096, **backend)
     with running(llm, ServerConfig(key_hashes=(hash_key(KEY),)), NAME) as one:
         yield one
 

@@ -6,13 +6,17 @@ An opener looks at the name and either gives a handle or None, so a new kind of 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.core.backend import BackendLimits, ModelHandle
 from tokenmill.core.fake import FakeConfig, FakeModel
 from tokenmill.core.memory import MemoryPlan
 from tokenmill.errors import ConfigError, ModelNotFound
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "llamacpp", "fake")
 
@@ -59,10 +63,7 @@ def unregister_opener(kind: str) -> None:
 
 def open_model(model: str, **options: Any) -> ModelHandle:
     """Load a model once; the handle makes a backend for each engine core. Options: see `LoadOptions`."""
-    known = {one.name for one in fields(LoadOptions)} - {"extra"}
-    chosen = {name: value for name, value in options.items() if name in known}
-    extra = {name: value for name, value in options.items() if name not in known}
-    load_options = LoadOptions(**chosen, extra=extra)
+    load_options = _load_options(options)
     for opener in reversed(_openers.values()):
         handle = opener(model, load_options)
         if handle is not None:
@@ -70,6 +71,14 @@ def open_model(model: str, **options: Any) -> ModelHandle:
     raise ModelNotFound(
         f"no model {model!r}: it is no directory, no .gguf file and no name of a model (names: {', '.join(_names())})"
     )
+
+
+def _load_options(options: dict[str, Any]) -> LoadOptions:
+    """What only one kind of model knows may be given in `extra`, or beside the others."""
+    known = {one.name for one in fields(LoadOptions)} - {"extra"}
+    chosen = {name: value for name, value in options.items() if name in known}
+    others = {name: value for name, value in options.items() if name not in known | {"extra"}}
+    return LoadOptions(**chosen, extra={**(options.get("extra") or {}), **others})
 
 
 class ModelDescription(Protocol):
@@ -99,14 +108,20 @@ class ModelDescription(Protocol):
 
 def describe_model(model: str, **options: Any) -> ModelDescription:
     """Read a model's headers; nothing is loaded. Options: see `LoadOptions`."""
+    from tokenmill.backends.choosing import choose_backend
     from tokenmill.backends.library import find_model
 
     path = find_model(model)
     if path is None:
         raise ModelNotFound(f"no model {model!r}: it is no directory, no .gguf file and no name of a model")
+    load_options = _load_options(options)
+    if choose_backend(path, load_options.backend).backend == "llamacpp":
+        from tokenmill.backends.llamacpp.opening import describe as describe_for_llamacpp
+
+        return describe_for_llamacpp(path, load_options)
     from tokenmill.backends.torch.opening import describe
 
-    return describe(path, LoadOptions(**options))
+    return describe(path, load_options)
 
 
 def _names() -> list[str]:
@@ -134,8 +149,20 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     path = find_model(model)
     if path is None:
         return None
-    if options.backend not in ("auto", "torch"):
-        raise ConfigError(f"backend {options.backend!r} can't open {model}; use torch")
+    if options.backend == "fake":
+        raise ConfigError(f"backend 'fake' can't open {model}; use auto, torch or llamacpp")
+    from tokenmill.backends.choosing import choose_backend
+
+    choice = choose_backend(path, options.backend)
+    log.info("%s: backend %s (%s)", path.name, choice.backend, choice.why)
+    return _open_with(choice.backend, path, options)
+
+
+def _open_with(backend: str, path: Path, options: LoadOptions) -> ModelHandle:
+    if backend == "llamacpp":
+        from tokenmill.backends.llamacpp.opening import open_path as open_for_llamacpp
+
+        return open_for_llamacpp(path, options)
     from tokenmill.backends.torch.opening import open_path  # torch takes seconds to import
 
     return open_path(path, options)

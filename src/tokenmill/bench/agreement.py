@@ -121,14 +121,9 @@ def perplexity(logits: Iterator[Logits], tokens: Sequence[int]) -> float:
 
 def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> Iterator[Logits]:
     """The same logits from llama.cpp, if llama-cpp-python is installed."""
-    try:
-        from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise ConfigError("--peer needs llama-cpp-python: pip install 'tokenmill[llamacpp]'") from None
-    llama = Llama(str(path), n_ctx=len(tokens) + 8, logits_all=True, verbose=False)
-    llama.eval(list(tokens))
-    for begin in range(0, len(tokens), CHUNK):
-        yield llama.scores[begin : min(begin + CHUNK, len(tokens))]
+    model = open_model(str(path), backend="llamacpp")
+    yield from in_chunks(model, tokens)
+    model.close()
 
 
 def compare_forms(model: ModelHandle, other: ModelHandle, dtype: str, tokens: Sequence[int]) -> Against:
@@ -149,9 +144,16 @@ def compare_forms(model: ModelHandle, other: ModelHandle, dtype: str, tokens: Se
 
 
 def measure(
-    name: str, text: str, num_tokens: int, *, dtype: str = "auto", peer: bool = False, against: str | None = None
+    name: str,
+    text: str,
+    num_tokens: int,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    peer: bool = False,
+    against: str | None = None,
 ) -> Report:
-    model = open_model(name, dtype=dtype)
+    model = open_model(name, backend=backend, dtype=dtype)
     tokens = open_text(model).tokenizer.encode(text)[:num_tokens]
     if not 2 * CROWD <= num_tokens <= len(tokens):
         raise ConfigError(f"the text has {len(tokens)} tokens; compare {2 * CROWD} to that many, not {num_tokens}")
@@ -168,6 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--tokens", type=int, default=2000, help="how much of it (2000 tokens)")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--peer", action="store_true", help="llama.cpp's perplexity on the same file")
     parser.add_argument("--against", metavar="DTYPE", help="the same model in another form, float32 say")
@@ -178,7 +181,13 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"{options.text} can't be read: {error}")
     report = measure(
-        options.model, text, options.tokens, dtype=options.dtype, peer=options.peer, against=options.against
+        options.model,
+        text,
+        options.tokens,
+        backend=options.backend,
+        dtype=options.dtype,
+        peer=options.peer,
+        against=options.against,
     )
     if options.json:
         print(json.dumps(asdict(report), indent=2))

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,9 +22,13 @@ from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL, pull
 from tokenmill.bench.limits import Machine, measure_machine
+from tokenmill.core import BackendLimits
 
 PREFILL = 512
 CONTEXT, STEPS = 64, 24
+PROMPT, NEW = 140, 128
+"""Of whole requests."""
+SERVER = "llama.cpp-server"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Task:
     num_tokens: int
     num_steps: int
     """How often all weights are read."""
+
+
+def requests(counts: Sequence[int], prompt_tokens: int, new_tokens: int) -> list[Task]:
+    """Whole requests, as only engines and servers can do them."""
+    line = f"{prompt_tokens} {new_tokens}"
+    return [Task(f"{n} requests", f"requests {n} {line}", n * new_tokens, new_tokens) for n in counts]
 
 
 def tasks(sequences: Sequence[int]) -> list[Task]:
@@ -66,23 +77,29 @@ class Row:
 class Running:
     """A contender's process."""
 
-    def __init__(self, name: str, model: Path, num_threads: int, python: str, *more: str) -> None:
+    def __init__(self, name: str, model: Path, num_threads: int, python: str, *more: str, quiet: bool = False) -> None:
         here = Path(__file__).parents[2]
         command = [python, "-m", "tokenmill.bench.contenders", name, str(model), str(num_threads), *more]
         if python != sys.executable:  # an environment of its own, without tokenmill's packages
             command[1:3] = [str(Path(__file__).with_name("contenders.py"))]
         settings = {**os.environ, "PYTHONPATH": str(here), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
+        if quiet:
+            settings["OMP_WAIT_POLICY"] = "passive"
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=settings
         )
         self.name = name
         self._expect("ready")
+        self._process.send_signal(signal.SIGSTOP)  # some poll for work while they have none
 
     def seconds(self, line: str) -> float:
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        return float(self._expect())
+        took = float(self._expect())
+        self._process.send_signal(signal.SIGSTOP)
+        return took
 
     def close(self) -> None:
         self._process.kill()
@@ -94,6 +111,32 @@ class Running:
         if not said or (what and said != what):
             raise RuntimeError(f"{self.name} has ended or said {said!r}")
         return said
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Of llama.cpp's server in its process."""
+
+    num_threads: int
+    poll: int
+    """How long its threads look for work before they sleep; 0 is not at all."""
+
+    def start(self, model: Path, python: str, slots: int) -> Running:
+        return Running(SERVER, model, self.num_threads, python, str(self.poll), str(slots), quiet=self.poll == 0)
+
+
+def best_settings(model: Path, python: str, num_threads: int, trial: Task, count: int) -> ServerSettings:
+    """Those with which llama.cpp's server is fastest on a shorter form of the work, so many requests at a time."""
+    took = {}
+    for settings in (ServerSettings(num_threads, 50), ServerSettings(num_threads, 0), ServerSettings(1, 0)):
+        server = settings.start(model, python, count)
+        try:
+            server.seconds(f"requests {count} 8 4")  # warm
+            took[settings] = server.seconds(trial.line)
+        finally:
+            server.close()
+        print(f"{SERVER}, {settings}: {trial.num_tokens / took[settings]:.0f} tok/s", file=sys.stderr, flush=True)
+    return min(took, key=lambda one: took[one])
 
 
 def measure(ours: Running, others: Sequence[Running], todo: Sequence[Task], num_rounds: int) -> list[Row]:
@@ -148,12 +191,15 @@ def plot(rows: Sequence[Row], others: Sequence[str], width: int = 40) -> str:
     return "\n".join(lines)
 
 
-def _sizes(model: Path) -> tuple[int, int]:
+def _sizes(model: Path, backend: str) -> tuple[int, int]:
     """Bytes of the weights, and how many numbers they are."""
     from tokenmill import open_model
+
+    opened: Any = open_model(str(model), device="cpu", backend=backend)
+    if hasattr(opened, "num_values"):
+        return opened.memory(BackendLimits(), 1).weights, opened.num_values
     from tokenmill.backends.torch.families.names import num_values
 
-    opened: Any = open_model(str(model), device="cpu")
     return int(opened.decoder.weights.num_bytes), num_values(opened.decoder.config)
 
 
@@ -165,10 +211,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tokenmill bench compare", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--server", action="store_true", help="compare servers over HTTP; see --server --help")
-    parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help="llama.cpp, transformers")
+    others = f"llama.cpp, transformers; or {SERVER}"
+    parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help=others)
+    parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
     parser.add_argument("--llamacpp-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help=f"of whole requests ({PROMPT})")
+    parser.add_argument("--new-tokens", type=int, default=NEW, help=f"of whole requests ({NEW})")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
     parser.add_argument("--dtype", default="auto", help="of our weights (auto)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -179,24 +230,36 @@ def main(arguments: Sequence[str]) -> int:
     needs_own = "llama.cpp" in options.others and options.llamacpp_python == sys.executable
     if needs_own and importlib.util.find_spec("llama_cpp") is None:
         parser.error("llama.cpp needs llama-cpp-python: pip install 'tokenmill[llamacpp]', or --llamacpp-python")
+    if SERVER in options.others and options.others != [SERVER]:
+        parser.error(f"{SERVER} does whole requests and is compared alone")
     pythons = {"llama.cpp": options.llamacpp_python}
     machine = measure_machine(options.threads)
-    todo = tasks(options.sequences)
-    running = [Running("tokenmill", path, options.threads, sys.executable, options.dtype)]
+    todo, most = tasks(options.sequences), max(options.sequences)
+    settings = None
+    if options.others == [SERVER]:
+        todo = requests(options.sequences, options.prompt_tokens, options.new_tokens)
+        (trial,) = requests([most], options.prompt_tokens, min(32, options.new_tokens))
+        settings = best_settings(path, options.server_python, options.threads, trial, most)
+    running = [Running("tokenmill", path, options.threads, sys.executable, options.dtype, options.backend)]
     try:
-        for name in options.others:
-            running += [Running(name, path, options.threads, pythons.get(name, sys.executable))]
+        if settings is not None:
+            running += [settings.start(path, options.server_python, most)]
+        else:
+            running += [Running(one, path, options.threads, pythons.get(one, sys.executable)) for one in options.others]
         rows = measure(running[0], running[1:], todo, options.rounds)
     finally:
         for one in running:
             one.close()
-    add_limits(rows, todo, machine, *_sizes(path))
+    add_limits(rows, todo, machine, *_sizes(path, options.backend))
     if options.json:
         ratios = [{name: row.ratio(name) for name in options.others} for row in rows]
         results = [{**asdict(row), "ratios": one, "noise": row.noise} for row, one in zip(rows, ratios, strict=True)]
-        print(json.dumps({"machine": asdict(machine), "results": results}, indent=2))
+        about = {"machine": asdict(machine), SERVER: asdict(settings) if settings else None}
+        print(json.dumps({**about, "results": results}, indent=2))
         return 0
     print(table(rows, options.others, machine))
+    if settings is not None:
+        print(f"{SERVER}: {settings.num_threads} threads, polling {settings.poll}")
     print()
     print(plot(rows, options.others))
     return 0

@@ -1,8 +1,8 @@
 """Those who are compared: each in a process of its own, which does what it is told on standard input.
 
-`python -m tokenmill.bench.contenders NAME MODEL THREADS`; a line "prefill TOKENS" or "decode SEQUENCES CONTEXT STEPS"
-is answered with a line that says how many seconds it took. Whoever is not asked sleeps. Importing this file needs
-nothing but Python, so a contender may run in an environment that has only its own packages.
+`python -m tokenmill.bench.contenders NAME MODEL THREADS`; a line "prefill TOKENS", "decode SEQUENCES CONTEXT STEPS" or
+"requests COUNT PROMPT NEW" is answered with a line that says how many seconds it took. Whoever is not asked sleeps.
+Importing this file needs nothing but Python, so a contender may run in an environment that has only its own packages.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def prompt(number: int, length: int, vocab_size: int) -> list[int]:
 class Tokenmill:
     """The engine with everything that belongs to a step: scheduling, KV bookkeeping, sampling, text."""
 
-    def __init__(self, model: str, num_threads: int, dtype: str = "auto") -> None:
+    def __init__(self, model: str, num_threads: int, dtype: str = "auto", backend: str = "auto") -> None:
         from tokenmill.engine.llm import LLM
 
-        options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype}
+        options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype, "backend": backend}
         self._llm = LLM(model, max_num_seqs=64, max_num_batched_tokens=4096, prefill_chunk=4096, **options)
         self._vocab_size = self._llm.get_tokenizer().vocab_size
         self._number = 0
@@ -61,11 +61,29 @@ class Tokenmill:
             return all(one.num_generated >= count for one in generations)
 
         self._llm._client.run(lambda: has(WARM_UP + 1))
+        self.started()
         began = time.perf_counter()
         self._llm._client.run(lambda: has(WARM_UP + 1 + num_steps))
         took = time.perf_counter() - began
+        self.ended()
         self._llm._client.run(lambda: all(one.output.finished for one in generations))
         return took
+
+    def started(self) -> None:
+        """The clock runs."""
+
+    def ended(self) -> None:
+        """The clock has stopped."""
+
+    def requests(self, count: int, prompt_tokens: int, new_tokens: int) -> float:
+        """Seconds from so many prompts to all their answers."""
+        from tokenmill.params import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        prompts = [self._prompt(prompt_tokens) for _ in range(count)]
+        began = time.perf_counter()
+        self._llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began
 
     def _prompt(self, length: int) -> list[int]:
         self._number += 1
@@ -84,7 +102,10 @@ class LlamaCpp:
         self._silence = llama.llama_log_callback(lambda *_: None)  # C keeps no reference
         llama.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama.llama_backend_init()
-        self._model = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
+        params = llama.llama_model_default_params()
+        # Kernels for AMX end the process on machines that announce AMX and do not keep its state.
+        params.use_extra_bufts = b"AMX_INT8 = 1" not in llama.llama_print_system_info()
+        self._model = llama.llama_model_load_from_file(model.encode(), params)
         settings = llama.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 32_768, 4096, 512, 64
         settings.n_threads = settings.n_threads_batch = num_threads
@@ -170,7 +191,48 @@ class Transformers:
         return self._torch.tensor([prompt(self._number - i, length, size) for i in range(count)])
 
 
-CONTENDERS = {"tokenmill": Tokenmill, "llama.cpp": LlamaCpp, "transformers": Transformers}
+class LlamaServer:
+    """llama.cpp's own server, called in its process: its scheduling, sampling and text, and no HTTP."""
+
+    def __init__(self, model: str, num_threads: int, poll: str, slots: str = "16") -> None:
+        from importlib import import_module
+
+        # In an environment without tokenmill this file is a script, and its neighbour another one.
+        start = import_module(f"{__package__}.llama_server" if __package__ else "llama_server").start
+        settings = {"port": 0, "slots": int(slots), "slot_context": 512, "batch": 2048}
+        self._server = start(model, {**settings, "threads": num_threads, "poll": int(poll)}, say=lambda _: None)
+        self._number = 0
+
+    def requests(self, count: int, prompt_tokens: int, new_tokens: int) -> float:
+        """Each call waits for its answer, so each has a thread."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._number += count
+        bodies = [
+            {
+                "prompt": prompt(self._number - i, prompt_tokens, 49_152),
+                "max_tokens": new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            for i in range(count)
+        ]
+        with ThreadPoolExecutor(count) as threads:
+            began = time.perf_counter()
+            answers = list(threads.map(self._server.handle_completions, bodies))
+            took = time.perf_counter() - began
+        for answer in answers:
+            if answer["usage"]["completion_tokens"] != new_tokens:
+                raise RuntimeError(f"llama.cpp's server gave {answer['usage']}")
+        return took
+
+
+CONTENDERS = {
+    "tokenmill": Tokenmill,
+    "llama.cpp": LlamaCpp,
+    "llama.cpp-server": LlamaServer,
+    "transformers": Transformers,
+}
 
 
 def main(name: str, model: str, num_threads: str, *more: str) -> None:

@@ -111,6 +111,7 @@ def measure(model: str, work: Work, num_pairs: int, llm: LLM, port: int) -> Repo
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tokenmill bench http", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -118,11 +119,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="the rest goes to `tokenmill serve`")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    with LLM(options.model, max_num_seqs=options.clients) as llm:
+    with LLM(options.model, backend=options.backend, max_num_seqs=options.clients) as llm:
         vocab_size = llm.get_tokenizer().vocab_size
         work = Work(options.clients, options.prompt_tokens, options.new_tokens, vocab_size)
-        more = ["--max-num-seqs", str(options.clients), "--log-level", "warning", *options.serve]
-        with serving(options.model, more) as server:
+        more = ["--max-num-seqs", str(options.clients), "--log-level", "warning", "--backend", options.backend]
+        with serving(options.model, [*more, *options.serve]) as server:
             report = measure(options.model, work, options.pairs, llm, server.port)
     if options.json:
         print(json.dumps({**asdict(report), "ratio": report.ratio, "noise": report.noise}, indent=2))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def start(model: str, settings: dict[str, int]) -> Any:
+def start(model: str, settings: dict[str, int], say: Callable[[str], object] = print) -> Any:
     """A server that listens; it ends when it is forgotten."""
     llama: Any = importlib.import_module("xllamacpp")
     params = llama.CommonParams()
@@ -25,7 +26,7 @@ def start(model: str, settings: dict[str, int]) -> Any:
         cpu.n_threads, cpu.poll = settings["threads"], settings["poll"]
     params.verbosity = 0
     server = llama.Server(params)
-    print(f"xllamacpp {llama.__version__}; {llama.get_system_info()}", flush=True)
+    say(f"xllamacpp {llama.__version__}; {llama.get_system_info()}")
     return server
 
 

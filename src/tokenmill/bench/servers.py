@@ -186,6 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)} (all)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-trials", action="store_true", help="llama.cpp's own defaults, nothing is tried out")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     if not path.exists():
         path = pull(options.model)
     more = ["--threads", str(options.threads), "--context", str(CONTEXT), "--log-level", "warning"]
+    more += ["--backend", options.backend]
     settings: dict[str, LlamaSettings] = {}
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end then, too: one is asleep

@@ -159,7 +159,9 @@ async def stalled_reader(service: SessionService, num_readers: int, tokens: int,
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     limits = SessionLimits(stall_timeout_s=None)
     report: dict[str, Any] = {}
-    async with SessionService(options.model, limits=limits, max_num_seqs=options.readers) as service:
+    async with SessionService(
+        options.model, limits=limits, backend=options.backend, max_num_seqs=options.readers
+    ) as service:
         if "first-token" in options.parts:
             found = await first_token(service, options.turns, options.tokens, options.pairs)
             report["first_token"] = {**asdict(found), "ratio": found.ratio}
@@ -173,6 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tokenmill bench sessions", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--parts", nargs="+", default=["first-token", "stalled-reader"])
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=100, help="in, and out, of each turn (100)")
     parser.add_argument("--readers", type=int, default=32)

@@ -64,12 +64,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     with LLM(
-        options.model, max_num_seqs=max(options.requests), dtype=options.dtype, num_threads=options.threads
+        options.model,
+        max_num_seqs=max(options.requests),
+        backend=options.backend,
+        dtype=options.dtype,
+        num_threads=options.threads,
     ) as llm:
         offline = Offline(llm, options.prompt_tokens, options.new_tokens)
         report = measure(offline, sorted(options.requests), options.rounds)

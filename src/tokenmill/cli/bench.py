@@ -12,6 +12,7 @@ BENCHMARKS = {
     "events": "What it costs the engine that the server listens to it.",
     "agreement": "How far a model's numbers depend on how they are computed, and its perplexity on a text.",
     "compare": "Our engine beside llama.cpp's raw loop and transformers, on the same file, in turn.",
+    "llamacpp": "What the engine adds to llama.cpp's own time, and what parked KV costs there.",
     "throughput": "Tokens a second by the number of requests that run together, offline.",
     "memory": "What `tokenmill fit` plans beside what is really used.",
     "http": "What HTTP costs: many clients that stream, beside the same work offline.",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tokenmill.cli import options as shared
-from tokenmill.cli.options import SamplingOptions, open_llm
+from tokenmill.cli.options import SamplingOptions, open_llm, read_extra
 from tokenmill.cli.speed import Stopwatch
 from tokenmill.errors import ContextOverflow, InvalidRequest
 
@@ -38,6 +38,8 @@ def chat(
     min_p: shared.MinP = None,
     seed: shared.Seed = None,
     stop: shared.Stop = None,
+    backend: shared.Backend = "auto",
+    extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
@@ -50,7 +52,14 @@ def chat(
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     sampling.check()
     with open_llm(
-        model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context, num_threads=threads
+        model,
+        backend=backend,
+        extra=read_extra(extra),
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+        max_model_len=context,
+        num_threads=threads,
     ) as llm:
         params = sampling.params(llm)
         llm.text.chat_template()  # a model that has none is told of before the first question

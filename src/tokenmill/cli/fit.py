@@ -15,6 +15,8 @@ def fit(
     model: Annotated[str, typer.Argument(help="A name, a Hugging Face directory or a .gguf file.")] = shared.DEFAULT,
     sessions: Annotated[int, typer.Option(min=1, help="Conversations that run at the same time.")] = 16,
     context: Annotated[int | None, typer.Option(min=2, help="Tokens of each. Default: all the model has.")] = None,
+    backend: shared.Backend = "auto",
+    extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     memory_gb: Annotated[
@@ -33,6 +35,8 @@ def fit(
         sessions,
         context,
         free_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+        backend=backend,
+        extra=shared.read_extra(extra),
         dtype=dtype,
         device=device,
     )

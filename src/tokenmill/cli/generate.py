@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import options as shared
-from tokenmill.cli.options import SamplingOptions, open_llm
+from tokenmill.cli.options import SamplingOptions, open_llm, read_extra
 from tokenmill.cli.speed import Stopwatch
 from tokenmill.errors import InvalidRequest, RequestFailed
 
@@ -35,6 +35,8 @@ def generate(
     min_p: shared.MinP = None,
     seed: shared.Seed = None,
     stop: shared.Stop = None,
+    backend: shared.Backend = "auto",
+    extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
@@ -52,7 +54,14 @@ def generate(
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     sampling.check()
     with open_llm(
-        model, dtype=dtype, device=device, deterministic=deterministic, max_model_len=context, num_threads=threads
+        model,
+        backend=backend,
+        extra=read_extra(extra),
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+        max_model_len=context,
+        num_threads=threads,
     ) as llm:
         params = sampling.params(llm)
         if prompt is not None:

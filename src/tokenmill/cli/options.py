@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,11 @@ Seed = Annotated[
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. May be given several times.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")]
+Backend = Annotated[str, typer.Option(help="auto, torch or llamacpp; auto takes what suits the files.")]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="What only one backend knows; see docs/llamacpp.md. May be repeated."),
+]
 Dtype = Annotated[
     str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16; on the CPU also int8 and int4.")
 ]
@@ -64,6 +70,21 @@ class SamplingOptions:
 
     def _given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def read_extra(given: list[str] | None) -> dict[str, bool | int | str] | None:
+    """NAME=VALUE, where a value is true, false, a whole number or a word."""
+    if not given:
+        return None
+    found: dict[str, bool | int | str] = {}
+    for one in given:
+        name, is_pair, value = one.partition("=")
+        if not is_pair or not name or not value:
+            raise typer.BadParameter(f"--extra is NAME=VALUE, not {one!r}")
+        found[name] = {"true": True, "false": False}.get(value, value)
+        with suppress(ValueError):
+            found[name] = int(value)
+    return found
 
 
 def open_llm(model: str, **options: Any) -> LLM:

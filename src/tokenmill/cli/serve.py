@@ -57,6 +57,8 @@ def serve(
     otlp: Annotated[
         str | None, typer.Option(metavar="URL", help="Send each request as an OpenTelemetry span there (OTLP, HTTP).")
     ] = None,
+    backend: shared.Backend = "auto",
+    extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
@@ -90,6 +92,8 @@ def serve(
     )
     options: dict[str, Any] = {
         "config": EngineConfig(max_queue=max_queue, queue_timeout_s=queue_timeout),
+        "backend": backend,
+        "extra": shared.read_extra(extra),
         "dtype": dtype,
         "device": device,
         "deterministic": deterministic,

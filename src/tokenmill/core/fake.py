@@ -57,6 +57,7 @@ class FakeConfig:
     partial_cp: bool = True
     shift: bool = True
     state_bytes: bool = True
+    parked_cells: int | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -68,6 +69,7 @@ class FakeConfig:
             max_seqs=self.max_seqs,
             depth=self.depth,
             deterministic=True,
+            parked_cells=self.parked_cells,
         )
 
 

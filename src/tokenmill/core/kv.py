@@ -35,6 +35,8 @@ class Capabilities:
     """How many forwards may be submitted before the oldest one is collected, beyond that one."""
     deterministic: bool = False
     """A row's result does not depend on what else is in the batch."""
+    parked_cells: int | None = None
+    """Where cells that nobody is running slow all steps down: how many of them are worth it. None where they do not."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
+
+KV_SHARE = 0.25
+"""Of the memory that is free, how much KV may take by default."""
+UNKNOWN_FREE_BYTES = 2 << 30
+"""Taken for free where the system does not tell."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +39,16 @@ def cells_for(num_seqs: int, context: int, block_size: int) -> int:
     """
     blocks = -(-(context + 1) // block_size)
     return (num_seqs * blocks + 2) * block_size
+
+
+def free_host_bytes() -> int:
+    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
+        num_pages = os.sysconf("SC_AVPHYS_PAGES")
+        if num_pages > 0:
+            return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return UNKNOWN_FREE_BYTES

@@ -352,6 +352,8 @@ def _must_copy(tables: BlockTables, segment: Segment, left: dict[int, int]) -> B
     `left` says, for each block that a group of this batch has left for a copy, how far that group's cells reach in it.
     If the batch fails the group returns, so nobody may have written over them.
     """
+    if tables.block_size == 1:  # a cell is written once
+        return np.zeros(len(segment.lead), dtype=bool)
     offset = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size
     last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
     copy: BoolArray = (offset != 0) & (tables.pool.refs[last_block] > segment.holders)
@@ -380,7 +382,11 @@ def _place(tables: BlockTables, demand: Demand, blocks: IntArray) -> IntArray:
         tables.table[writers, last] = copies
         tables.pool.refs[copies] = holders
         np.subtract.at(tables.pool.refs, copied, holders)
-    if len(grown):
+    if len(grown) == len(segment.lead) == len(segment.token_lead):  # one token each, each in a block of its own
+        tables.table[segment.lead, tables.num_blocks[segment.lead]] = grown
+        tables.pool.refs[grown] = segment.holders
+        tables.num_blocks[segment.lead] += 1
+    elif len(grown):
         ordinal = np.arange(len(grown)) - np.repeat(np.cumsum(grow) - grow, grow)
         columns = np.repeat(tables.num_blocks[segment.lead], grow) + ordinal
         tables.table[np.repeat(segment.lead, grow), columns] = grown

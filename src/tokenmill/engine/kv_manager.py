@@ -62,6 +62,11 @@ class KVManager:
 
     def start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
         """Lease a sequence that holds the match: (sequence, tokens it holds). None if no sequence id can be had."""
+        leased = self._start(match, owner)
+        self._keep_few_parked()  # now, so that the new request gets their cells
+        return leased
+
+    def _start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
         entry = match.entry
         if entry is None:
             seq = self._lease()
@@ -158,6 +163,17 @@ class KVManager:
                 return False
             self._shorten(victim, cells - self.kv.free())
         return True
+
+    def _keep_few_parked(self) -> None:
+        """Where parked KV slows everybody down, plain requests' goes beyond a limit when somebody starts.
+
+        Sessions' stays: to compute a conversation again costs more than it slows the others down.
+        """
+        most = self._capabilities.parked_cells
+        if most is None:
+            return
+        while (excess := sum(self._cells_of(parked.entry) for parked in self._plain.values()) - most) > 0:
+            self._shorten(next(iter(self._plain.values())), excess)
 
     def _parked_cells(self, keep: Entry | None) -> int:
         """The most cells that eviction could free; less where parked sequences share them."""

@@ -39,6 +39,8 @@ class EngineOptions(TypedDict, total=False):
     """Size of the KV memory; the default takes a share of the memory that is free."""
     num_threads: int | None
     """Processor threads one step may use; the default takes all. Fewer are faster where other work is going on."""
+    extra: Mapping[str, Any] | None
+    """What only one backend knows, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
     config: EngineConfig | None
     """Everything else about scheduling; the options above go before it."""
 
@@ -46,7 +48,7 @@ class EngineOptions(TypedDict, total=False):
 __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "open_model"]
 
 CONFIG_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk")
-LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic")
+LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "extra")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.fit import Fit, plan_fit
@@ -22,10 +22,16 @@ from tokenmill.engine.opening import EngineOptions
 from tokenmill.errors import ConfigError
 from tokenmill.server.models import ModelSpec
 
+
+def _plain_type(kind: Any) -> Any:
+    """Of a table, that it is one; what is in it is checked by whoever reads it."""
+    return get_origin(kind) or kind
+
+
 OWN: dict[str, Any] = {"name": str, "path": str, "aliases": list, "keep_alive_s": (int, float), "at_start": bool}
 """Settings of a model that are not the engine's, and what they are."""
 OPTIONS = {
-    name: (get_args(kind) or (kind,))[0]
+    name: _plain_type((get_args(kind) or (kind,))[0])
     for name, kind in get_type_hints(EngineOptions).items()
     if name not in ("tokenizer", "config")
 }
@@ -64,7 +70,9 @@ def spec(
         return AsyncLLM(path, **options)
 
     def fit() -> Fit:
-        chosen = {name: options[name] for name in ("dtype", "device", "backend") if options.get(name) is not None}
+        chosen = {
+            name: options[name] for name in ("dtype", "device", "backend", "extra") if options.get(name) is not None
+        }
         return plan_fit(path, 1, options.get("max_model_len"), free_bytes=None, **chosen)
 
     return ModelSpec(

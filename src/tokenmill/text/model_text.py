@@ -12,12 +12,13 @@ from typing import Any
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import default_sampling
 from tokenmill.core import ModelHandle
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
 from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer, read_text
+from tokenmill.text.llamacpp import LlamaTokenizer, Vocab
 from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})
@@ -72,7 +73,7 @@ def open_text(model: ModelHandle) -> ModelText:
     if path is None:
         tokenizer = ByteTokenizer(model.info.vocab_size)
         return ModelText(tokenizer, ChatTemplate(PLAIN_TEMPLATE, tokenizer))
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    return _from_directory(path) if path.is_dir() else _from_gguf(path, getattr(model, "vocab", None))
 
 
 def _from_directory(folder: Path) -> ModelText:
@@ -85,12 +86,24 @@ def _from_directory(folder: Path) -> ModelText:
     return ModelText(tokenizer, template, defaults, variables)
 
 
-def _from_gguf(path: Path) -> ModelText:
+def _from_gguf(path: Path, vocab: Vocab | None) -> ModelText:
+    """`vocab`: llama.cpp's own idea of the file's tokens, where it has opened the model."""
     file = GGUFFile(path)
-    tokenizer = gguf_tokenizer(file)
+    tokenizer = _gguf_tokenizer(file, vocab)
     source, variables = chat_source(file), chat_variables(file)
     template = None if source is None else ChatTemplate(source, tokenizer, variables)
     return ModelText(tokenizer, template, dict(default_sampling(path)), variables)
+
+
+def _gguf_tokenizer(file: GGUFFile, vocab: Vocab | None) -> Tokenizer:
+    """Ours where it knows the file's kind, so that ids are the same whoever computes; else llama.cpp's."""
+    try:
+        return gguf_tokenizer(file)
+    except ModelLoadError as error:
+        if vocab is None:
+            raise
+        logger.info("%s; llama.cpp's own tokenizer is used", error)
+        return LlamaTokenizer(vocab)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokenmill.backends.choosing import TORCH_ARCHITECTURES
 from tokenmill.backends.gguf_file import GGUFFile, GGUFTensor
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
@@ -22,7 +23,6 @@ from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
 """Architectures whose queries and keys are stored for rotation of neighbouring dimensions."""
 
@@ -133,8 +133,8 @@ class Metadata(Settings):
 def config_of(file: GGUFFile) -> DecoderConfig:
     """The decoder that a GGUF file holds."""
     arch = file.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+    if arch not in TORCH_ARCHITECTURES:
+        supported = ", ".join(TORCH_ARCHITECTURES)
         raise ModelLoadError(
             f"{file.path} has the architecture {arch!r}, which is not supported; supported: {supported}"
         )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
@@ -17,12 +14,10 @@ from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
 from tokenmill.backends.torch.native.weights import KV_DTYPE, MERGED, Native
 from tokenmill.backends.torch.weights import TensorSource
 from tokenmill.core import BackendLimits
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.core.memory import MemoryPlan, free_host_bytes
 
 Form = torch.dtype | Native
 MIB = 1 << 20
-UNKNOWN_FREE_BYTES = 2 << 30
-"""Taken for free where the system does not tell."""
 OTHER_BYTES = 24 * MIB
 """Code, tables and bookkeeping, measured."""
 TOKEN_BYTES = 1500
@@ -97,17 +92,4 @@ def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) ->
 
 def free_bytes(device: torch.device) -> int:
     """Memory that can be had on a device."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _free_host_bytes()
-
-
-def _free_host_bytes() -> int:
-    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
-        num_pages = os.sysconf("SC_AVPHYS_PAGES")
-        if num_pages > 0:
-            return num_pages * os.sysconf("SC_PAGE_SIZE")
-    return UNKNOWN_FREE_BYTES
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()

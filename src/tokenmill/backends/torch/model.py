@@ -17,14 +17,12 @@ from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.memory import Form, free_bytes, plan
 from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.core.memory import KV_SHARE, MemoryPlan
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ConfigError, InvalidOperation
 
 NUM_THREADS = torch.get_num_threads()
 """What torch would take by itself, before any backend has told it otherwise."""
-KV_SHARE = 0.25
-"""Of the memory that is free, how much KV may take by default."""
 
 
 class TorchModel:

@@ -1,0 +1,105 @@
+"""`LlamaModel`: a GGUF file loaded by llama.cpp, once for any number of contexts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenmill.backends.llamacpp.backend import LlamaBackend
+from tokenmill.backends.llamacpp.header import Header, num_states
+from tokenmill.backends.llamacpp.memory import LlamaMemory
+from tokenmill.backends.llamacpp.native import MAX_SEQS, ContextSettings, NativeContext, NativeModel
+from tokenmill.backends.llamacpp.options import LlamaOptions
+from tokenmill.backends.llamacpp.parking import parked_cells
+from tokenmill.backends.llamacpp.vocab import LlamaVocab
+from tokenmill.core import BackendLimits, Capabilities, ModelInfo
+from tokenmill.core.memory import KV_SHARE, MemoryPlan, free_host_bytes
+from tokenmill.errors import Unsupported
+
+USUAL_KV_BYTES = 1 << 30
+"""KV memory that nobody asked for takes no more than this, or than four whole conversations: llama.cpp takes all of
+it at once, and its attention reads all cells in use, whoever's they are."""
+WHOLE_CONVERSATIONS = 4
+
+
+class LlamaModel:
+    """A `ModelHandle`. Weights are freed when it and all its backends are closed."""
+
+    block_size = 1
+    weights_version = 0
+
+    def __init__(self, path: Path, native: NativeModel, header: Header, options: LlamaOptions) -> None:
+        self.path: Path | None = path
+        self.options = options
+        self.vocab = LlamaVocab(native)
+        self.num_values = native.num_values
+        self._native = native
+        self._header = header
+        self._parked_cells = options.parked_cells
+        if options.parked_cells is None:
+            self._parked_cells = parked_cells(header.weight_bytes, header.kv_bytes_per_token)
+        self.info = ModelInfo(path.name, native.vocab_size, native.hidden_size, native.trained_context, header.layers)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        usual = max(USUAL_KV_BYTES, WHOLE_CONVERSATIONS * self.info.max_context * self.info.kv_bytes_per_token)
+        return min(usual, int(KV_SHARE * self.free_bytes))
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        return self._header.memory(limits, num_rows, self.options)
+
+    # -- backends -----------------------------------------------------------------------------------------------------
+
+    def new_backend(self, limits: BackendLimits) -> LlamaBackend:
+        context, memory = self.new_memory(limits)
+        return LlamaBackend(context, memory, self.info.vocab_size)
+
+    def new_memory(self, limits: BackendLimits) -> tuple[NativeContext, LlamaMemory]:
+        """A context, and its memory behind the contract's rules."""
+        num_cells = self.options.n_ctx or limits.num_cells
+        max_seqs = min(limits.max_seqs, MAX_SEQS - 1)  # one is the memory's own
+        if self._native.keeps_states:
+            max_seqs = num_states(max_seqs)
+        context = NativeContext(self._native, self._settings(limits, num_cells, max_seqs))
+        capabilities = Capabilities(
+            partial_rm=not self._native.keeps_states,
+            partial_cp=not self._native.keeps_states,
+            shift=not self._native.keeps_states and context.can_shift,
+            state_bytes=True,
+            max_seqs=max_seqs,
+            parked_cells=self._parked_cells,
+        )
+        return context, LlamaMemory(context, num_cells, self.info.max_context, capabilities)
+
+    def _settings(self, limits: BackendLimits, num_cells: int, max_seqs: int) -> ContextSettings:
+        options = self.options
+        num_threads = limits.num_threads or _num_processors()
+        n_ctx = num_cells + 1  # one is for the memory's own sequence
+        return ContextSettings(
+            n_ctx=n_ctx,
+            n_batch=min(options.n_batch or n_ctx, n_ctx),
+            n_ubatch=min(options.n_ubatch, limits.ubatch_size),
+            n_seq_max=max_seqs + 1,
+            n_threads=options.n_threads or num_threads,
+            n_threads_batch=options.n_threads_batch or options.n_threads or num_threads,
+            flash_attn=options.flash_attn,
+            type_k=options.type_k,
+            type_v=options.type_v,
+        )
+
+    def replace_weight(self, name: str, value: Any) -> None:  # noqa: ARG002
+        raise Unsupported("llama.cpp can't replace the weights of a model that is loaded; use the torch backend")
+
+    def close(self) -> None:
+        self._native.close()
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,55 @@
+"""llama.cpp's own tokenizer, for files that cut text in a way that is not known to tokenmill."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends.llamacpp.files import write_attention
+from tests.text.test_gguf import byte_level, byte_level_metadata  # noqa: F401 (a fixture)
+from tokenmill import LLM, SamplingParams, open_model
+from tokenmill.errors import ModelLoadError
+from tokenmill.text.llamacpp import LlamaTokenizer
+from tokenmill.text.model_text import open_text
+
+TEXT = "the cat sat on 1984 naïve mats 日本 😀 <|im_end|>"
+
+
+@pytest.fixture
+def odd(byte_level: Any, tmp_path: Path) -> Path:  # noqa: F811
+    """A file that cuts text as Falcon does."""
+    metadata = {**byte_level_metadata(byte_level), "tokenizer.ggml.pre": "falcon"}
+    return write_attention(tmp_path / "odd.gguf", tokenizer=metadata)
+
+
+def test_it_stands_in_where_ours_does_not_know_the_cut(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = open_model(str(odd), backend="llamacpp", n_threads=1)
+    with caplog.at_level(logging.INFO):
+        text = open_text(opened)
+    assert isinstance(text.tokenizer, LlamaTokenizer)
+    assert "cuts text by 'falcon', which is not known here" in caplog.text
+    ids = text.tokenizer.encode(TEXT, add_special=False)
+    assert text.tokenizer.decode(ids) == TEXT
+    assert b"".join(text.tokenizer.token_bytes(token) for token in ids) == TEXT.encode()
+    end = text.tokenizer.special_tokens["<|im_end|>"]
+    assert end not in ids
+    assert end in text.tokenizer.encode_template(TEXT)
+    assert end in text.tokenizer.eos_ids
+    assert text.tokenizer.token_bytes(10**6) == b""
+    assert text.tokenizer.decode([end, *ids]) == TEXT
+    opened.close()
+
+
+def test_it_serves_an_engine(odd: Path) -> None:
+    with LLM(str(odd), backend="llamacpp", num_threads=1, kv_cache_tokens=512) as llm:
+        (out,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert out.outputs[0].text == llm.get_tokenizer().decode(out.outputs[0].token_ids)
+
+
+def test_without_llama_cpp_such_a_file_is_refused(odd: Path) -> None:
+    opened = open_model(str(odd), backend="torch", device="cpu")
+    with pytest.raises(ModelLoadError, match="cuts text by 'falcon'"):
+        open_text(opened)
