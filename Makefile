@@ -36,8 +36,8 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 	@$(BIN)/python examples/contract_tour.py
 	@$(BIN)/python examples/engine_tour.py
 
-test: $(VENV)/.dev  ## run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev  ## run all tests, on two cores
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)

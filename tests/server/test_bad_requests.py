@@ -111,7 +111,7 @@ PATHS: list[tuple[str, str, int]] = [
     ("POST", "/v1/chat/completions/../completions", 404),
     ("POST", "/v1/requests//cancel", 404),
     ("POST", "/v1/requests/a%2Fb/cancel", 404),
-    ("GET", "/", 404),
+    ("POST", "/", 405),
     ("GET", "/nothing", 404),
     ("GET", "/v1", 404),
     ("GET", "//v1/models", 404),

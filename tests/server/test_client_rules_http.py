@@ -251,7 +251,7 @@ def test_c21_a_key_may_come_in_three_headers(server: Running, headers: dict[str,
     ],
 )
 def test_c21_without_a_key_only_health_is_open(server: Running, headers: dict[str, str]) -> None:
-    for path in ("/v1/models", "/models", "/openapi.json", "/v1/nothing", "//v1/models", "/tokenize", "/"):
+    for path in ("/v1/models", "/models", "/openapi.json", "/v1/nothing", "//v1/models", "/tokenize", "/web/"):
         reply = server.get(path, key=None, headers=headers)
         assert reply.status == 401, path
         assert reply.headers["www-authenticate"] == "Bearer"

@@ -15,6 +15,8 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request,
 
 WAIT_MS = 60_000
 PATIENT = {"timeout": WAIT_MS}
+LONG = "Write a long story about a lighthouse and its keeper."
+"""The default model has much to say to this."""
 
 
 def chromium() -> str | None:

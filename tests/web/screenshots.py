@@ -9,12 +9,11 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from tests.server.serving import child, request
-from tests.web.browsing import browsing, visiting
+from tests.web.browsing import LONG, browsing, visiting
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 SIZE = {"width": 1280, "height": 800}
 LOAD = 6
-PROMPT = "Write a long story about a lighthouse and its keeper."
 
 
 def main() -> None:
@@ -61,7 +60,7 @@ def main() -> None:
 def _generate(port: int, number: int) -> None:
     """A conversation of a length of its own."""
     session = request(port, "POST", "/v1/sessions", {}).json()["id"]
-    text = f"{number}. " + PROMPT * (1 + 7 * number)
+    text = f"{number}. " + LONG * (1 + 7 * number)
     request(port, "POST", f"/v1/sessions/{session}/generate", {"input": text, "max_tokens": 220, "stream": False})
 
 

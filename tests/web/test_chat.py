@@ -7,10 +7,9 @@ from playwright.sync_api import Browser, expect
 
 from tests.server.serving import Child, request
 from tests.server.wire import until
-from tests.web.browsing import WAIT_MS, Visit, visiting
+from tests.web.browsing import LONG, WAIT_MS, Visit, visiting
 
 CAPITAL = "What is the capital of Japan?"
-LONG = "Count from one to two hundred in words."
 
 
 def in_use(server: Child) -> list[str]:
@@ -172,9 +171,9 @@ def test_whoever_reads_above_stays_there(browser: Browser, server: Child) -> Non
     options = {"viewport": {"width": 900, "height": 420}}
     with visiting(browser, f"http://127.0.0.1:{server.port}", **options) as visit:
         visit.open(max_tokens=300)
-        visit.send("Write a long story about a lighthouse and its keeper.")
+        visit.send(LONG)
         top = "() => document.querySelector('.thread').scrollTop"
-        until(lambda: visit.page.evaluate(top) > 200)
+        until(lambda: visit.page.evaluate(top) > 200, WAIT_MS / 1000)
         visit.page.mouse.move(500, 200)
         visit.page.mouse.wheel(0, -150)
         expect(visit.page.get_by_label("Go to the end")).to_be_visible()

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, expect
 
 from tests.server.serving import KEY, child, running
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
-from tests.web.browsing import PATIENT, visiting
+from tests.web.browsing import LONG, PATIENT, visiting
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
@@ -23,7 +23,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
     with child(tmp_path / "first", *OPTIONS) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
         visit.open(max_tokens=400)
         visit.ask("What is the capital of Japan?")
-        visit.send("Count from one to two hundred in words.")
+        visit.send(LONG)
         visit.wait_for_words(20)
         server.process.kill()
         expect(visit.answers.last).to_contain_text("connection was lost")

@@ -21,10 +21,14 @@ export function Thread({ chat, conversation }) {
   const onScroll = ({ target }) => {
     const isUp = target.scrollTop < lastTop.current;
     const isNear = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_PX;
-    follows.current = isNear && !isUp;
+    if (!isNear) follows.current = false;
+    else if (!isUp) follows.current = true; // up and near: the answer was drawn anew, or the reader is about to leave
     lastTop.current = target.scrollTop;
     setAtEnd(isNear);
   };
+  const leave = () => { follows.current = false; };
+  const onWheel = ({ deltaY }) => { if (deltaY < 0) leave(); };
+  const onKeyDown = ({ key }) => { if (["ArrowUp", "PageUp", "Home"].includes(key)) leave(); };
 
   useEffect(toEnd, [conversation.id]);
   useEffect(() => {
@@ -34,7 +38,7 @@ export function Thread({ chat, conversation }) {
   }, [answering]);
 
   return html`
-    <div class="thread" ref=${scroller} onScroll=${onScroll} tabindex="0" role="region" aria-label="Conversation">
+    <div class="thread" ref=${scroller} onScroll=${onScroll} onWheel=${onWheel} onTouchMove=${leave} onKeyDown=${onKeyDown} tabindex="0" role="region" aria-label="Conversation">
       ${!path.length && html`<${Welcome} chat=${chat} conversation=${conversation} />`}
       <div class="messages">
         ${path.map((message) => html`
