@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import Backend, ModelInfo, Sampled
+from tokenmill.core import Backend, IntArray, ModelInfo, Sampled
 from tokenmill.engine.events import CellsEvent, EventBus, FailedStepEvent, StartEvent, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
 from tokenmill.engine.isolation import Isolation, Suspect
@@ -119,6 +119,18 @@ class EngineCore:
         """A session has ended: KV that is parked for it is free."""
         self.kv.drop_owner(owner)
         self._tell_cells()
+
+    def export_kv(self, owner: str) -> tuple[IntArray, bytes] | None:
+        """KV that is parked for a session: its tokens and its bytes, if there are any."""
+        self._check_alive()
+        return self.kv.export(owner)
+
+    def import_kv(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
+        """Park exported bytes as the KV of these tokens; False if they do not fit."""
+        self._check_alive()
+        done = self.kv.import_(tokens, state, hints)
+        self._tell_cells()
+        return done
 
     def fork(
         self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints(), draw: Draw = GREEDY

@@ -18,7 +18,7 @@ from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
 from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex
 from tokenmill.engine.request import Hints
 from tokenmill.engine.stats import ParkedView
-from tokenmill.errors import IntegrityError
+from tokenmill.errors import IntegrityError, InvalidOperation, OutOfKV
 
 
 @dataclass(eq=False)
@@ -124,6 +124,32 @@ class KVManager:
         shelf[seq] = Parked(entry, hints.owner, hints.key)
         self._tell(shelf[seq], ParkedChange.PARKED)
 
+    def export(self, owner: str) -> tuple[IntArray, bytes] | None:
+        """The longest KV that is parked for a session: its tokens and its bytes. None: there is none to be had."""
+        held = [parked for parked in self._sessions.values() if parked.owner == owner]
+        if not held or not self._capabilities.state_bytes:
+            return None
+        longest = max(held, key=lambda parked: len(parked.entry.tokens))
+        return longest.entry.tokens, self.kv.export(longest.seq)
+
+    def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
+        """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
+        if not self._reuse or not self._capabilities.state_bytes or not self.make_room(self._cells(len(tokens))):
+            return False
+        seq = self._lease()
+        if seq is None:
+            return False
+        try:
+            self.kv.import_(seq, state)
+        except (InvalidOperation, OutOfKV):
+            self.release(seq)
+            return False
+        if self.kv.seq_pos_min(seq) != 0 or self.length(seq) != len(tokens):
+            self.release(seq)
+            return False
+        self.park(seq, tokens.tolist(), hints)
+        return True
+
     def drop_owner(self, owner: str) -> None:
         """A session ended: its parked KV is free."""
         for parked in [parked for parked in self._sessions.values() if parked.owner == owner]:
@@ -165,7 +191,10 @@ class KVManager:
         return self._cells_parked - kept
 
     def _cells_of(self, entry: Entry) -> int:
-        return -(-len(entry.tokens) // self.kv.block_size) * self.kv.block_size
+        return self._cells(len(entry.tokens))
+
+    def _cells(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.kv.block_size) * self.kv.block_size
 
     def _shorten(self, parked: Parked, cells: int) -> None:
         """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""

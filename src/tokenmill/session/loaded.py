@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from tokenmill.core import ModelHandle
@@ -12,8 +13,11 @@ from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead
+from tokenmill.session.fingerprint import Fingerprint, fingerprint
+from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
 from tokenmill.session.routing import Policy, make_routing
+from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
 
 
@@ -30,6 +34,7 @@ class LoadedModel:
         num_workers: int,
         policy: Policy,
         client: EngineClient | None,
+        store: SessionStore | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
@@ -52,6 +57,16 @@ class LoadedModel:
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
+        self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Which model it is. Reads its files the first time: not for an event loop."""
+        return fingerprint(self.opened.model, self.opened.text)
+
+    def stored(self) -> list[Stored]:
+        """Those of its sessions that are in the store. Waits for the disk."""
+        return [] if self.keeper is None else self.keeper.load()
 
     def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
         """One for all sessions with these template options; None for a model without a template."""

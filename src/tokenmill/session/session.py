@@ -52,6 +52,8 @@ class SessionOptions:
     priority: int = 0
     renderer: DeltaRenderer | None = None
     """Shared by the sessions of a service that have the same template options."""
+    is_kept: bool = True
+    """Does it outlive the process, where there is a store?"""
 
 
 class Session:
@@ -61,12 +63,14 @@ class Session:
         "answer",
         "attempt",
         "core",
+        "has_saved_kv",
         "inbox",
         "last_used",
         "live",
         "log",
         "num_forks",
         "options",
+        "problem",
         "session_id",
         "state",
         "system",
@@ -93,6 +97,10 @@ class Session:
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
         self.last_used = now
+        self.problem: str | None = None
+        """Why its latest state is not in the store."""
+        self.has_saved_kv = False
+        """It comes from the store, and so may its KV."""
 
     @property
     def num_bytes(self) -> int:
