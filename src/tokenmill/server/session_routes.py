@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request
+from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server import schemas
 from tokenmill.server.context import caller_of
 from tokenmill.server.models import ServedModel
+from tokenmill.server.requests import Hinted
 from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
 from tokenmill.server.session_requests import (
@@ -21,10 +22,12 @@ from tokenmill.server.session_requests import (
     EditTurn,
     ForkSession,
     RewindSession,
+    SaveSession,
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
 from tokenmill.session.info import SessionInfo
+from tokenmill.session.portable import MEDIA_TYPE
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
 REFUSALS = (400, 401, 404, 409, 413, 429, 503)
@@ -172,6 +175,34 @@ def session_routes(served: Served) -> APIRouter:
         await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 
+    file = {"description": "A session file.", "content": {MEDIA_TYPE: {}}}
+
+    @api.post(
+        "/sessions/{session_id}/save", responses={200: file, **schemas.errors(*REFUSALS)}, response_class=Response
+    )
+    async def save(http: Request, session_id: SessionId, body: SaveSession) -> Response:
+        """The session as a file, to be restored here or elsewhere."""
+        model = find(http, session_id)
+        data = await in_turn(http, model.sessions.export(session_id, kv=bool(body.kv)))
+        name = {"Content-Disposition": 'attachment; filename="conversation.session"'}
+        return Response(data, media_type=MEDIA_TYPE, headers=name)
+
+    @api.post(
+        "/sessions/restore",
+        status_code=201,
+        responses={201: one[200], **schemas.errors(*REFUSALS)},
+        openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {}}}},
+    )
+    async def restore(
+        http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
+    ) -> Response:
+        """A new session from a file that `save` gave. It is the caller's, whosever it was."""
+        hints = served.hints(http, Hinted(timeout_s=None, priority=None, cache_salt=None))
+        found = await served.model(model)
+        data = await http.body()
+        session_id = await found.sessions.restore(data, key=hints.key, namespace=hints.namespace)
+        return shown(found, session_id, 201)
+
     return api
 
 
@@ -184,6 +215,8 @@ def session_shape(model: ServedModel, info: SessionInfo) -> dict[str, Any]:
         "num_tokens": info.num_tokens,
         "num_turns": len(info.turns),
         "pending": [dict(message) for message in info.pending],
+        "durable": info.durable,
+        "problem": info.problem,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tokenmill.core import ModelHandle
@@ -12,10 +13,11 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import ConfigError, EngineDead
+from tokenmill.errors import ConfigError, EngineDead, SessionFileError
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
+from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
@@ -63,6 +65,19 @@ class LoadedModel:
     def fingerprint(self) -> Fingerprint:
         """Which model it is. Reads its files the first time: not for an event loop."""
         return fingerprint(self.opened.model, self.opened.text)
+
+    def read_file(self, source: bytes | str | Path, session_id: str) -> SessionFile:
+        """A session's file, if it is of this model. Waits for the disk."""
+        data = source if isinstance(source, bytes) else read_whole(Path(source))
+        refusal = self.fingerprint.why_not(read_fingerprint(data).of_log)
+        if refusal is not None:
+            raise SessionFileError(refusal)
+        file = unpack(data, session_id, self.opened.model.info.vocab_size)
+        if len(file.record.tokens) >= self.client.max_model_len:
+            raise SessionFileError(
+                f"its {len(file.record.tokens)} tokens do not fit the context of {self.client.max_model_len}"
+            )
+        return file
 
     def stored(self) -> list[Stored]:
         """Those of its sessions that are in the store. Waits for the disk."""

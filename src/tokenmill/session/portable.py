@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from array import array
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,28 @@ def read_fingerprint(data: bytes) -> Fingerprint:
         return Fingerprint(*(str(header["model"][name]) for name in ("weights", "text", "form")))
     except (KeyError, TypeError) as error:
         raise SessionFileError(f"its header is not complete: {error}") from None
+
+
+def read_whole(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SessionFileError(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write a file that is whole or not there, and on the disk."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise SessionFileError(f"{path} can't be written: {error.strerror or error}") from None
+    return path
 
 
 def _parts(data: bytes) -> tuple[Any, array[int], bytes]:

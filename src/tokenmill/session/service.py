@@ -30,10 +30,11 @@ from tokenmill.errors import (
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
-from tokenmill.session.keeping import until_durable
+from tokenmill.session.keeping import MIN_KV_TOKENS, export_kv, import_kv, until_durable
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
-from tokenmill.session.record import restored
+from tokenmill.session.portable import pack, write_whole
+from tokenmill.session.record import record_of, restored
 from tokenmill.session.room import LogRoom
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed, of_fork
@@ -229,12 +230,7 @@ class SessionService:
         session = Session(name, core, options, system, now)
         loaded.master.add(session)
         self._used(session)
-        saving = self._save(loaded, session)
-        try:
-            await until_durable(saving)
-        except asyncio.CancelledError:
-            self._end(loaded, session)  # nobody knows of it
-            raise
+        await self._until_kept(loaded, [session])
         return name
 
     async def append_input(self, session_id: str, given: Input, *, raw: bool = False) -> int:
@@ -360,8 +356,6 @@ class SessionService:
         """A session that goes on from here, or from a turn or token before; `n` of them: a list. Runs nothing."""
         loaded = self._model()
 
-        savings: list[asyncio.Future[bool] | None] = []
-
         def operation(session: Session) -> list[str]:
             if n is not None and whole_number("n", n) < 1:
                 raise InvalidRequest(f"n must be at least 1, not {n}")
@@ -373,7 +367,7 @@ class SessionService:
                 end(made)
                 raise
             self._used(session)
-            savings.extend(self._save(loaded, one) for one in (*map(loaded.master.find, made), session))
+            self._save(loaded, session)
             return made
 
         def end(made: Sequence[str]) -> None:
@@ -381,12 +375,7 @@ class SessionService:
                 self._end(loaded, loaded.master.find(name))
 
         names = await loaded.master.ask(session_id, operation, undo=end)
-        try:
-            for saving in savings:
-                await until_durable(saving)
-        except asyncio.CancelledError:
-            end(names)  # nobody knows of them
-            raise
+        await self._until_kept(loaded, [loaded.master.find(name) for name in names])
         return names[0] if n is None else names
 
     async def rewind(self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None) -> None:
@@ -404,6 +393,49 @@ class SessionService:
             return session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
 
         return await self._change(loaded, session_id, operation)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    async def export(self, session_id: str, *, kv: bool = False) -> bytes:
+        """The session as the bytes of a file (docs/durability.md), with its KV if that is wanted and there is any."""
+        loaded = self._model()
+        record, session = await loaded.master.ask(session_id, lambda one: (record_of(one), one))
+        identity = await asyncio.to_thread(lambda: loaded.fingerprint)
+        found = await export_kv(loaded.client, loaded.opened.model, session) if kv else None
+        if found is None or found[0] != record.tokens[: len(found[0])]:
+            return await asyncio.to_thread(pack, record, identity)
+        return await asyncio.to_thread(pack, record, identity, len(found[0]), found[1])
+
+    async def save(self, session_id: str, path: str | Path, *, kv: bool = False) -> Path:
+        """Write the session to a file, which is whole or not there."""
+        data = await self.export(session_id, kv=kv)
+        return await asyncio.to_thread(write_whole, Path(path), data)
+
+    async def restore(
+        self, source: bytes | str | Path, *, key: str = "", namespace: Hashable = None, priority: int = 0
+    ) -> str:
+        """A new session from a file or its bytes; its name. `SessionFileError` says why it is refused.
+
+        It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed.
+        """
+        loaded = self._model()
+        name = secrets.token_urlsafe(NAME_BYTES)
+        file = await asyncio.to_thread(loaded.read_file, source, name)
+        self._room.check()
+        core = loaded.routing.choose(file.record.head["system"], loaded.cores_alive())
+        session = restored(file.record, core, asyncio.get_running_loop().time())
+        renderer = loaded.renderer(session.options.template_options)
+        options = replace(session.options, key=key, namespace=namespace, priority=priority, renderer=renderer)
+        session.options = options
+        if len(file.kv) and file.num_kv_tokens >= MIN_KV_TOKENS and file.fingerprint.form == loaded.fingerprint.form:
+            tokens = file.record.tokens[: file.num_kv_tokens]
+            await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
+        loaded.master.add(session)
+        self._used(session)
+        await self._until_kept(loaded, [session])
+        return name
+
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     def get(self, session_id: str) -> SessionInfo:
         return info_of(self._model().master.find(session_id), has_store=self._store is not None)
@@ -440,6 +472,17 @@ class SessionService:
         result = await loaded.master.ask(session_id, change)
         await until_durable(savings[0])
         return result
+
+    async def _until_kept(self, loaded: LoadedModel, made: Sequence[Session]) -> None:
+        """Wait until new sessions are durable, or known not to be. Whoever leaves before that never had them."""
+        savings = [self._save(loaded, session) for session in made]
+        try:
+            for saving in savings:
+                await until_durable(saving)
+        except asyncio.CancelledError:
+            for session in made:
+                self._end(loaded, session)
+            raise
 
     @staticmethod
     def _save(loaded: LoadedModel, session: Session) -> asyncio.Future[bool] | None:
