@@ -122,10 +122,10 @@ def said(service: SessionService, session: str) -> list[str]:
 async def act(
     checkpoint: str | None, directory: str, round_: int, seed: int, kill_at: int | None, bug: str | None
 ) -> None:
-    if bug is not None:
-        BUGS[bug]()
     store = SessionStore(directory)
     service = open_service(checkpoint, store)
+    if bug is not None:
+        BUGS[bug]()
     if kill_at is not None:
         kill_at_instruction(store, kill_at)
     found = sorted(info.session_id for info in service.list())

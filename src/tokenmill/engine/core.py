@@ -258,8 +258,18 @@ class EngineCore:
                 num_waiting=len(self.scheduler.queue),
                 free_cells=self._told_cells,
                 num_parked=self.kv.num_parked,
+                prefill_s=self._prefill_s(plan, step_s),
             )
         )
+
+    def _prefill_s(self, plan: StepPlan, step_s: float) -> float:
+        """What of a step its prefill tokens took: all that its decodes alone would not have."""
+        if not plan.num_prefill or not plan.num_decode:
+            return step_s if plan.num_prefill else 0.0
+        alone = self.scheduler.cost.predict(plan.num_decode, plan.decode_attention)
+        if alone is None:
+            alone = step_s * plan.num_decode / plan.num_tokens
+        return max(0.0, step_s - alone)
 
     def _tell_cells(self) -> None:
         """Tell how many cells are free if that is not known: steps are submitted, KV is parked and trimmed."""

@@ -99,6 +99,7 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     session = Session(record.session_id, core, options, head["system"], now)
     session.log = TokenLog()
     session.log.tokens, session.log.turns = record.tokens[:], list(record.turns)
+    session.log.note_length()
     session.inbox = head["inbox"]
     session.attempt, session.num_forks = head["attempt"], head["num_forks"]
     session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE

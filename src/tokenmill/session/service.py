@@ -29,6 +29,7 @@ from tokenmill.errors import (
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import SamplingParams
+from tokenmill.session.explain import BEFORE, KVMark, TurnCost, note_cost
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.keeping import MIN_KV_TOKENS, export_kv, import_kv, until_durable
 from tokenmill.session.live import Answer, Chunk, LiveTurn
@@ -144,6 +145,7 @@ class SessionService:
             session = restored(one.record, loaded.routing.choose(opening, loaded.cores_alive()), now - one.idle_s)
             session.options = replace(session.options, renderer=loaded.renderer(session.options.template_options))
             session.has_saved_kv = True
+            session.mark = KVMark(len(session.log), session.core, 0, BEFORE)
             loaded.master.add(session)
             self._room.take(session.session_id, session.num_bytes)
             if self.limits.ttl_s is not None and one.idle_s >= self.limits.ttl_s:
@@ -427,6 +429,7 @@ class SessionService:
         renderer = loaded.renderer(session.options.template_options)
         options = replace(session.options, key=key, namespace=namespace, priority=priority, renderer=renderer)
         session.options = options
+        session.mark = KVMark(len(session.log), core, 0, BEFORE)
         if len(file.kv) and file.num_kv_tokens >= MIN_KV_TOKENS and file.fingerprint.form == loaded.fingerprint.form:
             tokens = file.record.tokens[: file.num_kv_tokens]
             await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
@@ -445,6 +448,10 @@ class SessionService:
         found = self._model().master.sessions.values()
         has_store = self._store is not None
         return [info_of(one, has_store=has_store) for one in found if key is None or one.options.key == key]
+
+    def explain(self, session_id: str) -> tuple[TurnCost, ...]:
+        """What its latest answers cost before their first token, and why; oldest first."""
+        return tuple(self._model().master.find(session_id).costs or ())
 
     def __len__(self) -> int:
         """Sessions that there are."""
@@ -528,6 +535,7 @@ class SessionService:
         if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
             live.undo()
         session.take_answer(output, loaded.opened.text.tokenizer)
+        note_cost(session, live.generation, loaded.opened)
         self._used(session)
         saving = self._save(loaded, session)
         if saving is None:
@@ -553,6 +561,7 @@ class SessionService:
         options = replace(session.options, sampling=of_fork(session.options.sampling, session.num_forks + 1))
         child = Session(secrets.token_urlsafe(NAME_BYTES), session.core, options, session.system, now)
         child.restore(session.snapshot())
+        child.mark = session.mark
         if at_turn is not None or at_token is not None:
             child.rewind(loaded.opened.text, at_turn, at_token)
         session.num_forks += 1

@@ -20,6 +20,7 @@ from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tokenmill.session.explain import KVMark, TurnCost
     from tokenmill.session.live import Answer, LiveTurn
     from tokenmill.session.master import Command
 
@@ -63,11 +64,13 @@ class Session:
         "answer",
         "attempt",
         "core",
+        "costs",
         "has_saved_kv",
         "inbox",
         "last_used",
         "live",
         "log",
+        "mark",
         "num_forks",
         "options",
         "problem",
@@ -101,6 +104,10 @@ class Session:
         """Why its latest state is not in the store."""
         self.has_saved_kv = False
         """It comes from the store, and so may its KV."""
+        self.mark: KVMark | None = None
+        """What of its log had KV when it last answered, and where."""
+        self.costs: list[TurnCost] | None = None
+        """What its latest answers cost, and why."""
 
     @property
     def num_bytes(self) -> int:
