@@ -26,6 +26,9 @@ from tokenmill.server.session_requests import (
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
+from tokenmill.server.telemetry.explained import cost_json
+from tokenmill.server.telemetry.names import NamesFor
+from tokenmill.server.telemetry.schemas import SessionExplanation
 from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
 
@@ -96,6 +99,17 @@ def session_routes(served: Served) -> APIRouter:
         """What was said, turn by turn."""
         _, info = served.session(caller_of(http.scope), session_id)
         return JSONResponse({"object": "list", "data": turns_shape(info)})
+
+    @api.get(
+        "/sessions/{session_id}/explain",
+        responses={200: {"model": SessionExplanation}, **schemas.errors(401, 404, 503)},
+    )
+    async def explain(http: Request, session_id: SessionId) -> Response:
+        """What its latest answers cost before their first token, and why."""
+        names = NamesFor(served.telemetry.names, caller_of(http.scope).key)
+        costs = find(http, session_id).sessions.explain(session_id)
+        turns = [{"id": cost.request_id, **cost_json(cost, names)} for cost in costs]
+        return JSONResponse({"object": "session.explanation", "session_id": session_id, "turns": turns})
 
     @api.post("/sessions/{session_id}/append", responses=one)
     async def append_input(http: Request, session_id: SessionId, body: AppendInput) -> Response:

@@ -26,6 +26,10 @@ SLACK = 1
 """The last token of a log has no KV: it was drawn, and not computed."""
 
 
+OPENING = 64
+"""Characters of a message by which it is found."""
+
+
 class Cause(Enum):
     """Why tokens were computed that had been computed before, if any were."""
 
@@ -165,7 +169,7 @@ def message_at(messages: Sequence[Message], text: str, place: int) -> int | None
     done = 0
     for number, message in enumerate(messages):
         content = str(message.get("content") or "")
-        begin = text.find(content, done)
+        begin = text.find(content[:OPENING], done)  # the text may end within it
         if begin >= 0:
             done = begin + len(content)
             if place < done:

@@ -70,6 +70,7 @@ def turn_json(turn: Turn) -> Json:
         "end": turn.end,
         "ended_with": turn.ended_with,
         "finish_reason": turn.finish_reason,
+        "changes": turn.changes,
     }
 
 
@@ -145,7 +146,14 @@ def _turn(turn: Mapping[str, Any]) -> Turn:
         None if turn["end"] is None else _count("end", turn["end"]),
         None if turn["ended_with"] is None else _count("ended_with", turn["ended_with"]),
         _text_or_none("finish_reason", turn["finish_reason"]),
+        None if turn["changes"] is None else _changes(turn["changes"]),
     )
+
+
+def _changes(changes: Mapping[str, Any]) -> Json:
+    """Fields of `SamplingParams`, as they are there: JSON has no tuples and no numbers for keys."""
+    params = SamplingParams(**changes)
+    return {name: getattr(params, name) for name in changes}
 
 
 def _check_ends(turns: Sequence[Turn], num_tokens: int) -> None:

@@ -534,7 +534,8 @@ class SessionService:
         output = live.generation.output.outputs[0]
         if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
             live.undo()
-        session.take_answer(output, loaded.opened.text.tokenizer)
+        params = live.generation.choices[0].request.draw.params
+        session.take_answer(output, params, loaded.opened.text.tokenizer)
         note_cost(session, live.generation, loaded.opened)
         self._used(session)
         saving = self._save(loaded, session)

@@ -13,6 +13,7 @@ from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams, token_ids
+from tokenmill.session.sampling import differences
 from tokenmill.session.turns import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages
@@ -250,7 +251,7 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def take_answer(self, output: CompletionOutput, tokenizer: Tokenizer) -> None:
+    def take_answer(self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer) -> None:
         """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
         if not output.token_ids:
             return  # it was ended before it said anything: its input is still to be answered
@@ -259,7 +260,8 @@ class Session:
         ids = [*self.log.tokens[begin:], *output.token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
-        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason)
+        changes = differences(params, self.options.sampling)
+        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason, changes)
         self.log.add(len(self.log), output.token_ids, turn)
 
     def _answer_so_far(self) -> tuple[int, str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.messages import Message
@@ -25,6 +25,8 @@ class Turn:
     ended_with: int | None = None
     """The stop token that an answer's tokens end with; None if it was cut short."""
     finish_reason: str | None = None
+    changes: Mapping[str, Any] | None = None
+    """Fields of `SamplingParams` that an answer was drawn with, where they are not its session's."""
 
 
 class TokenLog:
@@ -116,7 +118,8 @@ class TokenLog:
         if left is not None:
             is_answer = left.kind == "answer"
             messages: tuple[Message, ...] = ({"role": "assistant", "content": text},) if is_answer else ()
-            self.turns.append(Turn(left.kind, messages, count, None, "cut" if is_answer else None))
+            reason = "cut" if is_answer else None
+            self.turns.append(Turn(left.kind, messages, count, None, reason, left.changes))
 
     def begin_of(self, index: int) -> int | None:
         """Tokens before a turn, if they are known."""
