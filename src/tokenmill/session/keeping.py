@@ -44,6 +44,7 @@ class Keeper:
         self._fingerprint = fingerprint
         self._model = model
         self._client = client
+        self.min_kv_tokens = MIN_KV_TOKENS
         self._unsaved: dict[str, Session] = {}
         """Sessions whose latest state could not be written."""
         self._without_kv: OrderedDict[str, Session] = OrderedDict()
@@ -107,12 +108,12 @@ class Keeper:
         session.has_saved_kv = False
         tokens, form = session.log.tokens[:], self._fingerprint.form
         saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
-        if saved is not None and saved.num_tokens >= MIN_KV_TOKENS:
+        if saved is not None and saved.num_tokens >= self.min_kv_tokens:
             await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
 
     def note_answered(self, session: Session) -> None:
         """Its KV is worth writing, when there is time."""
-        if self.store.kv.max_bytes <= 0 or self.store.is_read_only or len(session.log) < MIN_KV_TOKENS:
+        if self.store.kv.max_bytes <= 0 or self.store.is_read_only or len(session.log) < self.min_kv_tokens:
             return
         self._without_kv[session.session_id] = session
         self._without_kv.move_to_end(session.session_id)
