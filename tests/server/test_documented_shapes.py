@@ -22,6 +22,7 @@ from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.session.portable import MEDIA_TYPE
 
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 
@@ -47,6 +48,12 @@ GUESSES = [f"POST {SESSION}/rewind", f"POST {SESSION}/edit"]
 OPERATIONS += [*OF_SESSIONS, f"DELETE {SESSION}", "GET /v1/sessions", "POST /v1/sessions/restore"]
 REFUSED = {"chat_template", "tools", "functions", "response_format", "chat_template_kwargs", "suffix", "background"}
 REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "stream_options", "best_of", "timeout_s"}
+
+
+@schemathesis.serializer(MEDIA_TYPE)
+def as_file(_: Any, value: Any) -> bytes:
+    """What is made up is no session file."""
+    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from tests.session.helpers import GREEDY, make_service, read, scene
 from tests.session.test_edges import REWRITES, with_template
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
+from tokenmill.session import keeping
 from tokenmill.session.explain import Cause, TurnCost, in_words, message_at
 
 LONG = "words " * 20
@@ -154,7 +155,9 @@ def test_another_worker_is_named() -> None:
 
 
 @pytest.mark.req("B4")
-def test_a_restart_is_named(tmp_path: Path) -> None:
+def test_a_restart_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 10_000)
+
     async def run() -> None:
         async with make_service(store=tmp_path) as service:
             name = await new(service)
@@ -166,6 +169,19 @@ def test_a_restart_is_named(tmp_path: Path) -> None:
             data = await service.export(name)
             copy = await service.restore(data)
             assert (await ask(service, copy)).cause is Cause.NEW, "another one's KV is as good"
+
+    asyncio.run(run())
+
+
+@pytest.mark.req("B4")
+def test_a_restart_is_no_reason_where_kv_comes_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with make_service(store=tmp_path) as service:
+            name = await new(service)
+            await ask(service, name, LONG)
+        async with make_service(store=tmp_path) as service:
+            cost = await ask(service, name)
+            assert (cost.cause, cost.num_cached > 100) == (Cause.NEW, True)
 
     asyncio.run(run())
 

@@ -33,6 +33,7 @@ from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
+FILE = {"type": "string", "format": "binary"}
 REFUSALS = (400, 401, 404, 409, 413, 429, 503)
 
 
@@ -189,7 +190,7 @@ def session_routes(served: Served) -> APIRouter:
         await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 
-    file = {"description": "A session file.", "content": {MEDIA_TYPE: {}}}
+    file: dict[str, Any] = {"description": "A session file.", "content": {MEDIA_TYPE: {"schema": FILE}}}
 
     @api.post(
         "/sessions/{session_id}/save", responses={200: file, **schemas.errors(*REFUSALS)}, response_class=Response
@@ -205,7 +206,7 @@ def session_routes(served: Served) -> APIRouter:
         "/sessions/restore",
         status_code=201,
         responses={201: one[200], **schemas.errors(*REFUSALS)},
-        openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {}}}},
+        openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": FILE}}}},
     )
     async def restore(
         http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
