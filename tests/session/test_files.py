@@ -15,7 +15,7 @@ from tests.session.helpers import GREEDY, continuation, make_service, read, scen
 from tokenmill import SessionService
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
-from tokenmill.session import service as service_module
+from tokenmill.session import transfer
 from tokenmill.session.portable import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack
 
 
@@ -41,7 +41,7 @@ def resealed(data: bytes, **changes: Any) -> bytes:
 @pytest.mark.req("B3")
 @pytest.mark.parametrize("kv", [False, True])
 def test_a_file_is_the_session(tmp_path: Path, kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MIN_KV_TOKENS", 8)
+    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
 
     async def play(service: SessionService) -> None:
         name = await conversation(service)
@@ -129,7 +129,7 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
 
 @pytest.mark.req("B3")
 def test_kv_that_does_not_fit_is_dropped_and_the_log_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MIN_KV_TOKENS", 8)
+    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
 
     async def play(service: SessionService) -> None:
         name = await conversation(service)

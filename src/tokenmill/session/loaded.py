@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, SessionFileError
+from tokenmill.session.explain import BEFORE, KVMark
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
 from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
+from tokenmill.session.record import restored
 from tokenmill.session.routing import Policy, make_routing
+from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
 
@@ -82,6 +87,16 @@ class LoadedModel:
     def stored(self) -> list[Stored]:
         """Those of its sessions that are in the store. Waits for the disk."""
         return [] if self.keeper is None else self.keeper.load()
+
+    def adopt(self, stored: Stored) -> Session:
+        """Go on with a session that was in the store."""
+        core = self.routing.choose(stored.record.head["system"], self.cores_alive())
+        session = restored(stored.record, core, time.monotonic() - stored.idle_s)
+        session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
+        session.has_saved_kv = True
+        session.mark = KVMark(len(session.log), core, 0, BEFORE)
+        self.master.add(session)
+        return session
 
     def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
         """One for all sessions with these template options; None for a model without a template."""

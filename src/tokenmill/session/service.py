@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,13 +28,12 @@ from tokenmill.errors import (
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import SamplingParams
-from tokenmill.session.explain import BEFORE, KVMark, TurnCost, note_cost
+from tokenmill.session.explain import TurnCost, note_cost
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
-from tokenmill.session.keeping import MIN_KV_TOKENS, export_kv, import_kv, until_durable
+from tokenmill.session.keeping import until_durable
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
-from tokenmill.session.portable import pack, write_whole
-from tokenmill.session.record import record_of, restored
+from tokenmill.session.portable import write_whole
 from tokenmill.session.room import LogRoom
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed, of_fork
@@ -49,6 +47,7 @@ from tokenmill.session.session import (
     whole_number,
 )
 from tokenmill.session.store import SessionStore, Stored
+from tokenmill.session.transfer import exported, imported
 
 T = TypeVar("T")
 SETTLE_S = 5.0
@@ -139,14 +138,8 @@ class SessionService:
     def _adopt(self, loaded: LoadedModel, stored: Sequence[Stored]) -> None:
         """Use a model, and go on with its sessions, but for those whose time went by meanwhile."""
         self._loaded = loaded
-        now = time.monotonic()
         for one in stored:
-            opening = one.record.head["system"]
-            session = restored(one.record, loaded.routing.choose(opening, loaded.cores_alive()), now - one.idle_s)
-            session.options = replace(session.options, renderer=loaded.renderer(session.options.template_options))
-            session.has_saved_kv = True
-            session.mark = KVMark(len(session.log), session.core, 0, BEFORE)
-            loaded.master.add(session)
+            session = loaded.adopt(one)
             self._room.take(session.session_id, session.num_bytes)
             if self.limits.ttl_s is not None and one.idle_s >= self.limits.ttl_s:
                 self._end(loaded, session)
@@ -400,13 +393,7 @@ class SessionService:
 
     async def export(self, session_id: str, *, kv: bool = False) -> bytes:
         """The session as the bytes of a file (docs/durability.md), with its KV if that is wanted and there is any."""
-        loaded = self._model()
-        record, session = await loaded.master.ask(session_id, lambda one: (record_of(one), one))
-        identity = await asyncio.to_thread(lambda: loaded.fingerprint)
-        found = await export_kv(loaded.client, loaded.opened.model, session) if kv else None
-        if found is None or found[0] != record.tokens[: len(found[0])]:
-            return await asyncio.to_thread(pack, record, identity)
-        return await asyncio.to_thread(pack, record, identity, len(found[0]), found[1])
+        return await exported(self._model(), session_id, kv=kv)
 
     async def save(self, session_id: str, path: str | Path, *, kv: bool = False) -> Path:
         """Write the session to a file, which is whole or not there."""
@@ -421,18 +408,9 @@ class SessionService:
         It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed.
         """
         loaded = self._model()
-        name = secrets.token_urlsafe(NAME_BYTES)
-        file = await asyncio.to_thread(loaded.read_file, source, name)
         self._room.check()
-        core = loaded.routing.choose(file.record.head["system"], loaded.cores_alive())
-        session = restored(file.record, core, asyncio.get_running_loop().time())
-        renderer = loaded.renderer(session.options.template_options)
-        options = replace(session.options, key=key, namespace=namespace, priority=priority, renderer=renderer)
-        session.options = options
-        session.mark = KVMark(len(session.log), core, 0, BEFORE)
-        if len(file.kv) and file.num_kv_tokens >= MIN_KV_TOKENS and file.fingerprint.form == loaded.fingerprint.form:
-            tokens = file.record.tokens[: file.num_kv_tokens]
-            await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
+        name = secrets.token_urlsafe(NAME_BYTES)
+        session = await imported(loaded, source, name, key=key, namespace=namespace, priority=priority)
         loaded.master.add(session)
         self._used(session)
         await self._until_kept(loaded, [session])
