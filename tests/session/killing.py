@@ -350,8 +350,8 @@ def kill_fake(directory: Path, seed: int, count: int, bug: str | None = None) ->
     return rounds(directory, None, seed, count, after, bug)
 
 
-def kill_real_decoder(directory: Path, seed: int, count: int) -> Witness:
-    """A small one with random weights, on torch, in deterministic mode."""
+def small_checkpoint(folder: Path) -> str:
+    """A small decoder with random weights, a token a byte."""
     import torch
     import transformers
 
@@ -359,8 +359,13 @@ def kill_real_decoder(directory: Path, seed: int, count: int) -> Witness:
 
     torch.manual_seed(3)
     config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 258}, initializer_range=0.4)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory / "model")
-    checkpoint = str(directory / "model")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def kill_real_decoder(directory: Path, seed: int, count: int) -> Witness:
+    """On torch, in deterministic mode."""
+    checkpoint = small_checkpoint(directory / "model")
     with LLM(torch_model(checkpoint), kv_cache_tokens=1024) as llm:
 
         def alone(log: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.session.helpers import make_service, read
+from tests.session.killing import small_checkpoint, torch_model
 from tokenmill import LLM, SessionService
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
@@ -69,6 +70,21 @@ def test_every_answer_is_drawn_again_token_for_token(tmp_path: Path) -> None:
     with fake() as llm:
         found = list(replay(open_file(path, llm), llm))
     assert [one.turn for one in found] == [1, 3, 5, 7]
+    assert [one.at for one in found] == [None] * 4
+
+
+@pytest.mark.req("B5")
+def test_a_real_decoder_draws_the_same_again(tmp_path: Path) -> None:
+    """With neighbours and after evictions, then alone: torch in deterministic mode."""
+    checkpoint = small_checkpoint(tmp_path / "model")
+
+    async def run() -> None:
+        async with SessionService(torch_model(checkpoint), kv_cache_tokens=800) as service:
+            await service.save(await talk(service), tmp_path / "one.session")
+
+    asyncio.run(run())
+    with LLM(torch_model(checkpoint), kv_cache_tokens=1024) as llm:
+        found = list(replay(open_file(tmp_path / "one.session", llm), llm))
     assert [one.at for one in found] == [None] * 4
 
 
