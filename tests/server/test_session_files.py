@@ -10,6 +10,7 @@ import pytest
 from tests.server.conversing import SESSIONS, Conversation, converse
 from tests.server.serving import KEY, Reply, Running, request, running
 from tests.server.telling import OTHER_KEY, make_config, make_llm
+from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.session.portable import MEDIA_TYPE
@@ -38,7 +39,9 @@ def test_a_saved_session_is_restored_for_whoever_brings_it(server: Running) -> N
     copy = Conversation(server, made.json()["id"], OTHER_KEY)
     assert copy.turns() == talk.turns()
     assert copy.info()["pending"] == [{"role": "user", "content": "waits"}]
-    assert copy.ask()["token_ids"] == talk.ask()["token_ids"]
+    answer = copy.ask()
+    assert answer["token_ids"] == talk.ask()["token_ids"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "KV from outside is not taken"
     assert Conversation(server, copy.id, KEY).get().status == 404
     assert Conversation(server, talk.id, OTHER_KEY).post("save").status == 404
 
@@ -53,6 +56,7 @@ def test_files_that_are_none_are_refused_and_the_service_goes_on(server: Running
         (data[:-40] + b"x" + data[-39:], "damaged"),
         (b"{}", "no session file"),
         (data[:18] + b"\x07" + data[19:], "of version 7"),
+        (resealed(data, session={**header(data)["session"], "template_options": {"x": 1}}), "options x are not taken"),
     ):
         refused = restore(server, wrong)
         assert refused.status == 400

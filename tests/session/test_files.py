@@ -27,12 +27,17 @@ async def conversation(service: SessionService, said: str = "some words") -> str
     return name
 
 
+def header(data: bytes) -> dict[str, Any]:
+    start = len(MAGIC) + LENGTHS.size
+    _, header_bytes, _, _ = LENGTHS.unpack_from(data, len(MAGIC))
+    return dict(json.loads(data[start : start + header_bytes]))
+
+
 def resealed(data: bytes, **changes: Any) -> bytes:
     """With a changed header, and a checksum that fits."""
     start = len(MAGIC) + LENGTHS.size
     version, header_bytes, num_tokens, kv_bytes = LENGTHS.unpack_from(data, len(MAGIC))
-    header = {**json.loads(data[start : start + header_bytes]), **changes}
-    written = json.dumps(header).encode()
+    written = json.dumps({**header(data), **changes}).encode()
     lengths = LENGTHS.pack(version, len(written), num_tokens, kv_bytes)
     body = MAGIC + lengths + written + data[start + header_bytes : -DIGEST_BYTES]
     return body + hashlib.sha256(body).digest()
@@ -72,15 +77,15 @@ def test_the_format_is_as_documented(tmp_path: Path) -> None:
             int.from_bytes(data[a:b], "little") for a, b in ((18, 22), (22, 30), (30, 38), (38, 46))
         )
         assert (version, num_kv) == (1, 0)
-        header = json.loads(data[46 : 46 + num_header])
+        about = json.loads(data[46 : 46 + num_header])
         ids = memoryview(data)[46 + num_header : 46 + num_header + 4 * num_ids].cast("i").tolist()
         assert ids == tokens_of(service, name)
         assert data[-32:] == hashlib.sha256(data[:-32]).digest()
-        assert set(header) == {"made_by", "model", "session", "turns", "num_kv_tokens"}
-        assert set(header["model"]) == {"weights", "text", "form"}
-        assert [turn["kind"] for turn in header["turns"]] == ["input", "answer"]
-        assert header["session"]["inbox"] == [{"role": "user", "content": "pending"}]
-        assert not {"key", "namespace"} & set(header["session"])
+        assert set(about) == {"made_by", "model", "session", "turns", "num_kv_tokens"}
+        assert set(about["model"]) == {"weights", "text", "form"}
+        assert [turn["kind"] for turn in about["turns"]] == ["input", "answer"]
+        assert about["session"]["inbox"] == [{"role": "user", "content": "pending"}]
+        assert not {"key", "namespace"} & set(about["session"])
 
     scene(play)
 

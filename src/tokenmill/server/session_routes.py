@@ -215,7 +215,9 @@ def session_routes(served: Served) -> APIRouter:
         hints = served.hints(http, Hinted(timeout_s=None, priority=None, cache_salt=None))
         found = await served.model(model)
         data = await http.body()
-        session_id = await found.sessions.restore(data, key=hints.key, namespace=hints.namespace)
+        known = config.template_options
+        restoring = found.sessions.restore(data, key=hints.key, namespace=hints.namespace, template_options=known)
+        session_id = await restoring
         return shown(found, session_id, 201)
 
     return api

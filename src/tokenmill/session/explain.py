@@ -100,7 +100,7 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
     request, weights, now = generation.choices[0].request, opened.model.weights_version, time.monotonic()
     prompt = generation.output.prompt_token_ids
     if generation.num_generated:
-        asked = (prompt, request.verdict, weights, now, opened.text.tokenizer)
+        asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.output.request_id, *asked)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
         session.mark = KVMark(len(session.log), session.core, weights, now)
@@ -108,15 +108,14 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
 
 
 def cost_of(
-    session: Session, request_id: str, prompt: Sequence[int], verdict: CacheVerdict | None, weights: int, at: float,
-    tokenizer: Tokenizer,
+    session: Session, request_id: str, prompt: Sequence[int], num_cached: int, verdict: CacheVerdict | None,
+    weights: int, at: float, tokenizer: Tokenizer,
 ) -> TurnCost:  # fmt: skip
     """What an answer cost, asked when it is over: before its session's mark is moved."""
     mark = session.mark
     if verdict is None:
-        return TurnCost(request_id, len(prompt), 0, Cause.UNKNOWN, 0)
-    cached = verdict.num_cached
-    base = (request_id, len(prompt), cached)
+        return TurnCost(request_id, len(prompt), num_cached, Cause.UNKNOWN, 0)
+    base, cached = (request_id, len(prompt), num_cached), num_cached
     if mark is None:
         return TurnCost(*base, Cause.FIRST, 0, _difference(session, verdict.divergence, cached, tokenizer))
     held, same = min(mark.num_tokens, len(prompt)), session.log.low

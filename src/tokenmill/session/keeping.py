@@ -71,7 +71,7 @@ class Keeper:
             session.problem = None
             self._unsaved.pop(session.session_id, None)
             self._try_again()
-        else:
+        elif session.state is not SessionState.ENDED:
             if session.problem is None:
                 log.warning("session %s is not durable: %s", session.session_id, error)
             session.problem = str(error)

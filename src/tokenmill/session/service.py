@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -401,16 +401,24 @@ class SessionService:
         return await asyncio.to_thread(write_whole, Path(path), data)
 
     async def restore(
-        self, source: bytes | str | Path, *, key: str = "", namespace: Hashable = None, priority: int = 0
+        self,
+        source: bytes | str | Path,
+        *,
+        key: str = "",
+        namespace: Hashable = None,
+        priority: int = 0,
+        template_options: Collection[str] | None = None,
     ) -> str:
         """A new session from a file or its bytes; its name. `SessionFileError` says why it is refused.
 
-        It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed.
+        It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed. Of a file that may
+        come from anywhere, say which `template_options` it may have: then its KV is not taken at all.
         """
         loaded = self._model()
         self._room.check()
         name = secrets.token_urlsafe(NAME_BYTES)
-        session = await imported(loaded, source, name, key=key, namespace=namespace, priority=priority)
+        hints = Hints(key=key, namespace=namespace, priority=priority)
+        session = await imported(loaded, source, name, hints, template_options)
         loaded.master.add(session)
         self._used(session)
         await self._until_kept(loaded, [session])
