@@ -243,6 +243,32 @@ def test_an_answer_that_a_close_cuts_off_is_kept(tmp_path: Path) -> None:
     assert log[-len(seen) :] == seen
 
 
+def test_a_disk_that_takes_its_time_holds_up_the_end_of_an_answer_and_nothing_else(tmp_path: Path) -> None:
+    async def scene(service: SessionService) -> None:
+        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(3)]
+        other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # nobody else can write now
+        lives = [await service.answer(name, given="x", ignore_eos=True) for name in names]
+        readers = [live.read() for live in lives]
+        for live, reader in zip(lives, readers, strict=True):
+            count = 0
+            while count < 8:  # all tokens come, one session after the other: loop and engine go on
+                chunk = await anext(reader)
+                assert chunk.finish_reason is None
+                count += len(chunk.token_ids)
+            while not live.has_ended:
+                await asyncio.sleep(0)
+            assert not live.is_over
+        ends = [asyncio.ensure_future(anext(reader)) for reader in readers]
+        await asyncio.sleep(0)
+        assert not any(end.done() for end in ends), "not acknowledged before it is durable"
+        other.execute("ROLLBACK")
+        assert [(await end).durable for end in ends] == [True] * 3
+        other.close()
+
+    play(tmp_path, scene)
+
+
 # -- KV ---------------------------------------------------------------------------------------------------------------
 
 
