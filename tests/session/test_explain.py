@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.planting import PlantedBug, plant
 from tests.session.helpers import GREEDY, make_service, read, scene
 from tests.session.test_edges import REWRITES, with_template
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.kv_manager import KVManager
+from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.session import keeping
 from tokenmill.session.explain import Cause, TurnCost, in_words, message_at
+from tokenmill.session.turns import TokenLog
 
 LONG = "words " * 20
 
@@ -191,3 +195,28 @@ def test_which_message_a_character_lies_in() -> None:
     text = "system: be brief\nuser: hi\nassistant: "
     assert [message_at(said[:2], text, place) for place in (0, 10, 15, 16, 24)] == [0, 0, 0, 1, 1]
     assert message_at([], text, 0) is None
+
+
+# -- these tests can fail ---------------------------------------------------------------------------------------------
+
+BUGS = {
+    PlantedBug(
+        "nobody is blamed", KVManager, "_note_loss", "None if reason != ROOM else self.serving", "None"
+    ): test_an_eviction_is_named_with_when_and_for_whom,
+    PlantedBug(
+        "a cut goes unnoticed", TokenLog, "_cut", "self.low = min(self.low, keep)", "pass"
+    ): test_an_edit_is_named_with_both_texts_and_the_message,
+    PlantedBug(
+        "texts from a token too late", PrefixIndex, "divergence", "slice(matched, ", "slice(matched + 1, "
+    ): test_an_edit_is_named_with_both_texts_and_the_message,
+    PlantedBug(
+        "a loss is forgotten when the core looks", KVManager, "verdict", 'request.hints.owner or ""', '""'
+    ): test_an_eviction_is_named_with_when_and_for_whom,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    with pytest.raises(AssertionError):
+        BUGS[bug]()
