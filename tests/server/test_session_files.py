@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server.conversing import SESSIONS, Conversation, converse
-from tests.server.serving import KEY, Reply, Running, request, running
+from tests.server.serving import KEY, Reply, Running, child, request, running
 from tests.server.telling import OTHER_KEY, make_config, make_llm
 from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
@@ -92,3 +94,33 @@ def test_a_server_with_a_store_has_its_sessions_again(tmp_path: Path) -> None:
         assert again.delete().status == 204
     with running(make_llm(), config) as server:
         assert server.get(SESSIONS).json()["data"] == []
+
+
+@pytest.mark.req("B3")
+def test_a_server_that_was_killed_has_what_it_said(tmp_path: Path) -> None:
+    """`tokenmill serve --store`, kill -9 in the middle of an answer, and again."""
+    asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": False}
+
+    def post(port: int, verb: str, body: dict[str, object]) -> Reply:
+        reply = request(port, "POST", f"{SESSIONS}{verb}", body, key=None)
+        assert reply.status in (200, 201), reply.body
+        return reply
+
+    with child(tmp_path / "first.log", "fake", "--store", str(tmp_path / "store")) as first:
+        name = post(first.port, "", {"system": "be brief"}).json()["id"]
+        answer = post(first.port, f"/{name}/generate", {**asked, "input": "one"}).json()
+        assert answer["durable"] is True
+        turns = request(first.port, "GET", f"{SESSIONS}/{name}/turns", key=None).json()
+        connection = http.client.HTTPConnection("127.0.0.1", first.port, timeout=30)
+        body = json.dumps({**asked, "input": "never answered", "max_tokens": 100_000, "stream": True})
+        connection.request("POST", f"{SESSIONS}/{name}/generate", body, {"Content-Type": "application/json"})
+        assert connection.getresponse().readline(), "it is on its way"
+        first.process.kill()
+        first.process.wait()
+        connection.close()
+    with child(tmp_path / "second.log", "fake", "--store", str(tmp_path / "store")) as second:
+        (info,) = request(second.port, "GET", SESSIONS, key=None).json()["data"]
+        assert (info["id"], info["state"], info["durable"]) == (name, "idle", True)
+        assert request(second.port, "GET", f"{SESSIONS}/{name}/turns", key=None).json() == turns
+        again = post(second.port, f"/{name}/regenerate", {**asked, "stream": False}).json()
+        assert again["token_ids"] == answer["token_ids"], "greedy: the same again"
