@@ -1,7 +1,7 @@
 """`make soak`: what the property tests do, for as long as you like, with seeds that no test has seen.
 
 Walks over KV memory against the specification, workloads against requests alone, trees of sessions against fresh
-prefills. The first failure ends it and says how to repeat it.
+prefills, services that are killed at any moment. The first failure ends it and says how to repeat it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import asyncio
 import itertools
 import logging
 import random
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.conformance.operations import RandomChooser
 from tests.conformance.random_driver import drive
 from tests.conformance.subjects import FAKE
 from tests.conformance.torch_subject import TORCH, make_deterministic
 from tests.engine.workload import play, workload
+from tests.session.killing import kill_fake, kill_real_decoder
 from tests.session.tree import grow
 
 Walk = Callable[[int, int], object]
@@ -30,7 +33,14 @@ WALKS: dict[str, Walk] = {
     "trees of sessions": lambda seed, depth: asyncio.run(
         asyncio.wait_for(grow(RandomChooser(seed), depth, 60), 120)
     ),
+    "services that are killed": lambda seed, _: in_a_folder(lambda folder: kill_fake(folder, seed, 5)),
+    "services on torch that are killed": lambda seed, _: in_a_folder(lambda folder: kill_real_decoder(folder, seed, 5)),
 }  # fmt: skip
+
+
+def in_a_folder(walk: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        walk(Path(folder))
 
 
 def main() -> None:

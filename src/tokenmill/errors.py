@@ -6,7 +6,9 @@
     │   └── ModelNotFound       no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
     │   ├── TokenizeFailed      a text can't be turned into tokens
-    │   └── ContextOverflow     a conversation has outgrown the context
+    │   ├── ContextOverflow     a conversation has outgrown the context
+    │   └── SessionFileError    a session's file is damaged, of another model or of a later version
+    ├── NotDurable              what was done is in memory, but could not be written to the store
     ├── ModelNotLoaded          the service has no model yet
     ├── Overloaded              no room for another session, or for more of one
     ├── SessionNotFound         no session of that name
@@ -62,6 +64,14 @@ class TokenizeFailed(InvalidRequest):
 
 class ContextOverflow(InvalidRequest):
     """A conversation has outgrown the context; what was to be added was not."""
+
+
+class SessionFileError(InvalidRequest):
+    """A session's file is damaged, of another model or of a later version; nothing was restored from it."""
+
+
+class NotDurable(TokenmillError):
+    """What was done is in memory, but could not be written to the store."""
 
 
 class ModelNotLoaded(TokenmillError):

@@ -56,6 +56,47 @@ class Usage:
     """Prompt tokens whose KV was there already."""
 
 
+@dataclass(frozen=True)
+class Divergence:
+    """Where a prompt and KV that was there begin to differ."""
+
+    at: int
+    """Tokens that are the same."""
+    held: tuple[int, ...]
+    """Some ids of what was there, from the first that differs on..."""
+    asked: tuple[int, ...]
+    """...and of the prompt."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """KV of a session that was given up before the session came back for it."""
+
+    at: float
+    """When, by the engine's clock."""
+    reason: str
+    """`room`: others needed it; `weights`: they were replaced; `failure`: a step failed."""
+    by: str | None
+    """The request that room was made for, if it was one, and..."""
+    by_key: str
+    """...whose that is."""
+    num_tokens: int
+    """What is left of it is so much less."""
+
+
+@dataclass(frozen=True)
+class CacheVerdict:
+    """How much of a prompt did not have to be computed, and why not more."""
+
+    num_cached: int
+    divergence: Divergence | None = None
+    """From the KV that has most in common with the prompt, if that goes on otherwise."""
+    loss: Loss | None = None
+    """The latest of its session, since its last answer."""
+    core_since: float = 0.0
+    """Since when the engine core is there: it knows of nothing before."""
+
+
 @dataclass
 class CompletionOutput:
     """One choice of a request. Under vLLM's names."""
@@ -102,3 +143,5 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token, None for the first, if they were asked for; there from the first token on, or from the
     end on if the engine is another process."""
+    cache: CacheVerdict | None = None
+    """Why so much of the prompt was computed; None before it has started, or if the engine is another process."""

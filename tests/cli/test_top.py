@@ -92,6 +92,17 @@ def test_a_frame_has_slots_steps_queue_kv_and_rates(state: LiveState) -> None:
     assert re.search(r"400 tokens +sess-b\n +50 tokens +\(no session\)", text)
 
 
+@pytest.mark.req("B4")
+def test_what_was_evicted_is_shown_with_for_whom(state: LiveState) -> None:
+    at = state.now - 2
+    lost = {"model": "smollm2-135m", "core": 0, "at": at, "change": "evicted", "seq": 4, "session": "sess-b"}
+    state.take("parked", {**lost, "tokens": 300, "for": "chatcmpl-9/0~async-9/0"})
+    state.take("parked", {**lost, "seq": 6, "session": None, "tokens": 50, "for": None})
+    text = "\n".join(frame(state, 100, 40, colour=False))
+    assert "evicted KV of sessions\n         300 tokens  sess-b for chatcmpl-9/0~async-9/0, 2 s ago" in text
+    assert text.count("s ago") == 1, "nobody comes back for what is no session's"
+
+
 @pytest.mark.parametrize("width", [20, 40, 71, 80, 200])
 @pytest.mark.parametrize("height", [5, 12, 60])
 def test_a_frame_fits_into_its_terminal(state: LiveState, width: int, height: int) -> None:

@@ -48,7 +48,9 @@ BUGS = [
     PlantedBug("split edge loses its entries", prefix.PrefixIndex, "_split", "dict(node.entries)", "{}"),
     PlantedBug("stop token before its time", results.Results, "_end_if_complete", "> limits.min_new_tokens", "> 0"),
     PlantedBug("cells promised twice", scheduler.Scheduler, "_make_room_before", "draft.cells + cells", "0"),
-    PlantedBug("parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked)", "pass"),
+    PlantedBug(
+        "parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked, FAILURE)", "pass"
+    ),
     PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length(", "int("),
 ]
 

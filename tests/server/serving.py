@@ -141,9 +141,17 @@ class Running:
 
 
 @contextmanager
-def running(llm: AsyncLLM, config: ServerConfig, *names: str, others: Sequence[ModelSpec] = ()) -> Iterator[Running]:
+def running(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    *names: str,
+    others: Sequence[ModelSpec] = (),
+    send_buffer: int | None = None,
+) -> Iterator[Running]:
     """A server on a thread of its own, with real sockets; the engine is closed with it."""
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:  # of each connection: what a slow client has not taken
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     spec = ModelSpec(name=next(iter(names), "fake"), load=lambda: llm, aliases=frozenset(names[1:]))
     config = replace(config, idle_s=min(config.idle_s, 3.0))  # some tests read until the server hangs up
     served = Served(config, [spec, *others])

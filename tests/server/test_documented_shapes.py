@@ -22,6 +22,7 @@ from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.session.portable import MEDIA_TYPE
 
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 
@@ -39,13 +40,20 @@ OPERATIONS += [f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/requ
 OPERATIONS += [f"POST /v1/models/{verb}" for verb in ("load", "unload")]
 SESSION = "/v1/sessions/{session_id}"
 OF_SESSIONS = ["POST /v1/sessions", f"GET {SESSION}", f"GET {SESSION}/turns", f"GET {SESSION}/stream"]
+OF_SESSIONS += [f"GET {SESSION}/explain", f"POST {SESSION}/save"]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("append", "generate", "regenerate", "cancel", "fork")]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("rewind", "edit")]
 GUESSES = [f"POST {SESSION}/rewind", f"POST {SESSION}/edit"]
 """Turns that are there are few."""
-OPERATIONS += [*OF_SESSIONS, f"DELETE {SESSION}", "GET /v1/sessions"]
+OPERATIONS += [*OF_SESSIONS, f"DELETE {SESSION}", "GET /v1/sessions", "POST /v1/sessions/restore"]
 REFUSED = {"chat_template", "tools", "functions", "response_format", "chat_template_kwargs", "suffix", "background"}
 REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "stream_options", "best_of", "timeout_s"}
+
+
+@schemathesis.serializer(MEDIA_TYPE)
+def as_file(_: Any, value: Any) -> bytes:
+    """What is made up is no session file."""
+    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
 
 
 @pytest.fixture(scope="module")

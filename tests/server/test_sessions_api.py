@@ -47,7 +47,7 @@ def test_a_session_from_its_beginning_to_its_end(server: Running) -> None:
     talk = converse(server, system="be brief")
     assert talk.info() == {
         "id": talk.id, "object": "session", "model": "fake", "state": "idle",
-        "num_tokens": 0, "num_turns": 0, "pending": [],
+        "num_tokens": 0, "num_turns": 0, "pending": [], "durable": None, "problem": None,
     }  # fmt: skip
     appended = talk.post("append", input="hi")
     assert appended.status == 200

@@ -15,7 +15,7 @@ from tokenmill.session.turns import TokenLog
 
 BUGS = [
     PlantedBug("forks share one log", TokenLog, "copy", "self.tokens[:], list(self.turns)", "self.tokens, self.turns"),
-    PlantedBug("a cut keeps one token too many", TokenLog, "cut_at_turn", "else end :]", "else end + 1 :]"),
+    PlantedBug("a cut keeps one token too many", TokenLog, "cut_at_turn", "else end)", "else end + 1)"),
     PlantedBug("regenerate repeats itself", Session, "drop_answer", "self.attempt += 1", "self.attempt += 0"),
     PlantedBug(
         "the stop token is not in the log", Session, "take_answer",

@@ -2,7 +2,8 @@
 
 First token: the last of many turns, in its session and as a stateless request with the same history and nothing cached,
 in turn. Stalled reader: the time between tokens of all readers but one, with that one reading and not reading, in turn;
-the ratio of two runs in which it reads (A/A) says how much of a difference is noise.
+the ratio of two runs in which it reads (A/A) says how much of a difference is noise. By turn: every turn's first token
+in three ways (`session_turns.py`). Restore: KV bytes from the disk beside a replay (`session_restore.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench.plot import line_chart
+from tokenmill.bench.session_restore import pays_from, restoring
+from tokenmill.bench.session_turns import first_token_by_turn
 from tokenmill.engine.request import Hints
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Chunk, LiveTurn
 from tokenmill.session.service import SessionService
 
+PARTS = ("first-token", "stalled-reader", "by-turn", "restore")
 FREE = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
 
 
@@ -168,22 +174,45 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         if "stalled-reader" in options.parts:
             stalled = await stalled_reader(service, options.readers, options.stalled_tokens, options.pairs)
             report["stalled_reader"] = {**asdict(stalled), "ratio": stalled.ratio, "noise": stalled.noise}
+        if "by-turn" in options.parts:
+            turns = await first_token_by_turn(service, options.turns, options.tokens, options.pairs, say)
+            report["by_turn"] = asdict(turns)
+    if "restore" in options.parts:
+        restored = await restoring(options.model, options.lengths, options.pairs, say)
+        each = [{**asdict(one), "ratio": one.ratio} for one in restored]
+        report["restore"] = {"lengths": each, "pays_from": pays_from(restored)}
     return report
+
+
+def by_turn_medians(report: dict[str, Any]) -> dict[str, list[float]]:
+    """Of each way, the median of its rounds, by turn."""
+    rounds = report["seconds"]
+    return {way: [statistics.median(turn) for turn in zip(*some, strict=True)] for way, some in rounds.items()}
+
+
+def plot_by_turn(path: Path, report: dict[str, Any]) -> None:
+    medians = by_turn_medians(report)
+    turns = list(range(1, len(report["history"]) + 1))
+    line_chart(path, "Time to the first token", turns, medians, x_label="turn", y_label="seconds")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tokenmill bench sessions", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--parts", nargs="+", default=["first-token", "stalled-reader"])
+    parser.add_argument("--parts", nargs="+", default=["first-token", "stalled-reader"], choices=PARTS)
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=100, help="in, and out, of each turn (100)")
     parser.add_argument("--readers", type=int, default=32)
     parser.add_argument("--stalled-tokens", type=int, default=24, help="of each answer while one reader stalls (24)")
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="for restore")
+    parser.add_argument("--plot", type=Path, help="write the chart of by-turn there, as SVG")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     report = asyncio.run(measure(options))
+    if "by_turn" in report and options.plot is not None:
+        plot_by_turn(options.plot, report["by_turn"])
     if options.json:
         print(json.dumps(report, indent=2))
         return 0
@@ -199,4 +228,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  all read        {statistics.median(two['all_read_s']):.3f} s")
         print(f"  one has stopped {statistics.median(two['one_stopped_s']):.3f} s")
         print(f"  ratio           {two['ratio']:.3f} (A/A {two['noise']:.3f})")
+    if "by_turn" in report:
+        medians = by_turn_medians(report["by_turn"])
+        print("first token by turn, seconds:\n  turn  tokens  " + "  ".join(medians))
+        for turn, tokens in enumerate(report["by_turn"]["history"]):
+            row = "  ".join(f"{values[turn]:>{len(way)}.3f}" for way, values in medians.items())
+            print(f"  {turn + 1:>4}  {tokens:>6}  {row}")
+    if "restore" in report:
+        print("first token of a session that comes back, from KV bytes and by replay:")
+        for one in report["restore"]["lengths"]:
+            bytes_s, replay_s = (statistics.median(one[way]) for way in ("from_bytes_s", "replayed_s"))
+            print(f"  {one['num_tokens']:>6} tokens  {bytes_s:.3f} s  {replay_s:.3f} s  ratio {one['ratio']:.2f}")
+        print(f"  bytes pay from {report['restore']['pays_from']} tokens on")
     return 0

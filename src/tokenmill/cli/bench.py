@@ -17,7 +17,7 @@ BENCHMARKS = {
     "memory": "What `tokenmill fit` plans beside what is really used.",
     "http": "What HTTP costs: many clients that stream, beside the same work offline.",
     "serve": "Load on any OpenAI-compatible server: throughput and latencies, as `vllm bench serve` has them.",
-    "sessions": "What a session saves at its last turn, and what a reader that stops costs the others.",
+    "sessions": "What a session saves, turn by turn; what a reader that stops costs; when KV bytes beat a replay.",
 }
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -32,4 +32,4 @@ class Conversation:
                 yield output
         finally:
             if output is not None:
-                self.session.take_answer(output.outputs[0], text.tokenizer)
+                self.session.take_answer(output.outputs[0], self._params, text.tokenizer)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tokenmill.cli.live_state import Core, LiveState, Tick
+from tokenmill.cli.live_state import Core, Eviction, LiveState, Tick
 from tokenmill.engine.stats import CoreSnapshot, SlotView
 from tokenmill.server.telemetry.rates import RateView
 from tokenmill.server.telemetry.shapes import by_session
@@ -42,14 +42,14 @@ def frame(state: LiveState, width: int, height: int, *, colour: bool) -> list[st
         left = max(height - len(lines), 4)
         for (model, number), core in state.cores.items():
             room = left // len(state.cores)
-            lines += _core(model, number, core, core.rates(state.now), width, room, colour=colour)
+            lines += _core(model, number, core, state.now, width, room, colour=colour)
     if len(lines) > height:
         lines = [*lines[: height - 1], [Piece("...", DIM)]]
     return [_render(line, width, colour=colour) for line in lines]
 
 
-def _core(model: str, number: int, core: Core, rates: RateView, width: int, room: int, *, colour: bool) -> list[Line]:
-    snapshot = core.snapshot
+def _core(model: str, number: int, core: Core, now: float, width: int, room: int, *, colour: bool) -> list[Line]:
+    snapshot, rates = core.snapshot, core.rates(now)
     busy = [slot for slot in snapshot.slots if slot.request_id is not None]
     head: list[Line] = [
         [],
@@ -63,7 +63,7 @@ def _core(model: str, number: int, core: Core, rates: RateView, width: int, room
     ]
     if core.ticks:
         head.append(_strip(list(core.ticks), width, colour=colour))
-    below = [*_waiting(snapshot, width), *_sessions(snapshot, width)]
+    below = [*_waiting(snapshot, width), *_sessions(snapshot, width), *_evictions(core.evictions, now, width)]
     return [*head, *_slots(busy, len(snapshot.slots), width, max(room - len(head) - len(below), 3)), *below]
 
 
@@ -145,6 +145,16 @@ def _sessions(snapshot: CoreSnapshot, width: int) -> list[Line]:
         name = "(no session)" if session is None else _short(session, width - 22)
         lines.append([Piece(f"    {count:>8,} tokens  {name}", BLUE)])
     return [*lines, *_more(len(tokens) - MOST_SESSIONS)]
+
+
+def _evictions(evictions: Iterable[Eviction], now: float, width: int) -> list[Line]:
+    """Sessions that will have to compute again what they had, and for whom."""
+    lines: list[Line] = []
+    for one in evictions:
+        to = "" if one.by is None else f" for {_short(one.by, width - 48)}"
+        what = f"    {one.num_tokens:>8,} tokens  {_short(one.session, 16)}{to}, {max(0.0, now - one.at):.0f} s ago"
+        lines.append([Piece(what, RED)])
+    return [[Piece("  evicted KV of sessions", DIM)], *lines] if lines else []
 
 
 def _more(count: int) -> list[Line]:

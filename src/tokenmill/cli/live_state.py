@@ -15,6 +15,7 @@ from tokenmill.server.telemetry.rates import RateView
 from tokenmill.server.telemetry.shapes import LiveCore
 
 MAX_TICKS = 512
+MAX_EVICTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,24 @@ class Tick:
     num_prefill: int
 
 
+@dataclass(frozen=True)
+class Eviction:
+    """KV of a session that was given up for a request."""
+
+    at: float
+    session: str
+    num_tokens: int
+    by: str | None
+
+
 @dataclass
 class Core:
     """One engine core."""
 
     live: LiveCore
     ticks: deque[Tick] = field(default_factory=lambda: deque(maxlen=MAX_TICKS))
+    evictions: deque[Eviction] = field(default_factory=lambda: deque(maxlen=MAX_EVICTIONS))
+    """The latest."""
     told_rates: RateView | None = None
     """As the server said; else they follow from its events."""
 
@@ -76,12 +89,15 @@ class LiveState:
                 before = self.cores.get(name)
                 self.cores[name] = Core(LiveCore(data))
                 if before is not None:
-                    self.cores[name].ticks = before.ticks
+                    self.cores[name].ticks, self.cores[name].evictions = before.ticks, before.evictions
             elif kind == "gone":
                 self.cores.pop(name, None)
             elif name in self.cores:
                 core = self.cores[name]
                 core.live.take(kind, data)
+                if kind == "parked" and data["change"] == "evicted" and data["session"] is not None:
+                    lost = Eviction(data["at"], data["session"], data["tokens"], data.get("for"))
+                    core.evictions.append(lost)
                 if kind == "tick":
                     core.ticks.append(Tick(data["decode"], sum(data["tokens"]) - data["decode"]))
 

@@ -14,6 +14,7 @@ from tokenmill.cli.chat import chat
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
 from tokenmill.cli.pull import pull
+from tokenmill.cli.replay import replay
 from tokenmill.cli.serve import serve
 from tokenmill.cli.top import top
 from tokenmill.errors import EngineDead, ModelLoadError, RequestFailed, TokenmillError
@@ -25,6 +26,7 @@ app.command()(pull)
 app.command()(serve)
 app.command()(fit)
 app.command()(top)
+app.command()(replay)
 app.add_typer(bench, name="bench")
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130

@@ -51,6 +51,9 @@ def serve(
     session_ttl: Annotated[
         float, typer.Option(help="Seconds; a session that nobody uses for so long ends.")
     ] = 86_400.0,
+    store: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep sessions there: they outlive the server.", file_okay=False)
+    ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that what runs may go on when the server is stopped.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
@@ -87,6 +90,7 @@ def serve(
         web=web,
         spans_url=otlp,
         session_ttl_s=session_ttl,
+        store=store,
         max_request_s=request_timeout,
         drain_s=drain,
     )

@@ -148,6 +148,8 @@ class ModelInfo:
     max_context: int
     """Positions are numbered below this."""
     layers: tuple[LayerKV, ...]
+    form: str = ""
+    """How weights and KV are held: KV bytes of another form are of no use."""
 
     @property
     def kv_bytes_per_token(self) -> int:

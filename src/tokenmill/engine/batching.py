@@ -54,6 +54,7 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
         scores=scores,
         pools=pools,
         attention=draft.attention,
+        decode_attention=draft.decode_attention,
     )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.interrupts import deferred_interrupts
 from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import Hints, Request
 from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken
+
+T = TypeVar("T")
 
 
 class EngineClient(Protocol):
@@ -43,6 +46,14 @@ class EngineClient(Protocol):
         """A session has ended: KV that is parked for it is free."""
         ...
 
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
+        """KV that is parked for a session: its tokens and its bytes, when the core has nothing else to do."""
+        ...
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
+        """Park exported bytes as the KV of these tokens; False if they do not fit."""
+        ...
+
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; its sink hears it."""
         ...
@@ -65,6 +76,13 @@ class EngineClient(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def done(result: T) -> Future[T]:
+    """What is known already, for whoever waits."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 class InlineClient:
@@ -93,6 +111,14 @@ class InlineClient:
     def release(self, owner: str) -> None:
         with deferred_interrupts():
             self.core.release(owner)
+
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:  # noqa: ARG002
+        with deferred_interrupts():
+            return done(self.core.export_kv(owner))
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:  # noqa: ARG002
+        with deferred_interrupts():
+            return done(self.core.import_kv(tokens, state, hints))
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:  # noqa: ARG002 (there is one)
         with deferred_interrupts():
@@ -165,6 +191,12 @@ class ThreadClient:
 
     def release(self, owner: str) -> None:
         self.pool.release(owner)
+
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
+        return self.pool.export_kv(core, owner)
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
+        return self.pool.import_kv(core, tokens, state, hints)
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         def hear(output: GeneratedToken) -> None:

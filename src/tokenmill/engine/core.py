@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import Backend, ModelInfo, Sampled
+from tokenmill.core import Backend, IntArray, ModelInfo, Sampled
 from tokenmill.engine.events import CellsEvent, EventBus, FailedStepEvent, StartEvent, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
 from tokenmill.engine.isolation import Isolation, Suspect
@@ -119,6 +119,18 @@ class EngineCore:
         """A session has ended: KV that is parked for it is free."""
         self.kv.drop_owner(owner)
         self._tell_cells()
+
+    def export_kv(self, owner: str) -> tuple[IntArray, bytes] | None:
+        """KV that is parked for a session: its tokens and its bytes, if there are any."""
+        self._check_alive()
+        return self.kv.export(owner)
+
+    def import_kv(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
+        """Park exported bytes as the KV of these tokens; False if they do not fit."""
+        self._check_alive()
+        done = self.kv.import_(tokens, state, hints)
+        self._tell_cells()
+        return done
 
     def fork(
         self, request_id: str, new_id: str, limits: Limits, hints: Hints = Hints(), draw: Draw = GREEDY
@@ -246,8 +258,18 @@ class EngineCore:
                 num_waiting=len(self.scheduler.queue),
                 free_cells=self._told_cells,
                 num_parked=self.kv.num_parked,
+                prefill_s=self._prefill_s(plan, step_s),
             )
         )
+
+    def _prefill_s(self, plan: StepPlan, step_s: float) -> float:
+        """What of a step its prefill tokens took: all that its decodes alone would not have."""
+        if not plan.num_prefill or not plan.num_decode:
+            return step_s if plan.num_prefill else 0.0
+        alone = self.scheduler.cost.predict(plan.num_decode, plan.decode_attention)
+        if alone is None:
+            alone = step_s * plan.num_decode / plan.num_tokens
+        return max(0.0, step_s - alone)
 
     def _tell_cells(self) -> None:
         """Tell how many cells are free if that is not known: steps are submitted, KV is parked and trimmed."""

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import NO_ROW, Request
-from tokenmill.outputs import FinishReason
+from tokenmill.outputs import CacheVerdict, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class RequestEvent:
     key: str = ""
     owner: str | None = None
     """Its session."""
+    verdict: CacheVerdict | None = None
+    """Once it has started: why so much of its prompt is computed."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class TickEvent:
     num_waiting: int
     free_cells: int
     num_parked: int
+    prefill_s: float = 0.0
+    """What of `step_s` its prefill tokens took: without them, its decodes alone would have been done sooner."""
 
     @cached_property
     def is_whole(self) -> bool:
@@ -131,6 +135,10 @@ class ParkedEvent:
     owner: str | None
     """The session it is kept for."""
     key: str = ""
+    by: str | None = None
+    """The request that room was made for, and..."""
+    by_key: str = ""
+    """...whose that is."""
 
 
 @dataclass(frozen=True)
@@ -208,5 +216,6 @@ class EventBus:
                     request.row,
                     request.hints.key,
                     request.hints.owner,
+                    request.verdict,
                 )
             )

@@ -114,6 +114,7 @@ class Generation:
             self._end(choice, delta)
         if choice is self.choices[0] and self.output.prompt_logprobs is None:
             self._take_prompt_logprobs(choice.request)
+        self.output.cache = self.choices[0].request.verdict
         self.output.usage = Usage(
             prompt_tokens=len(self.output.prompt_token_ids),
             completion_tokens=self.num_generated,

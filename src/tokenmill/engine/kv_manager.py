@@ -16,9 +16,16 @@ import numpy as np
 from tokenmill.core import Batch, Capabilities, IntArray, KVMemory
 from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
 from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex
-from tokenmill.engine.request import Hints
+from tokenmill.engine.request import Hints, Request
 from tokenmill.engine.stats import ParkedView
-from tokenmill.errors import IntegrityError
+from tokenmill.errors import IntegrityError, InvalidOperation, OutOfKV
+from tokenmill.outputs import CacheVerdict, Divergence, Loss
+
+ROOM, WEIGHTS, FAILURE = "room", "weights", "failure"
+"""Why parked KV was given up."""
+NUM_SHOWN = 16
+"""Tokens that are told where a prompt leaves what is known."""
+MOST_LOSSES = 10_000
 
 
 @dataclass(eq=False)
@@ -51,6 +58,32 @@ class KVManager:
         self._plain: OrderedDict[int, Parked] = OrderedDict()
         self._sessions: OrderedDict[int, Parked] = OrderedDict()
         self._cells_parked = 0
+        self._losses: OrderedDict[str, Loss] = OrderedDict()
+        """What sessions have lost since they last ran, latest first to go."""
+        self._since = events.clock()
+        self.serving: Request | None = None
+        """Whom room is made for now."""
+
+    # -- why ----------------------------------------------------------------------------------------------------------
+
+    def divergence(self, request: Request) -> Divergence | None:
+        """Where a request that is about to start leaves what is known."""
+        return self.index.divergence(request.token_array(), request.hints.namespace, NUM_SHOWN) if self._reuse else None
+
+    def verdict(self, request: Request, num_cached: int, divergence: Divergence | None) -> CacheVerdict:
+        """Why a request that starts now has so much cached and not more."""
+        return CacheVerdict(num_cached, divergence, self._losses.pop(request.hints.owner or "", None), self._since)
+
+    def _note_loss(self, parked: Parked, num_tokens: int, reason: str) -> None:
+        if parked.owner is None:
+            return
+        by = None if reason != ROOM else self.serving
+        before = self._losses.pop(parked.owner, None)
+        total = num_tokens + (before.num_tokens if before is not None else 0)
+        name, key = (None, "") if by is None else (by.request_id, by.hints.key)
+        self._losses[parked.owner] = Loss(self._events.clock(), reason, name, key, total)
+        while len(self._losses) > MOST_LOSSES:
+            self._losses.popitem(last=False)
 
     # -- starting and ending ------------------------------------------------------------------------------------------
 
@@ -129,8 +162,35 @@ class KVManager:
         shelf[seq] = Parked(entry, hints.owner, hints.key)
         self._tell(shelf[seq], ParkedChange.PARKED)
 
+    def export(self, owner: str) -> tuple[IntArray, bytes] | None:
+        """The longest KV that is parked for a session: its tokens and its bytes. None: there is none to be had."""
+        held = [parked for parked in self._sessions.values() if parked.owner == owner]
+        if not held or not self._capabilities.state_bytes:
+            return None
+        longest = max(held, key=lambda parked: len(parked.entry.tokens))
+        return longest.entry.tokens, self.kv.export(longest.seq)
+
+    def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
+        """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
+        if not self._reuse or not self._capabilities.state_bytes or not self.make_room(self._cells(len(tokens))):
+            return False
+        seq = self._lease()
+        if seq is None:
+            return False
+        try:
+            self.kv.import_(seq, state)
+        except (InvalidOperation, OutOfKV):
+            self.release(seq)
+            return False
+        if self.kv.seq_pos_min(seq) != 0 or self.length(seq) != len(tokens):
+            self.release(seq)
+            return False
+        self.park(seq, tokens.tolist(), hints)
+        return True
+
     def drop_owner(self, owner: str) -> None:
         """A session ended: its parked KV is free."""
+        self._losses.pop(owner, None)
         for parked in [parked for parked in self._sessions.values() if parked.owner == owner]:
             self._give_up(parked, ParkedChange.RELEASED)
 
@@ -181,7 +241,10 @@ class KVManager:
         return self._cells_parked - kept
 
     def _cells_of(self, entry: Entry) -> int:
-        return -(-len(entry.tokens) // self.kv.block_size) * self.kv.block_size
+        return self._cells(len(entry.tokens))
+
+    def _cells(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.kv.block_size) * self.kv.block_size
 
     def _shorten(self, parked: Parked, cells: int) -> None:
         """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""
@@ -191,11 +254,13 @@ class KVManager:
             self._evict(parked)
             return
         entry = parked.entry
+        lost = len(entry.tokens) - keep
         self.index.remove(entry)
         self._cells_parked -= self._cells_of(entry)
         entry.tokens = entry.tokens[:keep]
         self._cells_parked += self._cells_of(entry)
         self.index.insert(entry)
+        self._note_loss(parked, lost, ROOM)
         if self.kv.free() == before:
             self._evict(parked)
         else:
@@ -208,8 +273,9 @@ class KVManager:
                     return parked
         return None
 
-    def _evict(self, parked: Parked) -> None:
+    def _evict(self, parked: Parked, reason: str = ROOM) -> None:
         self.num_evicted += 1
+        self._note_loss(parked, len(parked.entry.tokens), reason)
         self._give_up(parked, ParkedChange.EVICTED)
 
     def _give_up(self, parked: Parked, change: ParkedChange) -> None:
@@ -219,7 +285,14 @@ class KVManager:
     def _tell(self, parked: Parked, change: ParkedChange) -> None:
         if self._events.is_heard:
             length = len(parked.entry.tokens)
-            self._events.emit(ParkedEvent(self._events.clock(), change, parked.seq, length, parked.owner, parked.key))
+            by = self.serving if change in (ParkedChange.EVICTED, ParkedChange.SHORTENED) else None
+            names = (
+                parked.owner,
+                parked.key,
+                None if by is None else by.request_id,
+                "" if by is None else by.hints.key,
+            )
+            self._events.emit(ParkedEvent(self._events.clock(), change, parked.seq, length, *names))
 
     # -- sequence ids -------------------------------------------------------------------------------------------------
 
@@ -260,7 +333,7 @@ class KVManager:
         """Steps were lost after the fact: drop parked KV that no longer holds what it says."""
         for parked in [*self._plain.values(), *self._sessions.values()]:
             if self.length(parked.seq) != len(parked.entry.tokens):
-                self._evict(parked)
+                self._evict(parked, FAILURE)
 
     @property
     def num_parked(self) -> int:
@@ -275,10 +348,10 @@ class KVManager:
         parked = sorted([*self._plain.values(), *self._sessions.values()], key=lambda one: one.seq)
         return tuple(ParkedView(one.seq, len(one.entry.tokens), one.owner, one.key) for one in parked)
 
-    def evict_all(self) -> None:
+    def evict_all(self, reason: str = ROOM) -> None:
         """Give up all parked KV."""
         while (victim := self._oldest()) is not None:
-            self._evict(victim)
+            self._evict(victim, reason)
 
     def check_integrity(self) -> None:
         """Every sequence id is free, leased or parked, and parked KV is as long as its tokens."""

@@ -12,7 +12,7 @@ from tokenmill.core import ModelHandle
 from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output, pair_params
-from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.engine.request import Request
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
@@ -51,6 +51,11 @@ class LLM:
     def engine(self) -> EngineCore:
         """Token-level control: `add_sequence`, `step`, `run_until_complete`."""
         return self._client.core
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The model, and all that belongs to it."""
+        return self._opened
 
     def get_tokenizer(self) -> Tokenizer:
         return self._opened.text.tokenizer

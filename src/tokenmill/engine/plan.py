@@ -48,6 +48,8 @@ class StepPlan:
     """Prompts whose embeddings are wanted."""
     attention: float
     """Cells read by all tokens together: what attention costs."""
+    decode_attention: float = field(kw_only=True, default=0.0)
+    """Those of them that decodes read."""
 
     @property
     def num_tokens(self) -> int:

@@ -12,16 +12,17 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore, check_cancel
 from tokenmill.engine.events import EventBus, Subscriber
-from tokenmill.engine.request import Request, check_request
+from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -52,6 +53,8 @@ class CoreThread:
         self._restarts_left = max_restarts
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
+        self._leisure: deque[Command] = deque()
+        """What is done when there is nothing else to do."""
         self._lock = threading.Lock()
         self._gone: EngineDead | None = None
         """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
@@ -82,8 +85,8 @@ class CoreThread:
 
         self.post(command)
 
-    def call(self, question: Callable[[EngineCore], T]) -> Future[T]:
-        """Ask the core something on its own thread, between two steps."""
+    def call(self, question: Callable[[EngineCore], T], *, when_idle: bool = False) -> Future[T]:
+        """Ask the core something on its own thread, between two steps; or when it has nothing else to do."""
         future: Future[T] = Future()
 
         def answer(core: EngineCore) -> None:
@@ -94,7 +97,7 @@ class CoreThread:
             except Exception as error:
                 future.set_exception(error)
 
-        self.post(answer)
+        self.post((lambda _: self._leisure.append(answer)) if when_idle else answer)
         return future
 
     def post(self, command: Command) -> None:
@@ -153,8 +156,10 @@ class CoreThread:
         """Carry out what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
         for i in range(max(1, self._inbox.qsize())):
             try:
-                command = self._inbox.get(block=i == 0 and not self.core.has_work)
+                command = self._inbox.get(block=i == 0 and not self.core.has_work and not self._leisure)
             except queue.Empty:
+                if self._leisure and not self.core.has_work:
+                    self._leisure.popleft()(self.core)
                 return True
             if command is None:
                 return False
@@ -218,9 +223,11 @@ class CoreThread:
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
-                return
+                break
             if command is not None:
                 command(self.core)
+        while self._leisure:
+            self._leisure.popleft()(self.core)
 
 
 def _ignore(output: GeneratedToken) -> None:
@@ -277,6 +284,13 @@ class EnginePool:
 
     def finish(self, core: int, request_id: str, keep_tokens: int) -> None:
         self.cores[core].finish(request_id, keep_tokens)
+
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
+        """KV that a core has parked for a session, when it has nothing else to do: copying takes its time."""
+        return self.cores[core].call(lambda engine: engine.export_kv(owner), when_idle=True)
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
+        return self.cores[core].call(lambda engine: engine.import_kv(tokens, state, hints))
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Hear the events of all cores, each on its own thread; returns the call that ends it."""

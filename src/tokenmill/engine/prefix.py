@@ -16,6 +16,7 @@ import numpy as np
 
 from tokenmill.core import IntArray
 from tokenmill.errors import IntegrityError
+from tokenmill.outputs import Divergence
 
 Namespace = Hashable
 
@@ -86,6 +87,18 @@ class PrefixIndex:
                 if best_length == matched:
                     break
         return Match(best_length, best, coming, neighbour if coming > best_length else None)
+
+    def divergence(self, tokens: IntArray, namespace: Namespace, num_shown: int) -> Divergence | None:
+        """Where these tokens leave what is known, and what is known there; None where they only go on from it."""
+        path = self._walk(tokens, namespace)
+        if not path:
+            return None
+        node, matched = path[-1]
+        longest = max(node.entries, key=lambda entry: len(entry.tokens))
+        if matched >= min(len(longest.tokens), len(tokens)):
+            return None
+        shown = slice(matched, matched + num_shown)
+        return Divergence(matched, tuple(longest.tokens[shown].tolist()), tuple(tokens[shown].tolist()))
 
     def insert(self, entry: Entry) -> None:
         """Add an entry; its tokens must not be empty."""

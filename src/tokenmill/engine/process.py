@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelInfo
+from tokenmill.core import BackendLimits, IntArray, ModelInfo
 from tokenmill.engine import wire
-from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.pool import MakeSubscriber, Sink
-from tokenmill.engine.request import Request, check_request
+from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError, Unsupported
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -101,6 +101,12 @@ class ProcessClient:
         with self._lock:
             if self._gone is None:
                 self._mail.post(wire.pack(wire.Release(owner)))
+
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:  # noqa: ARG002
+        return done(None)  # KV stays in its process: a session whose process is gone is replayed
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:  # noqa: ARG002
+        return done(False)
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         check_request(request, self._info, self.max_model_len)

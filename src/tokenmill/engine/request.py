@@ -13,7 +13,7 @@ from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import ContextOverflow, InvalidRequest
-from tokenmill.outputs import FinishReason, TokenLogprobs
+from tokenmill.outputs import CacheVerdict, FinishReason, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
 
 NO_ROW = -1
@@ -108,6 +108,7 @@ class Request:
         "state",
         "stop_ids",
         "tokens",
+        "verdict",
         "waits_on",
         "waits_until",
     )
@@ -140,6 +141,8 @@ class Request:
         """The tick of its arrival or of its latest tokens."""
         self.num_cached = 0
         """Prompt tokens it did not have to compute when it first started."""
+        self.verdict: CacheVerdict | None = None
+        """Why it is not more."""
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the second prompt token on, if they were asked for."""

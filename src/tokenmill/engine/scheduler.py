@@ -9,6 +9,7 @@ whole story.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from tokenmill.core import IntArray, ModelInfo
 from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
-from tokenmill.engine.kv_manager import KVManager
+from tokenmill.engine.kv_manager import WEIGHTS, KVManager
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.policies import Order
@@ -146,6 +147,7 @@ class Scheduler:
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
         """One token for each request that needs one; when KV is short, the last in order makes room for the others."""
+        self.kv.serving = self.rows.requests[int(rows[0])] if len(rows) else None
         while len(rows) and not self._has_room_for_decodes(draft, rows):
             victim = self.order.sort(self.rows.running(), self.tick)[-1]
             rows = rows[rows != victim.row]
@@ -160,6 +162,7 @@ class Scheduler:
         for place, request in enumerate(behind):
             if request.row == NO_ROW:  # made room for one before it
                 continue
+            self.kv.serving = request
             count = self._chunk(draft, request, int(self.rows.num_computed[request.row]))
             if count == 0:
                 return
@@ -179,6 +182,7 @@ class Scheduler:
             free_rows -= 1  # for itself, or kept for it while it waits for its prefix
             if self._keeps_waiting(request):
                 continue
+            self.kv.serving = request
             match = self._match(request)
             if self._is_worth_waiting(request, match):
                 continue
@@ -196,6 +200,7 @@ class Scheduler:
             request, num_computed = self.rows.requests[row], int(self.rows.num_computed[row])
             if request is None or draft.budget == 0:
                 return
+            self.kv.serving = request
             whole = min(self._most(request, num_computed), draft.chunks[row] + draft.budget)
             more = whole - draft.chunks[row]
             cells = self.kv.cells_for(whole) - self.kv.cells_for(draft.chunks[row])
@@ -262,6 +267,7 @@ class Scheduler:
         match_that_fits = self._make_room_for(draft, request, match, promised)
         if match_that_fits is None:
             return False
+        divergence = self.kv.divergence(request)  # before what it goes on with is taken out of the index
         leased = self._lease(request, match_that_fits)
         if leased is None:
             return False
@@ -269,6 +275,8 @@ class Scheduler:
         if num_computed < match_that_fits.length and not self._make_room_for(draft, request, Match(), promised):
             self.kv.release(seq)
             return False
+        if request.state is RequestState.WAITING:
+            request.verdict = self.kv.verdict(request, num_computed, divergence)
         self._run(request, seq, num_computed)
         count = self._chunk(draft, request, num_computed)
         if count:
@@ -389,9 +397,12 @@ class Scheduler:
 
     def drop_kv(self) -> None:
         """All KV is worthless: the weights were replaced. Running requests start anew from their logs."""
+        self.kv.serving = None
         for request in self.rows.running():
             self._preempt(request)
-        self.kv.evict_all()
+            if request.verdict is not None and not request.output:  # what it started from was worth nothing
+                request.num_cached, request.verdict = 0, replace(request.verdict, num_cached=0)
+        self.kv.evict_all(WEIGHTS)
 
     def resync(self) -> None:
         """Steps in flight were lost: what has been computed is what KV memory holds, and no token is pending."""

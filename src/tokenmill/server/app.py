@@ -45,7 +45,8 @@ def create_app(served: Served) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestContext, gate=served.gate, traffic=served.telemetry.traffic)
+    telemetry = served.telemetry
+    app.add_middleware(RequestContext, gate=served.gate, traffic=telemetry.traffic, on_done=telemetry.note_done)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     for router in (model_routes(served), openai_routes(served), session_routes(served)):

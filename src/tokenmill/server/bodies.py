@@ -1,4 +1,4 @@
-"""Which bodies are read at all: JSON, not packed, not larger than they may be."""
+"""Which bodies are read at all: JSON and session files, not packed, not larger than they may be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.server.errors import ApiError
+from tokenmill.session.portable import MEDIA_TYPE
 
+RESTORE = "/sessions/restore"
 CLOSE = {"Connection": "close"}
 """What is left of the body is not read."""
 LINGER_BYTES, LINGER_S = 16 << 20, 5.0
@@ -19,7 +21,8 @@ LINGER_BYTES, LINGER_S = 16 << 20, 5.0
 class BodyLimit:
     """Refuses a body that says it is too large, and stops reading one that turns out to be.
 
-    Nothing is unpacked, so nothing unpacks to gigabytes. Only JSON is taken: a form on some web page can't send that.
+    Nothing is unpacked, so nothing unpacks to gigabytes. Only JSON is taken, and session files where they are restored:
+    a form on some web page can send neither.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -60,7 +63,12 @@ class BodyLimit:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             return ApiError(415, "a body must not be compressed")
         has_body = b"transfer-encoding" in headers or length.strip(b"0")
-        if has_body and not _is_json(headers.get(b"content-type", b"")):
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if has_body and scope["path"].endswith(RESTORE):
+            return (
+                None if kind == MEDIA_TYPE.encode() else ApiError(415, f"send a file, with Content-Type: {MEDIA_TYPE}")
+            )
+        if has_body and not _is_json(kind):
             return ApiError(415, "send JSON, with Content-Type: application/json")
         return None
 
@@ -77,6 +85,5 @@ async def discard(receive: Receive) -> None:
                     return
 
 
-def _is_json(content_type: bytes) -> bool:
-    kind = content_type.partition(b";")[0].strip().lower()
+def _is_json(kind: bytes) -> bool:
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))

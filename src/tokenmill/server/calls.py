@@ -26,10 +26,14 @@ from tokenmill.server.deltas import Delta, Deltas
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
 from tokenmill.server.sse import DONE, EventStream, disconnected
 from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome
+from tokenmill.session.explain import message_at
+from tokenmill.text.messages import Message
 
 T = TypeVar("T")
 Placed = tuple[int, RequestOutput]
 """Which of a call's generations, and its output so far."""
+LOOKED_AT, MORE_LOOKED_AT = 1024, 512
+"""Tokens of a prompt up to where it leaves what was known, and beyond, among which the message is looked for."""
 LONG_TEXT = 16_384
 """Characters; longer texts are tokenised off the event loop."""
 
@@ -109,6 +113,8 @@ class Call:
         length = http.headers.get("content-length", "")
         self.body_size = int(length) if length.isdecimal() and len(length) < 12 else LONG_TEXT
         """How much there may be to turn into tokens."""
+        self.messages: Sequence[Message] | None = None
+        """What its prompt was made of, if it is a chat's."""
         self._is_cancelled = False
         self._first: asyncio.Future[Any] | None = None
         self._work: asyncio.Future[Any] | None = None
@@ -132,8 +138,9 @@ class Call:
             raise ClientGone
         return done
 
-    def generate(self, prompt: list[int], params: SamplingParams) -> None:
-        """Add a generation; it starts when it is read."""
+    def generate(self, prompt: list[int], params: SamplingParams, messages: Sequence[Message] | None = None) -> None:
+        """Add a generation; it starts when it is read. `messages` are what the prompt was made of."""
+        self.messages = messages
         name = self.next_name
         stream = self.llm.generate(prompt, params, name, hints=self.hints, timeout_s=self.timeout_s)
         self.follow(stream, partial(self.llm.cancel, name))
@@ -159,7 +166,20 @@ class Call:
         finally:
             if output is not None:
                 self.caller.charge(output.usage)
+                self._note_difference(output)
             await stream.aclose()
+
+    def _note_difference(self, output: RequestOutput) -> None:
+        """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
+        divergence = None if output.cache is None else output.cache.divergence
+        if self.messages is None or divergence is None or divergence.at > LOOKED_AT:
+            return
+        tokenizer, ids = self.llm.get_tokenizer(), output.prompt_token_ids
+        place = len(tokenizer.decode(ids[: divergence.at], skip_special=False))
+        text = tokenizer.decode(ids[: divergence.at + MORE_LOOKED_AT], skip_special=False)
+        number = message_at(self.messages, text, place)
+        if number is not None:
+            self.caller.differs_in = (number, str(self.messages[number]["role"]))
 
     def cancel(self) -> None:
         """End it, whatever it is doing."""

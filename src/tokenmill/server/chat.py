@@ -35,7 +35,7 @@ async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: 
     options = body.template_options(config)
     ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len)
-    call.generate(ids, params)
+    call.generate(ids, params, messages)
     return ChatAnswer(call, body, model.forms)
 
 

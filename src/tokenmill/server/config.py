@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenmill.errors import ConfigError
 
@@ -63,6 +64,8 @@ class ServerConfig:
     """One that nobody has used for so long ends."""
     max_session_bytes: int = 1024 * MIB
     """Of all logs of a model's sessions."""
+    store: Path | None = None
+    """The directory in which sessions outlive the server; None: they do not."""
     max_stored_responses: int = 1024
     """Answers of /v1/responses that can be gone on from."""
 

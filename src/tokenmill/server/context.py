@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ KEY_DIGITS = 8
 """Of a key's hash, in the log."""
 ENDLESS = frozenset({"/v1/scheduler/events", "/scheduler/events"})
 """Paths whose answers end when the server stops, and not before: nobody waits for them."""
+BLOCKED_S = 0.002
+"""Sending that takes longer waits for the client."""
+MOST_BLOCKED = 1024
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """A client's own name for a request is taken if it looks like this."""
 
@@ -45,6 +49,10 @@ class Caller:
     """What it has cost so far, if anything was run for it."""
     began: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
+    blocked: list[tuple[float, float]] = field(default_factory=list)
+    """When it could not send, because its client did not take what there was."""
+    differs_in: tuple[int, str] | None = None
+    """The message in which its prompt leaves what was known, if it is a chat's: its number and its role."""
 
     def note(self, output: RequestOutput) -> None:
         """Something that runs for it has grown."""
@@ -80,10 +88,14 @@ class Gate:
 class RequestContext:
     """The outermost layer: names, counts and logs requests."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, traffic: Traffic) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: Gate, traffic: Traffic, on_done: Callable[[Caller, float], None] | None = None
+    ) -> None:
         self._app = app
         self._gate = gate
         self._traffic = traffic
+        self._on_done = on_done
+        """Told of each request when it is over, and when that was."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,7 +111,11 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", caller.request_id.encode())]
+            begin = time.monotonic()
             await send(message)
+            end = time.monotonic()
+            if end - begin > BLOCKED_S and len(caller.blocked) < MOST_BLOCKED:
+                caller.blocked.append((begin, end))
 
         is_probe = scope["path"] in self._gate.stays_open
         is_waited_for = not is_probe and scope["path"] not in ENDLESS
@@ -112,7 +128,10 @@ class RequestContext:
             raise
         finally:
             self._gate.num_inside -= is_waited_for
-            outcome, seconds = caller.outcome or outcome_of(status), time.monotonic() - caller.began
+            ended = time.monotonic()
+            outcome, seconds = caller.outcome or outcome_of(status), ended - caller.began
+            if self._on_done is not None:
+                self._on_done(caller, ended)
             self._traffic.leave(endpoint, outcome, seconds)
             _log(logging.DEBUG if is_probe else logging.INFO, scope, caller, status, outcome, seconds)
 

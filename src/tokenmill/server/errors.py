@@ -14,6 +14,7 @@ from tokenmill.errors import (
     Overloaded,
     RequestFailed,
     SessionBusy,
+    SessionFileError,
     SessionNotFound,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
@@ -47,6 +48,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ContextOverflow):
         return ApiError(400, str(error), code="context_length_exceeded", param=error.param)
+    if isinstance(error, SessionFileError):
+        return ApiError(400, f"the file is refused: {error}", code="bad_session_file")
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, SessionNotFound):

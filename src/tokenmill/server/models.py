@@ -26,6 +26,7 @@ from tokenmill.server.telemetry.telemetry import Telemetry
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.service import SessionService
+from tokenmill.session.store import SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,12 @@ class State(Enum):
 class ServedModel:
     """A model that is loaded: its engine, and the sessions that share it."""
 
-    def __init__(self, spec: ModelSpec, llm: AsyncLLM, limits: SessionLimits) -> None:
+    def __init__(self, spec: ModelSpec, llm: AsyncLLM, limits: SessionLimits, store: SessionStore | None) -> None:
         self.spec = spec
         self.name = spec.name
         self.llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
-        self.sessions = SessionService(llm, limits=limits)
+        self.sessions = SessionService(llm, limits=limits, store=store)
         self.last_used = time.monotonic()
 
     async def close(self) -> None:
@@ -91,11 +92,17 @@ class Models:
     """For the event loop's thread."""
 
     def __init__(
-        self, specs: Sequence[ModelSpec], calls: OpenCalls, telemetry: Telemetry, limits: SessionLimits
+        self,
+        specs: Sequence[ModelSpec],
+        calls: OpenCalls,
+        telemetry: Telemetry,
+        limits: SessionLimits,
+        store: SessionStore | None = None,
     ) -> None:
         self._calls = calls
         self._telemetry = telemetry
         self._limits = limits
+        self._store = store
         self._places: dict[str, Place] = {}
         self._names: dict[str, str] = {}
         """Every name and alias -> the model's own name."""
@@ -170,7 +177,8 @@ class Models:
                 if self._closing.is_set():
                     await llm.close()
                     raise stopping()
-                place.model = ServedModel(place.spec, llm, self._limits)
+                # On a thread: with a store, the model's files are read to know whose sessions are its own.
+                place.model = await asyncio.to_thread(ServedModel, place.spec, llm, self._limits, self._store)
                 await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
                 log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
                 return place.model

@@ -69,7 +69,7 @@ def _turn(
         if before is not None and goes_on:
             return str(await model.sessions.fork(before.session_id))
         owner: dict[str, Any] = {"key": hints.key, "namespace": hints.namespace}
-        return await model.sessions.create_session(system=body.instructions, **owner)
+        return await model.sessions.create_session(system=body.instructions, is_kept=False, **owner)
 
     def end(session_id: str, is_whole: bool) -> None:
         made = (model.sessions, model.name, session_id, hints.key, hints.namespace, body.instructions)

@@ -143,6 +143,8 @@ class Session(BaseModel):
     num_tokens: int
     num_turns: int
     pending: list[dict[str, Any]]
+    durable: bool | None
+    problem: str | None
 
 
 class SessionList(BaseModel):
@@ -174,6 +176,7 @@ class SessionAnswer(BaseModel):
     logprobs: list[dict[str, Any]] | None
     finish_reason: str
     usage: Usage
+    durable: bool | None
 
 
 class Tokens(BaseModel):

@@ -23,6 +23,7 @@ from tokenmill.server.response_store import ResponseStore
 from tokenmill.server.telemetry.spans import open_spans
 from tokenmill.server.telemetry.telemetry import Telemetry
 from tokenmill.session.info import SessionInfo, SessionLimits
+from tokenmill.session.store import SessionStore
 
 LOADING = unavailable("the model is being loaded", "loading")
 STOPPING = stopping()
@@ -43,7 +44,8 @@ class Served:
         """Paths that answer to everybody, always."""
         self.gate = Gate(LOADING, stays_open=self.public)
         limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
-        self.models = Models(specs, self.calls, self.telemetry, limits)
+        self.store = None if config.store is None else SessionStore(config.store)
+        self.models = Models(specs, self.calls, self.telemetry, limits, self.store)
         self.responses = ResponseStore(config.max_stored_responses)
 
     def open(self) -> None:
@@ -59,6 +61,8 @@ class Served:
     async def close(self) -> None:
         """Everything that runs ends with `shutdown`."""
         await self.models.close()
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 

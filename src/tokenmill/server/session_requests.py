@@ -101,3 +101,7 @@ class RewindSession(Body):
 class EditTurn(Body):
     turn: StrictInt
     content: StrictStr
+
+
+class SaveSession(Body):
+    kv: Flag = Field(None, description="Put the KV into the file, too, so that it need not be computed again.")

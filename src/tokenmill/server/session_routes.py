@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request
+from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server import schemas
 from tokenmill.server.context import caller_of
 from tokenmill.server.models import ServedModel
+from tokenmill.server.requests import Hinted
 from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
 from tokenmill.server.session_requests import (
@@ -21,12 +22,18 @@ from tokenmill.server.session_requests import (
     EditTurn,
     ForkSession,
     RewindSession,
+    SaveSession,
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
+from tokenmill.server.telemetry.explained import cost_json
+from tokenmill.server.telemetry.names import NamesFor
+from tokenmill.server.telemetry.schemas import SessionExplanation
 from tokenmill.session.info import SessionInfo
+from tokenmill.session.portable import MEDIA_TYPE
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
+FILE = {"type": "string", "format": "binary"}
 REFUSALS = (400, 401, 404, 409, 413, 429, 503)
 
 
@@ -93,6 +100,17 @@ def session_routes(served: Served) -> APIRouter:
         """What was said, turn by turn."""
         _, info = served.session(caller_of(http.scope), session_id)
         return JSONResponse({"object": "list", "data": turns_shape(info)})
+
+    @api.get(
+        "/sessions/{session_id}/explain",
+        responses={200: {"model": SessionExplanation}, **schemas.errors(401, 404, 503)},
+    )
+    async def explain(http: Request, session_id: SessionId) -> Response:
+        """What its latest answers cost before their first token, and why."""
+        names = NamesFor(served.telemetry.names, caller_of(http.scope).key)
+        costs = find(http, session_id).sessions.explain(session_id)
+        turns = [{"id": cost.request_id, **cost_json(cost, names)} for cost in costs]
+        return JSONResponse({"object": "session.explanation", "session_id": session_id, "turns": turns})
 
     @api.post("/sessions/{session_id}/append", responses=one)
     async def append_input(http: Request, session_id: SessionId, body: AppendInput) -> Response:
@@ -172,6 +190,36 @@ def session_routes(served: Served) -> APIRouter:
         await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 
+    file: dict[str, Any] = {"description": "A session file.", "content": {MEDIA_TYPE: {"schema": FILE}}}
+
+    @api.post(
+        "/sessions/{session_id}/save", responses={200: file, **schemas.errors(*REFUSALS)}, response_class=Response
+    )
+    async def save(http: Request, session_id: SessionId, body: SaveSession) -> Response:
+        """The session as a file, to be restored here or elsewhere."""
+        model = find(http, session_id)
+        data = await in_turn(http, model.sessions.export(session_id, kv=bool(body.kv)))
+        name = {"Content-Disposition": 'attachment; filename="conversation.session"'}
+        return Response(data, media_type=MEDIA_TYPE, headers=name)
+
+    @api.post(
+        "/sessions/restore",
+        status_code=201,
+        responses={201: one[200], **schemas.errors(*REFUSALS)},
+        openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": FILE}}}},
+    )
+    async def restore(
+        http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
+    ) -> Response:
+        """A new session from a file that `save` gave. It is the caller's, whosever it was."""
+        hints = served.hints(http, Hinted(timeout_s=None, priority=None, cache_salt=None))
+        found = await served.model(model)
+        data = await http.body()
+        known = config.template_options
+        restoring = found.sessions.restore(data, key=hints.key, namespace=hints.namespace, template_options=known)
+        session_id = await restoring
+        return shown(found, session_id, 201)
+
     return api
 
 
@@ -184,6 +232,8 @@ def session_shape(model: ServedModel, info: SessionInfo) -> dict[str, Any]:
         "num_tokens": info.num_tokens,
         "num_turns": len(info.turns),
         "pending": [dict(message) for message in info.pending],
+        "durable": info.durable,
+        "problem": info.problem,
     }
 
 

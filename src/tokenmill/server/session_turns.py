@@ -229,6 +229,7 @@ class AnswerStream:
             "logprobs": None if scores is None else self._forms.for_chat(chunk.token_ids, scores),
             "finish_reason": chunk.finish_reason,
             "usage": None if chunk.usage is None else counted([chunk.usage]),
+            "durable": chunk.durable,
         }
 
 

@@ -48,9 +48,13 @@ class SessionInfo:
     turns: tuple[TurnInfo, ...]
     pending: tuple[Mapping[str, Any], ...] = ()
     """Messages that wait for an answer: an input turn from the next `generate_stream` on."""
+    durable: bool | None = None
+    """Is all of it on the disk? None: it is not meant to be."""
+    problem: str | None = None
+    """Why it is not."""
 
 
-def info_of(session: Session) -> SessionInfo:
+def info_of(session: Session, *, has_store: bool = False) -> SessionInfo:
     """A snapshot of a session."""
     turns = []
     for i, turn in enumerate(session.log.turns):
@@ -65,4 +69,6 @@ def info_of(session: Session) -> SessionInfo:
         len(session.log),
         tuple(turns),
         session.inbox,
+        durable=session.problem is None if has_store and session.options.is_kept else None,
+        problem=session.problem,
     )

@@ -33,6 +33,8 @@ class Chunk:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None
+    durable: bool | None = None
+    """Of the last one: is the turn on the disk? None: there is no store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class LiveTurn:
         self,
         generation: Generation,
         client: EngineClient,
-        on_end: Callable[[LiveTurn], None],
+        on_end: Callable[[LiveTurn], asyncio.Future[bool] | None],
         stall_timeout_s: float | None,
         max_unread_bytes: int,
     ) -> None:
@@ -88,8 +90,11 @@ class LiveTurn:
         self._unread_since: float | None = None
         """When there was first something that no reader has had."""
         self._alarm: asyncio.TimerHandle | None = None
+        self.has_ended = False
+        """Has the engine let go of it? After a stop string that is a step later."""
         self.is_over = False
-        """Has the engine let go of it? After a stop string that is a step later; only then readers hear the end."""
+        """May readers hear the end? Only when the turn is in the store, where there is one."""
+        self.durable: bool | None = None
 
     # -- from the engine ----------------------------------------------------------------------------------------------
 
@@ -109,15 +114,23 @@ class LiveTurn:
             self._take(self._mailbox.popleft())
         self._grown.set()
         self._grown = asyncio.Event()
-        if not self.is_over:
+        if not self.has_ended:
             self._watch_reader()
 
     def _take(self, generated: GeneratedToken) -> None:
         self.generation.deliver(0, generated, self._client.finish)
         if generated.is_finished:
             self._stop_alarm()
-            self._on_end(self)
-            self.is_over = True
+            self.has_ended = True
+            saving = self._on_end(self)
+            if saving is None:
+                self.is_over = True
+            else:
+                saving.add_done_callback(self._kept)
+
+    def _kept(self, _: asyncio.Future[bool]) -> None:
+        self.is_over = True
+        self._grown.set()
 
     # -- for the session ----------------------------------------------------------------------------------------------
 
@@ -177,7 +190,8 @@ class LiveTurn:
         logprobs = None if scores is None else scores[offset : offset + len(ids)]
         if not is_over:
             return Chunk(text, ids, offset, logprobs)
-        return Chunk(text, ids, offset, logprobs, whole.outputs[0].finish_reason, whole.usage, whole.error)
+        ending = (whole.outputs[0].finish_reason, whole.usage, whole.error, self.durable)
+        return Chunk(text, ids, offset, logprobs, *ending)
 
     # -- readers that do not read -------------------------------------------------------------------------------------
 
@@ -200,7 +214,7 @@ class LiveTurn:
 
     def _look_at_reader(self) -> None:
         self._alarm = None
-        if self.is_over or self._stall_timeout_s is None:
+        if self.has_ended or self._stall_timeout_s is None:
             return
         late = 0.0 if self._unread_since is None else self._loop.time() - self._unread_since
         if late >= self._stall_timeout_s:

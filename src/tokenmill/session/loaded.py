@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tokenmill.core import ModelHandle
@@ -11,9 +15,16 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import ConfigError, EngineDead
+from tokenmill.errors import ConfigError, EngineDead, SessionFileError
+from tokenmill.session.explain import BEFORE, KVMark
+from tokenmill.session.fingerprint import Fingerprint, fingerprint
+from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
+from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
+from tokenmill.session.record import restored
 from tokenmill.session.routing import Policy, make_routing
+from tokenmill.session.session import Session
+from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
 
 
@@ -30,6 +41,7 @@ class LoadedModel:
         num_workers: int,
         policy: Policy,
         client: EngineClient | None,
+        store: SessionStore | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
@@ -52,6 +64,39 @@ class LoadedModel:
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
+        self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Which model it is. Reads its files the first time: not for an event loop."""
+        return fingerprint(self.opened.model, self.opened.text)
+
+    def read_file(self, source: bytes | str | Path, session_id: str) -> SessionFile:
+        """A session's file, if it is of this model. Waits for the disk."""
+        data = source if isinstance(source, bytes) else read_whole(Path(source))
+        refusal = self.fingerprint.why_not(read_fingerprint(data).of_log)
+        if refusal is not None:
+            raise SessionFileError(refusal)
+        file = unpack(data, session_id, self.opened.model.info.vocab_size)
+        if len(file.record.tokens) >= self.client.max_model_len:
+            raise SessionFileError(
+                f"its {len(file.record.tokens)} tokens do not fit the context of {self.client.max_model_len}"
+            )
+        return file
+
+    def stored(self) -> list[Stored]:
+        """Those of its sessions that are in the store. Waits for the disk."""
+        return [] if self.keeper is None else self.keeper.load()
+
+    def adopt(self, stored: Stored) -> Session:
+        """Go on with a session that was in the store."""
+        core = self.routing.choose(stored.record.head["system"], self.cores_alive())
+        session = restored(stored.record, core, time.monotonic() - stored.idle_s)
+        session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
+        session.has_saved_kv = True
+        session.mark = KVMark(len(session.log), core, 0, BEFORE)
+        self.master.add(session)
+        return session
 
     def renderer(self, options: Mapping[str, Any] | None) -> DeltaRenderer | None:
         """One for all sessions with these template options; None for a model without a template."""

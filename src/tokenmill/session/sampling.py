@@ -28,3 +28,10 @@ def changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParam
 def of_fork(params: SamplingParams, number: int) -> SamplingParams:
     """The parameters of a session's fork: a seed that follows from its parent's, so that it draws otherwise."""
     return replace(params, seed=((params.seed or 0) + number * FORK_STEP) % MAX_SEED)
+
+
+def differences(params: SamplingParams, usual: SamplingParams) -> dict[str, Any] | None:
+    """What is not as usual in the parameters of an answer; None if all is, but for how long it may be."""
+    names = [name for name in SamplingParams.__dataclass_fields__ if name != "max_tokens"]
+    found = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(usual, name)}
+    return found or None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 from tokenmill.core import ModelHandle
 from tokenmill.engine.async_llm import AsyncLLM
@@ -20,13 +23,17 @@ from tokenmill.errors import (
     EngineDead,
     InvalidRequest,
     ModelNotLoaded,
+    NotDurable,
     RequestFailed,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import SamplingParams
+from tokenmill.session.explain import TurnCost, note_cost
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
+from tokenmill.session.keeping import until_durable
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.portable import write_whole
 from tokenmill.session.room import LogRoom
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed, of_fork
@@ -39,7 +46,12 @@ from tokenmill.session.session import (
     check_template_options,
     whole_number,
 )
+from tokenmill.session.store import SessionStore, Stored
+from tokenmill.session.transfer import exported, imported
 
+T = TypeVar("T")
+SETTLE_S = 5.0
+"""What answers may take to end when the model goes."""
 NAME_BYTES = 16
 """Of a session's name: nobody guesses one."""
 
@@ -49,6 +61,7 @@ class SessionService:
 
     Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`; `client` is an
     engine that runs elsewhere, of the same model. Over an `AsyncLLM` they share its engine with its other requests.
+    With a `store`, or the directory of one, sessions outlive the service: what it acknowledges is on the disk.
     """
 
     _current: ClassVar[SessionService | None] = None
@@ -61,9 +74,12 @@ class SessionService:
         routing: Policy = "round_robin",
         limits: SessionLimits = SessionLimits(),
         client: EngineClient | None = None,
+        store: SessionStore | str | Path | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.limits = limits
+        self._owns_store = isinstance(store, str | Path)
+        self._store = SessionStore(store) if isinstance(store, str | Path) else store
         self._policy: Policy = routing
         self._loaded: LoadedModel | None = None
         self._room = LogRoom(limits.max_log_bytes)
@@ -72,7 +88,12 @@ class SessionService:
         """Around loading, reloading and closing: one of them at a time."""
         self._is_closed = False
         if model is not None:
-            self._loaded = LoadedModel(model, options, num_workers, routing, client)
+            try:
+                loaded = LoadedModel(model, options, num_workers, routing, client, self._store)
+                self._adopt(loaded, loaded.stored())
+            except BaseException:
+                self._close_store()
+                raise
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -107,12 +128,25 @@ class SessionService:
             await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
 
     async def _load(self, path: str | ModelHandle | AsyncLLM, options: EngineOptions, num_workers: int) -> None:
-        loaded = await asyncio.to_thread(LoadedModel, path, options, num_workers, self._policy, None)
+        loaded = await asyncio.to_thread(LoadedModel, path, options, num_workers, self._policy, None, self._store)
         await self._unload()
         if self._is_closed:
             await loaded.close()
             raise EngineDead("the service was closed")
+        self._adopt(loaded, await asyncio.to_thread(loaded.stored))
+
+    def _adopt(self, loaded: LoadedModel, stored: Sequence[Stored]) -> None:
+        """Use a model, and go on with its sessions, but for those whose time went by meanwhile."""
         self._loaded = loaded
+        for one in stored:
+            session = loaded.adopt(one)
+            self._room.take(session.session_id, session.num_bytes)
+            if self.limits.ttl_s is not None and one.idle_s >= self.limits.ttl_s:
+                self._end(loaded, session)
+
+    def _close_store(self) -> None:
+        if self._store is not None and self._owns_store:
+            self._store.close()
 
     async def close(self) -> None:
         """End all sessions and free the engine, for good."""
@@ -126,13 +160,30 @@ class SessionService:
     async def _close(self) -> None:
         async with self._lifecycle:
             await self._unload()
+        await asyncio.to_thread(self._close_store)
 
     async def _unload(self) -> None:
+        """Let the model go. Sessions end; those in a store only here."""
         loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            for session in list(loaded.master.sessions.values()):
-                self._end(loaded, session)
-            await loaded.close()
+        if loaded is None:
+            return
+        if loaded.keeper is not None:
+            await self._settle_all(loaded)
+            await loaded.keeper.close()
+        for session in list(loaded.master.sessions.values()):
+            self._end(loaded, session, for_good=loaded.keeper is None)
+        await loaded.close()
+
+    async def _settle_all(self, loaded: LoadedModel) -> None:
+        """End the answers that run, and wait until what they have said is in the store."""
+        running = [session.live for session in loaded.master.sessions.values() if session.live is not None]
+        for live in running:
+            live.cancel(FinishReason.SHUTDOWN)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                for live in running:
+                    async for _ in live.read(live.num_settled):
+                        pass
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -147,8 +198,9 @@ class SessionService:
         key: str = "",
         namespace: Hashable = None,
         priority: int = 0,
+        is_kept: bool = True,
     ) -> str:
-        """A new conversation, routed to one engine core for life; its name."""
+        """A new conversation, routed to one engine core for life; its name. Unless `is_kept` it is in no store."""
         loaded = self._model()
         if overflow not in ("error", "drop_oldest_turns"):
             raise ConfigError(f"overflow {overflow!r} is not known; known: 'error', 'drop_oldest_turns'")
@@ -165,6 +217,7 @@ class SessionService:
             namespace=namespace,
             priority=priority,
             renderer=loaded.renderer(template_options),
+            is_kept=is_kept,
         )
         self._room.check()
         name, now = secrets.token_urlsafe(NAME_BYTES), asyncio.get_running_loop().time()
@@ -172,8 +225,7 @@ class SessionService:
         session = Session(name, core, options, system, now)
         loaded.master.add(session)
         self._used(session)
-        if self.limits.ttl_s is not None and (self._expiry is None or self._expiry.done()):
-            self._expiry = asyncio.create_task(self._expire(self.limits.ttl_s), name="tokenmill-expiry")
+        await self._until_kept(loaded, [session])
         return name
 
     async def append_input(self, session_id: str, given: Input, *, raw: bool = False) -> int:
@@ -185,11 +237,9 @@ class SessionService:
 
         def operation(session: Session) -> int:
             self._room.check()
-            num_tokens = session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=raw)
-            self._used(session)
-            return num_tokens
+            return session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=raw)
 
-        return await loaded.master.ask(session_id, operation)
+        return await self._change(loaded, session_id, operation)
 
     async def generate_stream(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
@@ -228,6 +278,8 @@ class SessionService:
         asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
+        if loaded.keeper is not None and session_id in loaded.master.sessions:
+            await loaded.keeper.warm(loaded.master.sessions[session_id])
 
         def operation(session: Session) -> LiveTurn:
             left = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
@@ -288,7 +340,10 @@ class SessionService:
     async def end_session(self, session_id: str) -> None:
         """The conversation is over: its log, its KV and its name are given up."""
         loaded = self._model()
-        await loaded.master.ask(session_id, lambda session: self._end(loaded, session), at_once=True)
+        ending = await loaded.master.ask(session_id, lambda session: self._end(loaded, session), at_once=True)
+        if ending is not None:
+            with suppress(NotDurable):  # then it will be there again after a restart
+                await asyncio.wrap_future(ending)
 
     async def fork(
         self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None, n: int | None = None
@@ -307,6 +362,7 @@ class SessionService:
                 end(made)
                 raise
             self._used(session)
+            self._save(loaded, session)
             return made
 
         def end(made: Sequence[str]) -> None:
@@ -314,17 +370,14 @@ class SessionService:
                 self._end(loaded, loaded.master.find(name))
 
         names = await loaded.master.ask(session_id, operation, undo=end)
+        await self._until_kept(loaded, [loaded.master.find(name) for name in names])
         return names[0] if n is None else names
 
     async def rewind(self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None) -> None:
         """Keep so many turns, or so many tokens, and forget the rest."""
         loaded = self._model()
 
-        def operation(session: Session) -> None:
-            session.rewind(loaded.opened.text, at_turn, at_token)
-            self._used(session)
-
-        await loaded.master.ask(session_id, operation)
+        await self._change(loaded, session_id, lambda one: one.rewind(loaded.opened.text, at_turn, at_token))
 
     async def edit(self, session_id: str, turn: int, content: str) -> int:
         """Another text for an input turn; what came after it is forgotten. As `append_input` otherwise."""
@@ -332,19 +385,59 @@ class SessionService:
 
         def operation(session: Session) -> int:
             self._room.check()
-            num_tokens = session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
-            self._used(session)
-            return num_tokens
+            return session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
 
-        return await loaded.master.ask(session_id, operation)
+        return await self._change(loaded, session_id, operation)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    async def export(self, session_id: str, *, kv: bool = False) -> bytes:
+        """The session as the bytes of a file (docs/durability.md), with its KV if that is wanted and there is any."""
+        return await exported(self._model(), session_id, kv=kv)
+
+    async def save(self, session_id: str, path: str | Path, *, kv: bool = False) -> Path:
+        """Write the session to a file, which is whole or not there."""
+        data = await self.export(session_id, kv=kv)
+        return await asyncio.to_thread(write_whole, Path(path), data)
+
+    async def restore(
+        self,
+        source: bytes | str | Path,
+        *,
+        key: str = "",
+        namespace: Hashable = None,
+        priority: int = 0,
+        template_options: Collection[str] | None = None,
+    ) -> str:
+        """A new session from a file or its bytes; its name. `SessionFileError` says why it is refused.
+
+        It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed. Of a file that may
+        come from anywhere, say which `template_options` it may have: then its KV is not taken at all.
+        """
+        loaded = self._model()
+        self._room.check()
+        name = secrets.token_urlsafe(NAME_BYTES)
+        hints = Hints(key=key, namespace=namespace, priority=priority)
+        session = await imported(loaded, source, name, hints, template_options)
+        loaded.master.add(session)
+        self._used(session)
+        await self._until_kept(loaded, [session])
+        return name
+
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     def get(self, session_id: str) -> SessionInfo:
-        return info_of(self._model().master.find(session_id))
+        return info_of(self._model().master.find(session_id), has_store=self._store is not None)
 
     def list(self, key: str | None = None) -> list[SessionInfo]:
         """All sessions, or those of a key."""
         found = self._model().master.sessions.values()
-        return [info_of(session) for session in found if key is None or session.options.key == key]
+        has_store = self._store is not None
+        return [info_of(one, has_store=has_store) for one in found if key is None or one.options.key == key]
+
+    def explain(self, session_id: str) -> tuple[TurnCost, ...]:
+        """What its latest answers cost before their first token, and why; oldest first."""
+        return tuple(self._model().master.find(session_id).costs or ())
 
     def __len__(self) -> int:
         """Sessions that there are."""
@@ -358,6 +451,37 @@ class SessionService:
         if self._loaded is None:
             raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
         return self._loaded
+
+    async def _change(self, loaded: LoadedModel, session_id: str, operation: Callable[[Session], T]) -> T:
+        """Have a session changed when its turn comes; the result, once that is durable or known not to be."""
+        savings: list[asyncio.Future[bool] | None] = []
+
+        def change(session: Session) -> T:
+            result = operation(session)
+            self._used(session)
+            savings.append(self._save(loaded, session))
+            return result
+
+        result = await loaded.master.ask(session_id, change)
+        await until_durable(savings[0])
+        return result
+
+    async def _until_kept(self, loaded: LoadedModel, made: Sequence[Session]) -> None:
+        """Wait until new sessions are durable, or known not to be. Whoever leaves before that never had them."""
+        savings = [self._save(loaded, session) for session in made]
+        try:
+            for saving in savings:
+                await until_durable(saving)
+        except asyncio.CancelledError:
+            for session in made:
+                self._end(loaded, session)
+            raise
+
+    @staticmethod
+    def _save(loaded: LoadedModel, session: Session) -> asyncio.Future[bool] | None:
+        """Put what a session is now into the store, if it is to be there."""
+        is_kept = loaded.keeper is not None and session.options.is_kept
+        return loaded.keeper.save(session) if loaded.keeper is not None and is_kept else None
 
     def _generate(
         self,
@@ -389,18 +513,34 @@ class SessionService:
         session.live, session.state = live, SessionState.GENERATING
         return live
 
-    def _finished(self, loaded: LoadedModel, session: Session, live: LiveTurn) -> None:
-        """The engine has let go of an answer, however it ended."""
+    def _finished(self, loaded: LoadedModel, session: Session, live: LiveTurn) -> asyncio.Future[bool] | None:
+        """The engine has let go of an answer, however it ended. It is over when it is in the store, if there is one."""
         if session.state is SessionState.ENDED or session.live is not live:
-            return
+            return None
         output = live.generation.output.outputs[0]
         if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
             live.undo()
-        session.take_answer(output, loaded.opened.text.tokenizer)
+        params = live.generation.choices[0].request.draw.params
+        session.take_answer(output, params, loaded.opened.text.tokenizer)
+        note_cost(session, live.generation, loaded.opened)
+        self._used(session)
+        saving = self._save(loaded, session)
+        if saving is None:
+            self._settle(loaded, session, live)
+        else:
+            saving.add_done_callback(lambda done: self._settle(loaded, session, live, done.result()))
+        return saving
+
+    def _settle(self, loaded: LoadedModel, session: Session, live: LiveTurn, durable: bool | None = None) -> None:
+        """An answer is over: the session is free for what comes next."""
+        live.durable = durable
+        if session.state is SessionState.ENDED or session.live is not live:
+            return
         session.live, session.answer = None, live.answer()
         session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
-        self._used(session)
         loaded.master.note_free(session)
+        if loaded.keeper is not None and session.options.is_kept:
+            loaded.keeper.note_answered(session)
 
     def _fork(self, loaded: LoadedModel, session: Session, at_turn: int | None, at_token: int | None) -> str:
         self._room.check()
@@ -408,6 +548,7 @@ class SessionService:
         options = replace(session.options, sampling=of_fork(session.options.sampling, session.num_forks + 1))
         child = Session(secrets.token_urlsafe(NAME_BYTES), session.core, options, session.system, now)
         child.restore(session.snapshot())
+        child.mark = session.mark
         if at_turn is not None or at_token is not None:
             child.rewind(loaded.opened.text, at_turn, at_token)
         session.num_forks += 1
@@ -416,7 +557,8 @@ class SessionService:
         self._used(child)
         return child.session_id
 
-    def _end(self, loaded: LoadedModel, session: Session) -> None:
+    def _end(self, loaded: LoadedModel, session: Session, *, for_good: bool = True) -> Future[None] | None:
+        """Give a session up; unless it is `for_good` it stays in the store. Gives what says when that is durable."""
         if session.live is not None:
             session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
         session.state = SessionState.ENDED
@@ -424,6 +566,12 @@ class SessionService:
         loaded.routing.leave(session.core, session.system)
         self._room.give_up(session.session_id)
         loaded.client.release(session.session_id)
+        if loaded.keeper is None or not session.options.is_kept:
+            return None
+        if for_good:
+            return loaded.keeper.end(session)
+        loaded.keeper.let_go(session)
+        return None
 
     # -- bytes and time -----------------------------------------------------------------------------------------------
 
@@ -431,6 +579,8 @@ class SessionService:
         """Something was done with it: note when, and what its log costs now."""
         session.last_used = asyncio.get_running_loop().time()
         self._room.take(session.session_id, session.num_bytes)
+        if self.limits.ttl_s is not None and (self._expiry is None or self._expiry.done()):
+            self._expiry = asyncio.create_task(self._expire(self.limits.ttl_s), name="tokenmill-expiry")
 
     async def _expire(self, ttl_s: float) -> None:
         """End sessions that nobody has used for long enough."""

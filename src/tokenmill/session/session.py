@@ -13,6 +13,7 @@ from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams, token_ids
+from tokenmill.session.sampling import differences
 from tokenmill.session.turns import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages
@@ -20,6 +21,7 @@ from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tokenmill.session.explain import KVMark, TurnCost
     from tokenmill.session.live import Answer, LiveTurn
     from tokenmill.session.master import Command
 
@@ -52,6 +54,8 @@ class SessionOptions:
     priority: int = 0
     renderer: DeltaRenderer | None = None
     """Shared by the sessions of a service that have the same template options."""
+    is_kept: bool = True
+    """Does it outlive the process, where there is a store?"""
 
 
 class Session:
@@ -61,12 +65,16 @@ class Session:
         "answer",
         "attempt",
         "core",
+        "costs",
+        "has_saved_kv",
         "inbox",
         "last_used",
         "live",
         "log",
+        "mark",
         "num_forks",
         "options",
+        "problem",
         "session_id",
         "state",
         "system",
@@ -93,6 +101,14 @@ class Session:
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
         self.last_used = now
+        self.problem: str | None = None
+        """Why its latest state is not in the store."""
+        self.has_saved_kv = False
+        """It comes from the store, and so may its KV."""
+        self.mark: KVMark | None = None
+        """What of its log had KV when it last answered, and where."""
+        self.costs: list[TurnCost] | None = None
+        """What its latest answers cost, and why."""
 
     @property
     def num_bytes(self) -> int:
@@ -235,7 +251,7 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def take_answer(self, output: CompletionOutput, tokenizer: Tokenizer) -> None:
+    def take_answer(self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer) -> None:
         """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
         if not output.token_ids:
             return  # it was ended before it said anything: its input is still to be answered
@@ -244,7 +260,8 @@ class Session:
         ids = [*self.log.tokens[begin:], *output.token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
-        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason)
+        changes = differences(params, self.options.sampling)
+        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason, changes)
         self.log.add(len(self.log), output.token_ids, turn)
 
     def _answer_so_far(self) -> tuple[int, str]:

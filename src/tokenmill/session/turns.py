@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.messages import Message
@@ -25,16 +25,20 @@ class Turn:
     ended_with: int | None = None
     """The stop token that an answer's tokens end with; None if it was cut short."""
     finish_reason: str | None = None
+    changes: Mapping[str, Any] | None = None
+    """Fields of `SamplingParams` that an answer was drawn with, where they are not its session's."""
 
 
 class TokenLog:
     """Ids that are never tokenised anew, four bytes each."""
 
-    __slots__ = ("tokens", "turns")
+    __slots__ = ("low", "tokens", "turns")
 
     def __init__(self) -> None:
         self.tokens: array[int] = array("i")
         self.turns: list[Turn] = []
+        self.low = 0
+        """The least it has been cut to since `note_length`: as far as that it is as it was then."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,10 +61,18 @@ class TokenLog:
     def num_bytes(self) -> int:
         return 4 * len(self.tokens) + sum(len(str(message)) for message in self.messages)
 
+    def note_length(self) -> None:
+        """From now on `low` says what has stayed."""
+        self.low = len(self.tokens)
+
+    def _cut(self, keep: int) -> None:
+        del self.tokens[keep:]
+        self.low = min(self.low, keep)
+
     def add(self, keep: int, ids: Sequence[int], turn: Turn) -> None:
         """Keep the first `keep` ids and go on with these; turns beyond are known by their messages only."""
         if keep < len(self.tokens):
-            del self.tokens[keep:]
+            self._cut(keep)
             self.turns = [_inexact(one) if one.end is None or one.end > keep else one for one in self.turns]
         self.tokens.extend(ids)
         self.turns.append(turn)
@@ -68,6 +80,7 @@ class TokenLog:
     def copy(self) -> TokenLog:
         twin = TokenLog()
         twin.tokens, twin.turns = self.tokens[:], list(self.turns)
+        twin.low = self.low
         return twin
 
     def cut_at_turn(self, count: int) -> None:
@@ -76,7 +89,7 @@ class TokenLog:
             raise InvalidRequest(f"the session has {len(self.turns)} turns; {count} of them can't be kept")
         del self.turns[count:]
         end = self.turns[-1].end if self.turns else 0
-        del self.tokens[0 if end is None else end :]
+        self._cut(0 if end is None else end)
 
     @property
     def is_known(self) -> bool:
@@ -86,7 +99,7 @@ class TokenLog:
     def rebuild(self, ids: Sequence[int]) -> None:
         """These are the ids of all its turns, rendered anew; where each but the last one ends is not known."""
         last = self.turns[-1]
-        self.tokens = array("i", ids)
+        self.tokens, self.low = array("i", ids), 0
         self.turns = [_inexact(turn) for turn in self.turns[:-1]]
         self.turns.append(Turn(last.kind, last.messages, len(ids), None, last.finish_reason))
 
@@ -101,11 +114,12 @@ class TokenLog:
             raise InvalidRequest("the template has rewritten these turns; choose a turn instead of a token")
         left = self.turns[whole] if whole < len(self.turns) and count > begin else None
         del self.turns[whole:]
-        del self.tokens[count:]
+        self._cut(count)
         if left is not None:
             is_answer = left.kind == "answer"
             messages: tuple[Message, ...] = ({"role": "assistant", "content": text},) if is_answer else ()
-            self.turns.append(Turn(left.kind, messages, count, None, "cut" if is_answer else None))
+            reason = "cut" if is_answer else None
+            self.turns.append(Turn(left.kind, messages, count, None, reason, left.changes))
 
     def begin_of(self, index: int) -> int | None:
         """Tokens before a turn, if they are known."""

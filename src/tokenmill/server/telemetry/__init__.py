@@ -8,6 +8,7 @@ watch.py       `CoreWatch`: the one subscriber of a core: its view, figures, tim
 live.py        `Reader`: a connection that follows the engines, with bounded memory
 names.py       whose names a caller may see
 shapes.py      snapshots and events as JSON, and back
+explained.py   where a request's time went, and why, in words
 telemetry.py   `Telemetry`: all of it for one server; attach and detach models
 metrics.py     Prometheus' form of the figures
 schemas.py     the shapes of answers, for the OpenAPI document

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
+from tokenmill.engine.inputs import callers_name
 from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.errors import SessionNotFound
 from tokenmill.server import schemas as shared
 from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError
 from tokenmill.server.sse import EventStream, event
 from tokenmill.server.telemetry import schemas
+from tokenmill.server.telemetry.explained import cache_json, causes_of, cost_json, parts_of
 from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, Told
 from tokenmill.server.telemetry.metrics import CONTENT_TYPE
 from tokenmill.server.telemetry.names import NamesFor
@@ -66,7 +70,8 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
         if not found:
             raise ApiError(404, f"no request {request_id!r:.140} is known", code="request_not_found")
         first, now = found[0].timeline.begin, time.monotonic()
-        generations = [_generation(one, first, now) for one in found]
+        names = NamesFor(telemetry.names, caller_of(http.scope).key)
+        generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]
         return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
 
     return api
@@ -87,10 +92,26 @@ def _scheduler(telemetry: Telemetry, names: ShowName) -> dict[str, Any]:
     return {"object": "scheduler", "models": models}
 
 
-def _generation(found: Found, first: float, now: float) -> dict[str, Any]:
+def _cache(served: Served, found: Found, names: ShowName) -> dict[str, Any] | None:
+    """Why so much of its prompt was computed; None if nothing was, or its model is gone."""
+    timeline = found.timeline
+    model = next((one for one in served.models.loaded if one.name == found.model), None)
+    if model is None:
+        return None
+    if timeline.owner is not None:
+        with suppress(SessionNotFound):
+            name = callers_name(timeline.request_id)
+            costs = [one for one in model.sessions.explain(timeline.owner) if one.request_id == name]
+            if costs:
+                return cost_json(costs[-1], names)
+    return cache_json(timeline, found.delivery, model.llm.get_tokenizer())
+
+
+def _generation(found: Found, first: float, now: float, cache: dict[str, Any] | None) -> dict[str, Any]:
     """Phases begin so many seconds after the call's first one."""
     timeline = found.timeline
     spans = timeline.spans_until(now)
+    parts = parts_of(timeline, found.delivery, now)
     return {
         "id": timeline.request_id,
         "model": found.model,
@@ -100,6 +121,9 @@ def _generation(found: Found, first: float, now: float) -> dict[str, Any]:
             for span in spans
         ],
         "seconds": round(spans[-1].end - spans[0].begin, 6),
+        "parts": parts,
+        "causes": causes_of(timeline, parts, cache),
+        "cache": cache,
         "ttft_s": None if timeline.ttft_s is None else round(timeline.ttft_s, 6),
         "prompt_tokens": timeline.num_prompt,
         "cached_tokens": timeline.num_cached,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Slot(BaseModel):
@@ -68,12 +68,67 @@ class TimelinePhase(BaseModel):
     seconds: float
 
 
+class TimelineParts(BaseModel):
+    received: float
+    queued: float
+    prefill: float
+    neighbours_prefill: float
+    decode: float
+    preempted: float
+    delivery: float
+    client_blocked: float
+
+
+class TimelineCause(BaseModel):
+    cause: Literal["queue", "queue_full", "long_neighbour", "preempted", "slow_reader", "prompt"]
+    seconds: float
+    why: str
+
+
+class Difference(BaseModel):
+    token: int
+    turn: int | None
+    message: int | None
+    role: str | None
+    before: str
+    now: str
+
+
+class Evicted(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+    seconds_before: float
+    by: str | None = Field(alias="for")
+
+
+class CacheCost(BaseModel):
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    cause: str
+    why: str
+    difference: Difference | None
+    evicted: Evicted | None
+
+
+class TurnCost(CacheCost):
+    id: str
+
+
+class SessionExplanation(BaseModel):
+    object: Literal["session.explanation"]
+    session_id: str
+    turns: list[TurnCost]
+
+
 class GenerationTimeline(BaseModel):
     id: str
     model: str
     core: int
     phases: list[TimelinePhase]
     seconds: float
+    parts: TimelineParts
+    causes: list[TimelineCause]
+    cache: CacheCost | None
     ttft_s: float | None
     prompt_tokens: int
     cached_tokens: int

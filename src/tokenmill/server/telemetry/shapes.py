@@ -141,6 +141,7 @@ def event_json(event: Event, name: ShowName) -> tuple[str, Json]:
             "seq": event.seq,
             "session": session,
             "tokens": event.num_tokens,
+            "for": name(event.by, event.by_key),
         }
     if isinstance(event, CellsEvent):
         return "cells", {"free": event.free_cells}

@@ -17,6 +17,7 @@ from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.engine.timeline import Timeline
 from tokenmill.errors import EngineDead, Unsupported
 from tokenmill.server.context import Caller
+from tokenmill.server.telemetry.explained import Delivery
 from tokenmill.server.telemetry.figures import CoreFigures
 from tokenmill.server.telemetry.live import PACE_S, Reader, Told
 from tokenmill.server.telemetry.metrics import Metrics
@@ -38,6 +39,8 @@ class Found:
     model: str
     core: int
     timeline: Timeline
+    delivery: Delivery | None = None
+    """What became of its call, once that is over."""
 
 
 class Telemetry:
@@ -55,6 +58,8 @@ class Telemetry:
         self._readers: set[Reader] = set()
         self._calls: OrderedDict[tuple[str, str], deque[str]] = OrderedDict()
         """(key, x-request-id) -> the names of what it ran."""
+        self._deliveries: OrderedDict[str, Delivery] = OrderedDict()
+        """By the name of what it ran."""
         self._bell: Bell | None = None
         self._stopping: str | None = None
         self._lock = threading.RLock()
@@ -123,6 +128,14 @@ class Telemetry:
         while len(self._calls) > MAX_NAMES:
             self._calls.popitem(last=False)
 
+    def note_done(self, caller: Caller, ended: float) -> None:
+        """A request is over. Whoever only reads on what another one has begun is not told of."""
+        if caller.call_id == "-" or caller.call_id in self._deliveries:
+            return
+        self._deliveries[caller.call_id] = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
+        while len(self._deliveries) > MAX_NAMES:
+            self._deliveries.popitem(last=False)
+
     def timelines(self, name: str, key: str) -> list[Found]:
         """The generations of a call, by its answer's id or its x-request-id, if they were this key's; oldest first.
 
@@ -132,11 +145,11 @@ class Telemetry:
 
         def is_wanted(timeline: Timeline) -> bool:
             own = timeline.request_id
-            names = {own, callers_name(own).partition("/")[0], timeline.owner}
+            names = {own, _call_of(timeline), timeline.owner}
             return timeline.key == key and not names.isdisjoint(calls)
 
         found = [
-            Found(model, watch.core, timeline)
+            Found(model, watch.core, timeline, self._deliveries.get(_call_of(timeline)))
             for model, watches in self.watches.items()
             for watch in watches
             for timeline in watch.timelines(is_wanted)
@@ -186,3 +199,8 @@ class Telemetry:
         self._stopping = why
         for reader in self._readers:
             reader.end(why)
+
+
+def _call_of(timeline: Timeline) -> str:
+    """The name of the call that a generation is of."""
+    return callers_name(timeline.request_id).partition("/")[0]

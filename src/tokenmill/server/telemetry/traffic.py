@@ -15,6 +15,9 @@ OTHER = "other"
 """All paths that are none of ours."""
 CLIENT_GONE = 499
 """Nobody was there any more to be answered."""
+OF_SESSIONS = (
+    "turns", "explain", "append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "save",
+)  # fmt: skip
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -29,11 +32,9 @@ ENDPOINTS = (
     "/v1/scheduler",
     "/v1/scheduler/events",
     "/v1/sessions",
+    "/v1/sessions/restore",
     "/v1/sessions/{id}",
-    *(
-        f"/v1/sessions/{{id}}/{operation}"
-        for operation in ("turns", "append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit")
-    ),
+    *(f"/v1/sessions/{{id}}/{operation}" for operation in OF_SESSIONS),
     "/tokenize",
     "/detokenize",
     "/metrics",

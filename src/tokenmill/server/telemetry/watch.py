@@ -46,6 +46,7 @@ class CoreWatch:
         with self._lock:
             if isinstance(event, TickEvent):
                 self._figures.note_tick(event)
+                self._timelines.note_tick(event)
                 self._rates.note_tick(event.at, event.num_generated, event.plan.num_prefill)
             elif isinstance(event, RequestEvent):
                 self._note_request(event)
@@ -61,6 +62,8 @@ class CoreWatch:
 
     def _note_request(self, event: RequestEvent) -> None:
         timeline = self._timelines.enter(event)
+        if event.phase is Phase.QUEUED:
+            timeline.num_running, timeline.num_ahead = self.view.num_running, self.view.num_waiting
         self._figures.note_request(event, timeline)
         if event.phase is Phase.PREFILL and timeline.num_preemptions == 0:
             self._rates.note_start(event.at, event.num_prompt, event.num_cached)
@@ -88,4 +91,7 @@ class CoreWatch:
     def timelines(self, is_wanted: Callable[[Timeline], bool]) -> list[Timeline]:
         """As they are now."""
         with self._lock:
-            return [replace(one, spans=[*one.spans]) for one in self._timelines.find(is_wanted)]
+            return [
+                replace(one, spans=[*one.spans], neighbours_s={**one.neighbours_s})
+                for one in self._timelines.find(is_wanted)
+            ]

@@ -1,0 +1,119 @@
+"""Where a request's time went and why, in words: its parts, from its headers to its last byte, and their causes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.engine.timeline import Timeline
+from tokenmill.outputs import FinishReason
+from tokenmill.server.telemetry.shapes import ShowName
+from tokenmill.session.explain import Cause, TurnCost, in_words
+from tokenmill.text.tokenizer import Tokenizer
+
+MIN_SHARE = 0.1
+"""What took less of the time is no cause."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the server's outermost layer saw of a call."""
+
+    began: float
+    ended: float
+    blocked: tuple[tuple[float, float], ...]
+    """When it could not send, because its client did not take what there was."""
+    differs_in: tuple[int, str] | None
+    """The message in which its prompt leaves what was known: its number and its role."""
+
+
+def parts_of(timeline: Timeline, delivery: Delivery | None, now: float) -> dict[str, float]:
+    """Seconds by what they went to. Together they are all the time from the headers to the last byte."""
+    parts = {"received": 0.0, **timeline.parts(now), "delivery": 0.0, "client_blocked": 0.0}
+    if delivery is not None and timeline.finish_reason is not None:
+        end = timeline.begin + timeline.wall_s
+        blocked = sum(max(0.0, until - max(begin, end)) for begin, until in delivery.blocked)
+        parts["received"] = max(0.0, timeline.begin - delivery.began)
+        parts["client_blocked"] = blocked
+        parts["delivery"] = max(0.0, delivery.ended - end - blocked)
+    return {name: round(seconds, 6) for name, seconds in parts.items()}
+
+
+def causes_of(timeline: Timeline, parts: dict[str, float], cache: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What took a good part of the time, most first, each with a sentence."""
+    if timeline.finish_reason is FinishReason.OVERLOAD:
+        why = f"the queue was full: {timeline.num_running} ran and {timeline.num_ahead} waited"
+        return [{"cause": "queue_full", "seconds": parts["queued"], "why": why}]
+    sentences = {
+        "queued": (
+            "queue",
+            f"all places were taken: {timeline.num_running} ran, {timeline.num_ahead} waited before it",
+        ),
+        "neighbours_prefill": ("long_neighbour", "prompts of others were computed in the steps it had a part in"),
+        "preempted": ("preempted", f"it lost its place to others {timeline.num_preemptions} times"),
+        "client_blocked": ("slow_reader", "its answer was complete, but its client did not take it"),
+        "prefill": ("prompt", "its prompt was computed" if cache is None else str(cache["why"])),
+    }
+    total = sum(parts.values())
+    found = [
+        {"cause": cause, "seconds": parts[name], "why": why}
+        for name, (cause, why) in sentences.items()
+        if parts[name] > 0 and parts[name] >= MIN_SHARE * total
+    ]
+    return sorted(found, key=lambda one: -one["seconds"])
+
+
+# -- KV that was not there --------------------------------------------------------------------------------------------
+
+
+def cost_json(cost: TurnCost, names: ShowName) -> dict[str, Any]:
+    """What an answer of a session cost before its first token, and why."""
+    to = None if cost.lost_to is None else names(*cost.lost_to)
+    difference = cost.difference
+    return {
+        "prompt_tokens": cost.num_prompt,
+        "cached_tokens": cost.num_cached,
+        "prefilled_tokens": cost.num_prefilled,
+        "cause": cost.cause.value,
+        "why": in_words(cost, to),
+        "difference": None
+        if difference is None
+        else {
+            "token": difference.at,
+            "turn": difference.turn,
+            "message": difference.message,
+            "role": difference.role,
+            "before": difference.before,
+            "now": difference.now,
+        },
+        "evicted": None if cost.lost_s is None else {"seconds_before": round(cost.lost_s, 3), "for": to},
+    }
+
+
+def cache_json(timeline: Timeline, delivery: Delivery | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The same of a request that is no session's: it has no past, but others had one."""
+    verdict = timeline.verdict
+    if verdict is None:
+        return None
+    cached, divergence = verdict.num_cached, verdict.divergence
+    prefilled = timeline.num_prompt - cached
+    said = f"{cached} of {timeline.num_prompt} tokens were there, {prefilled} were computed"
+    about: dict[str, Any] = {
+        "prompt_tokens": timeline.num_prompt,
+        "cached_tokens": cached,
+        "prefilled_tokens": prefilled,
+    }
+    if divergence is None or divergence.at < cached:
+        why = "nothing goes on otherwise from there" if cached else "nothing begins as it does"
+        return {**about, "cause": Cause.NEW.value, "why": f"{said}: {why}", "difference": None, "evicted": None}
+    before, now = (_text(tokenizer, ids) for ids in (divergence.held, divergence.asked))
+    message, role = (None, None) if delivery is None or delivery.differs_in is None else delivery.differs_in
+    where = "" if role is None else f" (message {message}, {role})"
+    why = f"from token {divergence.at} on{where} it is {now!r:.60}, where what is known has {before!r:.60}"
+    difference = {"token": divergence.at, "turn": None, "message": message, "role": role, "before": before, "now": now}
+    return {**about, "cause": Cause.CHANGED.value, "why": f"{said}: {why}", "difference": difference, "evicted": None}
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special=False)

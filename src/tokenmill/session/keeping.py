@@ -1,0 +1,189 @@
+"""`Keeper`: what of a service's sessions is in its store, and when it is safe there. For the service's event loop.
+
+A change is put into the store the moment it is made, in order, and acknowledged when it is on the disk. Where that
+fails (the disk is full, the store can only be read) the session goes on in memory and says so; whatever was not written
+is tried again with the next change that could be. KV bytes follow lazily: when a session has been quiet for a while and
+its engine core has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from concurrent.futures import Future
+from contextlib import suppress
+
+import numpy as np
+
+from tokenmill.core import ModelHandle
+from tokenmill.engine.client import EngineClient
+from tokenmill.errors import TokenmillError
+from tokenmill.session.fingerprint import Fingerprint
+from tokenmill.session.record import record_of
+from tokenmill.session.session import Session, SessionState
+from tokenmill.session.store import SessionStore, Stored
+
+log = logging.getLogger(__name__)
+
+MIN_KV_TOKENS = 64
+"""Shorter logs are replayed: bytes would win little or nothing. docs/durability.md has what was measured."""
+QUIET_S = 5.0
+"""KV of a session is written when nobody has used it for so long."""
+FLUSH_S = 5.0
+"""What writing KV may take when the service is closed."""
+
+
+class Keeper:
+    """One for each model that a service with a store has."""
+
+    def __init__(self, store: SessionStore, fingerprint: Fingerprint, model: ModelHandle, client: EngineClient) -> None:
+        self.store = store
+        self._fingerprint = fingerprint
+        self._model = model
+        self._client = client
+        self.min_kv_tokens = MIN_KV_TOKENS
+        self._unsaved: dict[str, Session] = {}
+        """Sessions whose latest state could not be written."""
+        self._without_kv: OrderedDict[str, Session] = OrderedDict()
+        """Sessions whose KV on disk is not that of their log, longest waiting first."""
+        self._has_work = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+
+    def load(self) -> list[Stored]:
+        """The sessions of this model that are in the store. Waits for the disk."""
+        return self.store.load(self._fingerprint.of_log, self._model.info.vocab_size)
+
+    # -- logs ---------------------------------------------------------------------------------------------------------
+
+    def save(self, session: Session) -> asyncio.Future[bool]:
+        """Put what a session is now into the store: True once that is durable. Also told as its `problem`."""
+        saving = self.store.save(record_of(session), self._fingerprint.of_log)
+        told = asyncio.get_running_loop().create_future()
+        asyncio.wrap_future(saving).add_done_callback(lambda done: self._saved(session, done, told))
+        return told
+
+    def _saved(self, session: Session, done: asyncio.Future[None], told: asyncio.Future[bool]) -> None:
+        error = done.exception()
+        if error is None:
+            session.problem = None
+            self._unsaved.pop(session.session_id, None)
+            self._try_again()
+        elif session.state is not SessionState.ENDED:
+            if session.problem is None:
+                log.warning("session %s is not durable: %s", session.session_id, error)
+            session.problem = str(error)
+            self._unsaved[session.session_id] = session
+        if not told.done():
+            told.set_result(error is None)
+
+    def _try_again(self) -> None:
+        """Something could be written: so may be what could not."""
+        waiting, self._unsaved = self._unsaved, {}
+        for session in waiting.values():
+            self.save(session)
+
+    def end(self, session: Session) -> Future[None]:
+        """The session is over: nothing of it is kept."""
+        self._forget(session)
+        return self.store.delete(session.session_id)
+
+    def let_go(self, session: Session) -> None:
+        """The service closes: the session stays in the store."""
+        self._forget(session)
+        self.store.let_go(session.session_id)
+
+    def _forget(self, session: Session) -> None:
+        self._unsaved.pop(session.session_id, None)
+        self._without_kv.pop(session.session_id, None)
+
+    # -- KV -----------------------------------------------------------------------------------------------------------
+
+    async def warm(self, session: Session) -> None:
+        """Bring KV that is on disk back to the engine, for a session that comes from there. Once."""
+        if not session.has_saved_kv:
+            return
+        session.has_saved_kv = False
+        tokens, form = session.log.tokens[:], self._fingerprint.form
+        saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
+        if saved is not None and saved.num_tokens >= self.min_kv_tokens:
+            await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
+
+    def note_answered(self, session: Session) -> None:
+        """Its KV is worth writing, when there is time."""
+        if self.store.kv.max_bytes <= 0 or self.store.is_read_only or len(session.log) < self.min_kv_tokens:
+            return
+        self._without_kv[session.session_id] = session
+        self._without_kv.move_to_end(session.session_id)
+        self._has_work.set()
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(), name="tokenmill-kv")
+
+    async def _write_all(self) -> None:
+        while True:
+            await self._has_work.wait()
+            session = next(iter(self._without_kv.values()), None)
+            if session is None:
+                self._has_work.clear()
+                continue
+            quiet_at = session.last_used + QUIET_S
+            await asyncio.sleep(max(0.0, quiet_at - time.monotonic()))
+            if session.session_id in self._without_kv and session.last_used + QUIET_S <= time.monotonic():
+                self._without_kv.pop(session.session_id)
+                await self._write(session)
+
+    async def _write(self, session: Session) -> None:
+        if session.state in (SessionState.GENERATING, SessionState.ENDED):
+            return
+        try:
+            found = await export_kv(self._client, self._model, session)
+        except TokenmillError as error:  # its core is gone, and its KV with it
+            log.info("KV of session %s is not kept: %s", session.session_id, error)
+            return
+        if found is not None:
+            tokens, state = found
+            await asyncio.to_thread(self.store.kv.write, session.session_id, self._fingerprint.form, tokens, state)
+
+    async def close(self) -> None:
+        """Write the KV that waits, as far as there is time. Logs are safe already."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                while self._without_kv:
+                    await self._write(self._without_kv.popitem()[1])
+
+
+# -- bytes of the engine's --------------------------------------------------------------------------------------------
+
+
+async def export_kv(client: EngineClient, model: ModelHandle, session: Session) -> tuple[array[int], bytes] | None:
+    """KV that the engine has of a session's log: ids and bytes, if it is of weights as they are in the files."""
+    found = await asyncio.wrap_future(client.export_kv(session.core, session.session_id))
+    # Weights that were replaced are in no file. Looked at afterwards: before, it could have been too early.
+    if found is None or model.weights_version != 0:
+        return None
+    tokens, state = found
+    return array("i", tokens.tolist()), state
+
+
+async def import_kv(
+    client: EngineClient, model: ModelHandle, session: Session, tokens: array[int], state: bytes
+) -> bool:
+    """Give a session's KV to its engine core. What does not fit is dropped: the log will be replayed."""
+    if model.weights_version != 0:
+        return False
+    ids = np.array(tokens, dtype=np.int32)
+    try:
+        return await asyncio.wrap_future(client.import_kv(session.core, ids, state, session.hints))
+    except TokenmillError:
+        return False
+
+
+async def until_durable(saving: asyncio.Future[bool] | None) -> None:
+    """Wait until a change is on the disk, or known not to be."""
+    if saving is not None:
+        await asyncio.shield(saving)

@@ -1,0 +1,195 @@
+"""`SessionRecord`: all that a session is, without what only a running process needs; as JSON and ids, and back.
+
+The store keeps records, and session files carry them. What is read back is checked: it may come from anywhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from tokenmill.errors import InvalidRequest, SessionFileError
+from tokenmill.params import SamplingParams
+from tokenmill.session.session import Overflow, Session, SessionOptions, SessionState, check_template_options
+from tokenmill.session.turns import Kind, TokenLog, Turn
+from tokenmill.text.messages import Message, check_messages
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A session at one moment. Nothing in it changes any more: any thread may read it."""
+
+    session_id: str
+    head: Json
+    """Everything but its log."""
+    tokens: array[int]
+    turns: tuple[Turn, ...]
+
+
+def record_of(session: Session) -> SessionRecord:
+    """A snapshot, for the event loop: ids are copied, turns never change."""
+    options = session.options
+    head = {
+        "system": session.system,
+        "sampling": options.sampling,
+        "overflow": options.overflow,
+        "template_options": options.template_options,
+        "key": options.key,
+        "namespace": options.namespace,
+        "priority": options.priority,
+        "inbox": session.inbox,
+        "attempt": session.attempt,
+        "num_forks": session.num_forks,
+    }
+    return SessionRecord(session.session_id, head, session.log.tokens[:], tuple(session.log.turns))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def head_json(record: SessionRecord) -> Json:
+    """The head as JSON values; `InvalidRequest` for a namespace that is none."""
+    head = record.head
+    return {
+        **head,
+        "sampling": asdict(head["sampling"]),
+        "template_options": dict(head["template_options"]),
+        "namespace": _plain(head["namespace"]),
+        "inbox": [dict(message) for message in head["inbox"]],
+    }
+
+
+def turn_json(turn: Turn) -> Json:
+    return {
+        "kind": turn.kind,
+        "messages": [dict(message) for message in turn.messages],
+        "end": turn.end,
+        "ended_with": turn.ended_with,
+        "finish_reason": turn.finish_reason,
+        "changes": turn.changes,
+    }
+
+
+def _plain(namespace: Hashable) -> Any:
+    """Tuples become lists; what JSON does not know would not be the same when it comes back."""
+    if namespace is None or isinstance(namespace, str | int):
+        return namespace
+    if isinstance(namespace, tuple):
+        return [_plain(one) for one in namespace]
+    raise InvalidRequest(f"a namespace of {type(namespace).__name__} can't be written down; use texts and tuples")
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def restored(record: SessionRecord, core: int, now: float) -> Session:
+    """The session that a record is of. Its renderer is its service's to give."""
+    head = record.head
+    options = SessionOptions(
+        sampling=head["sampling"],
+        overflow=head["overflow"],
+        template_options=head["template_options"],
+        key=head["key"],
+        namespace=head["namespace"],
+        priority=head["priority"],
+    )
+    session = Session(record.session_id, core, options, head["system"], now)
+    session.log = TokenLog()
+    session.log.tokens, session.log.turns = record.tokens[:], list(record.turns)
+    session.log.note_length()
+    session.inbox = head["inbox"]
+    session.attempt, session.num_forks = head["attempt"], head["num_forks"]
+    session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
+    return session
+
+
+def read_record(session_id: str, head: Any, turns: Any, tokens: array[int], vocab_size: int) -> SessionRecord:
+    """A record from what was written; `SessionFileError` says what is wrong with it."""
+    try:
+        if not isinstance(head, Mapping) or not isinstance(turns, Sequence):
+            raise InvalidRequest("it has no head or no turns")
+        outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"token {outside} is outside the vocabulary of {vocab_size}")
+        read = tuple(_turn(turn) for turn in turns)
+        _check_ends(read, len(tokens))
+        return SessionRecord(session_id, _head(head), tokens, read)
+    except (InvalidRequest, KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise SessionFileError(f"the session can't be read: {what}") from None
+
+
+def _head(head: Mapping[str, Any]) -> Json:
+    sampling = {**head["sampling"]}
+    return {
+        "system": _text_or_none("system", head["system"]),
+        "sampling": SamplingParams(**sampling),
+        "overflow": _one_of("overflow", head["overflow"], get_args(Overflow)),
+        "template_options": check_template_options(head["template_options"]),
+        "key": str(head["key"]),
+        "namespace": _hashable(head["namespace"]),
+        "priority": _count("priority", head["priority"], least=None),
+        "inbox": _messages(head["inbox"]),
+        "attempt": _count("attempt", head["attempt"]),
+        "num_forks": _count("num_forks", head["num_forks"]),
+    }
+
+
+def _turn(turn: Mapping[str, Any]) -> Turn:
+    return Turn(
+        _one_of("kind", turn["kind"], get_args(Kind)),
+        _messages(turn["messages"]),
+        None if turn["end"] is None else _count("end", turn["end"]),
+        None if turn["ended_with"] is None else _count("ended_with", turn["ended_with"]),
+        _text_or_none("finish_reason", turn["finish_reason"]),
+        None if turn["changes"] is None else _changes(turn["changes"]),
+    )
+
+
+def _changes(changes: Mapping[str, Any]) -> Json:
+    """Fields of `SamplingParams`, as they are there: JSON has no tuples and no numbers for keys."""
+    params = SamplingParams(**changes)
+    return {name: getattr(params, name) for name in changes}
+
+
+def _check_ends(turns: Sequence[Turn], num_tokens: int) -> None:
+    """Turns follow each other, and the last one ends where the log does."""
+    ends = [turn.end for turn in turns if turn.end is not None]
+    if ends != sorted(ends) or (ends[-1] if ends else 0) != num_tokens:
+        raise InvalidRequest(f"its turns do not end where its {num_tokens} tokens do")
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    return tuple(check_messages(given)) if given else ()
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(_hashable(one) for one in value) if isinstance(value, list) else _name(value)
+
+
+def _name(value: Any) -> Hashable:
+    if value is not None and not isinstance(value, str | int):
+        raise InvalidRequest("its namespace is no text")
+    return value
+
+
+def _text_or_none(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{name} is no text")
+    return value
+
+
+def _count(name: str, value: Any, least: int | None = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise InvalidRequest(f"{name} is no number that can be")
+    return value
+
+
+def _one_of(name: str, value: Any, known: Sequence[Any]) -> Any:
+    if value not in known:
+        raise InvalidRequest(f"{name} is {value!r:.40}; known: {', '.join(map(repr, known))}")
+    return value

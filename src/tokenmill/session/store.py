@@ -1,0 +1,334 @@
+"""`SessionStore`: a directory in which sessions outlive their process.
+
+    sessions.sqlite   heads, ids and turns of all sessions (SQLite, write-ahead log, synced at each commit)
+    kv/               KV bytes of some of them: a cache (`kv_files.py`)
+    lock              held by the one process that uses the directory
+
+One thread owns the database. Everybody else leaves work for it and gets a future; what waits is committed together, so
+that many sessions cost one sync. A write is the whole state of a session, but only what differs from what is there is
+written: it can be repeated, and never leaves half a turn or a turn twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tokenmill.engine.prefix import common_prefix
+from tokenmill.errors import ConfigError, NotDurable, TokenmillError
+from tokenmill.session.kv_files import MAX_KV_BYTES, KVFiles
+from tokenmill.session.record import SessionRecord, head_json, read_record, turn_json
+
+log = logging.getLogger(__name__)
+
+DATABASE = "sessions.sqlite"
+VERSION = 1
+"""Of the tables, as `user_version`. A later one is not touched."""
+APPLICATION = 0x746D696C
+"""`application_id`: it is a store of ours."""
+TABLES = """
+CREATE TABLE sessions (id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, head TEXT NOT NULL, used_at REAL NOT NULL);
+CREATE TABLE tokens (session TEXT NOT NULL, begin INTEGER NOT NULL, ids BLOB NOT NULL, PRIMARY KEY (session, begin));
+CREATE TABLE turns (session TEXT NOT NULL, number INTEGER NOT NULL, turn TEXT NOT NULL, PRIMARY KEY (session, number));
+"""
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], Any]
+Job = tuple[Work, "Future[Any]"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A session that was in the store, and for how many seconds nobody had used it."""
+
+    record: SessionRecord
+    idle_s: float
+
+
+class SessionStore:
+    """Any thread may call it. `ConfigError` if the directory can't be used at all."""
+
+    def __init__(self, directory: str | Path, *, max_kv_bytes: int = MAX_KV_BYTES) -> None:
+        self.directory = Path(directory)
+        self._lock = _lock(self.directory)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._held: set[str] = set()
+        """Sessions that a service of this process has: no other one loads them."""
+        self.is_read_only = False
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="tokenmill-store", daemon=True)
+        self._thread.start()
+        try:
+            opened.result()
+        except BaseException:
+            _unlock(self._lock)
+            raise
+        self.kv = KVFiles(self.directory / "kv", max_kv_bytes)
+
+    # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def save(self, record: SessionRecord, fingerprint: str) -> Future[None]:
+        """Make this the state of a session; done when it is on the disk, `NotDurable` if that failed."""
+        self._held.add(record.session_id)
+        return self._post(lambda connection: _write(connection, record, fingerprint))
+
+    def delete(self, session_id: str) -> Future[None]:
+        """The session has ended."""
+        self._held.discard(session_id)
+        self.kv.remove(session_id)
+        return self._post(lambda connection: _delete(connection, session_id))
+
+    def load(self, fingerprint: str, vocab_size: int) -> list[Stored]:
+        """The sessions of a model that nobody in this process has; they are the caller's from now on."""
+        found: list[Stored] = self._post(lambda connection: _read_all(connection, fingerprint, vocab_size)).result()
+        free = [one for one in found if one.record.session_id not in self._held]
+        self._held.update(one.record.session_id for one in free)
+        return free
+
+    def let_go(self, session_id: str) -> None:
+        """A service no longer has the session, but it has not ended: it can be loaded again."""
+        self._held.discard(session_id)
+
+    def check_integrity(self) -> str:
+        """SQLite's own check of the database: "ok"."""
+        return str(self._post(lambda connection: connection.execute("PRAGMA integrity_check").fetchone()[0]).result())
+
+    def close(self) -> None:
+        """Write what waits, and let go of the directory."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._jobs.put(None)
+        self._thread.join()
+        _unlock(self._lock)
+
+    def _post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # whoever stops waiting does not take it back
+        with self._closing:
+            if self._is_closed:
+                done.set_exception(NotDurable("the store was closed"))
+            else:
+                self._jobs.put((work, done))
+        return done
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            connection, self.is_read_only = _open(self.directory / DATABASE)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        is_open = True
+        while is_open:
+            jobs = [self._jobs.get()]
+            with suppress(queue.Empty):
+                while jobs[-1] is not None:
+                    jobs.append(self._jobs.get_nowait())
+            is_open = jobs[-1] is not None
+            _carry_out(connection, [job for job in jobs if job is not None])
+        connection.close()
+
+
+def _carry_out(connection: sqlite3.Connection, jobs: Sequence[Job]) -> None:
+    """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
+    if not jobs:
+        return
+    try:
+        connection.execute("BEGIN")
+        results = [work(connection) for work, _ in jobs]
+        connection.execute("COMMIT")
+    except Exception as error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if len(jobs) > 1:
+            for job in jobs:
+                _carry_out(connection, [job])
+            return
+        jobs[0][1].set_exception(_not_durable(error))
+        return
+    for (_, done), result in zip(jobs, results, strict=True):
+        done.set_result(result)
+
+
+def _not_durable(error: Exception) -> NotDurable:
+    if not isinstance(error, sqlite3.Error | OSError | TokenmillError | TypeError | ValueError):
+        log.error("the store could not do its work", exc_info=error)
+    return NotDurable(str(error))
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def _lock(directory: Path) -> int | None:
+    """Have the directory for this process alone; None where even the lock can't be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError:
+        return None
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return None
+        raise ConfigError(f"the store {directory} can't be used: {error.strerror}") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise ConfigError(f"the store {directory} is in use by another process") from None
+    return held
+
+
+def _unlock(held: int | None) -> None:
+    if held is not None:
+        os.close(held)
+
+
+def _open(path: Path) -> tuple[sqlite3.Connection, bool]:
+    """The database, and whether it can only be read."""
+    for options, is_read_only in ((("mode=rwc",), False), (("mode=ro",), True), (("mode=ro", "immutable=1"), True)):
+        if "immutable=1" in options and path.with_name(path.name + "-wal").exists():
+            break  # what is only in there would not be seen
+        try:
+            connection = _connect(path, options, is_read_only)
+        except sqlite3.OperationalError as error:
+            problem = error
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{path} is no store, or is damaged: {error}") from None
+        else:
+            if is_read_only:
+                log.warning("%s can only be read: sessions are not durable", path)
+            return connection, is_read_only
+    raise ConfigError(f"the store {path} can't be opened: {problem}")
+
+
+def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{'&'.join(options)}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if num_tables and application != APPLICATION:
+            raise ConfigError(f"{path} is a database, but no store of sessions")
+        if version > VERSION:
+            raise ConfigError(f"{path} was made by a later tokenmill (version {version}; this one knows {VERSION})")
+        if not is_read_only:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("BEGIN IMMEDIATE")  # a file that can only be read is found out here
+            if not num_tables:
+                for statement in TABLES.strip().splitlines():
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id={APPLICATION}")
+                connection.execute(f"PRAGMA user_version={VERSION}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# -- one session ------------------------------------------------------------------------------------------------------
+
+
+def _write(connection: sqlite3.Connection, record: SessionRecord, fingerprint: str) -> None:
+    name = record.session_id
+    connection.execute(
+        "INSERT INTO sessions VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET fingerprint = excluded.fingerprint, head = excluded.head, "
+        "used_at = excluded.used_at",
+        (name, fingerprint, _dump(head_json(record)), time.time()),
+    )
+    _write_tokens(connection, name, record.tokens)
+    _write_turns(connection, name, [_dump(turn_json(turn)) for turn in record.turns])
+
+
+def _write_tokens(connection: sqlite3.Connection, name: str, tokens: array[int]) -> None:
+    """Cut what is there where it begins to differ, and add the rest as one piece."""
+    stored, wanted = _as_numbers(_tokens(connection, name)), np.frombuffer(tokens, dtype=np.int32)
+    same = common_prefix(stored, wanted)
+    if same < len(stored):
+        connection.execute("DELETE FROM tokens WHERE session = ? AND begin >= ?", (name, same))
+        connection.execute(
+            "UPDATE tokens SET ids = substr(ids, 1, 4 * (? - begin)) "
+            "WHERE session = ? AND begin < ? AND begin + length(ids) / 4 > ?",
+            (same, name, same, same),
+        )
+    if same < len(wanted):
+        rest = wanted[same:].astype("<i4").tobytes()
+        connection.execute("INSERT INTO tokens VALUES (?, ?, ?)", (name, same, rest))
+
+
+def _write_turns(connection: sqlite3.Connection, name: str, turns: Sequence[str]) -> None:
+    stored = _turns(connection, name)
+    pairs = zip(stored, turns, strict=False)
+    same = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(stored), len(turns)))
+    if same < len(stored):
+        connection.execute("DELETE FROM turns WHERE session = ? AND number >= ?", (name, same))
+    added = [(name, number, turn) for number, turn in enumerate(turns) if number >= same]
+    connection.executemany("INSERT INTO turns VALUES (?, ?, ?)", added)
+
+
+def _delete(connection: sqlite3.Connection, name: str) -> None:
+    connection.execute("DELETE FROM sessions WHERE id = ?", (name,))
+    connection.execute("DELETE FROM tokens WHERE session = ?", (name,))
+    connection.execute("DELETE FROM turns WHERE session = ?", (name,))
+
+
+def _read_all(connection: sqlite3.Connection, fingerprint: str, vocab_size: int) -> list[Stored]:
+    rows = connection.execute("SELECT id, fingerprint, head, used_at FROM sessions ORDER BY used_at").fetchall()
+    foreign = sum(theirs != fingerprint for _, theirs, _, _ in rows)
+    if foreign:
+        log.info("%d sessions of other models stay in the store", foreign)
+    found, now = [], time.time()
+    for name, theirs, head, used_at in rows:
+        if theirs != fingerprint:
+            continue
+        try:
+            turns = [json.loads(turn) for turn in _turns(connection, name)]
+            tokens = array("i", _as_numbers(_tokens(connection, name)).tolist())
+            record = read_record(name, json.loads(head), turns, tokens, vocab_size)
+        except (TokenmillError, ValueError) as error:
+            log.warning("session %s stays in the store: %s", name, error)
+            continue
+        found.append(Stored(record, max(0.0, now - used_at)))
+    return found
+
+
+def _tokens(connection: sqlite3.Connection, name: str) -> bytes:
+    rows = connection.execute("SELECT ids FROM tokens WHERE session = ? ORDER BY begin", (name,))
+    return b"".join(ids for (ids,) in rows)
+
+
+def _turns(connection: sqlite3.Connection, name: str) -> list[str]:
+    rows = connection.execute("SELECT turn FROM turns WHERE session = ? ORDER BY number", (name,))
+    return [turn for (turn,) in rows]
+
+
+def _as_numbers(ids: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.frombuffer(ids, dtype="<i4").astype(np.int32)
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)

@@ -1,0 +1,222 @@
+"""Why an answer's prompt was computed: each cause is brought about, and named."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planting import PlantedBug, plant
+from tests.session.helpers import GREEDY, make_service, read, scene
+from tests.session.test_edges import REWRITES, with_template
+from tokenmill import SessionService
+from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.kv_manager import KVManager
+from tokenmill.engine.prefix import PrefixIndex
+from tokenmill.session import keeping
+from tokenmill.session.explain import Cause, TurnCost, in_words, message_at
+from tokenmill.session.turns import TokenLog
+
+LONG = "words " * 20
+
+
+async def ask(service: SessionService, name: str, said: str = "more", **options: Any) -> TurnCost:
+    """What the answer to this cost."""
+    live = await service.answer(name, given=said, **options)
+    _, _, last = await read(live.read())
+    cost = service.explain(name)[-1]
+    assert cost.request_id == live.request_id
+    assert last.usage is not None
+    assert (cost.num_prompt, cost.num_cached) == (last.usage.prompt_tokens, last.usage.cached_tokens)
+    return cost
+
+
+async def new(service: SessionService, **options: Any) -> str:
+    return await service.create_session(sampling_params=GREEDY, seed=1, **options)
+
+
+@pytest.mark.req("B4")
+def test_a_conversation_that_goes_on_computes_what_is_new() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        assert (await ask(service, name, LONG)).cause is Cause.FIRST
+        for _ in range(4):
+            cost = await ask(service, name)
+            assert (cost.cause, cost.num_again <= 1) == (Cause.NEW, True)
+        await read(await service.regenerate(name))
+        assert service.explain(name)[-1].cause is Cause.NEW
+        assert "only what is new" in in_words(cost)
+
+    scene(play)
+
+
+@pytest.mark.req("B4")
+def test_an_edit_is_named_with_both_texts_and_the_message() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service, system="be brief")
+        await ask(service, name, "the first question")
+        await ask(service, name, "the second question")
+        await service.edit(name, 2, "the SECOND question")
+        await read(await service.generate_stream(name))
+        cost = service.explain(name)[-1]
+        assert cost.cause is Cause.CHANGED
+        assert cost.difference is not None
+        assert (cost.difference.turn, cost.difference.message, cost.difference.role) == (2, 0, "user")
+        assert cost.difference.before.startswith("second question")
+        assert cost.difference.now.startswith("SECOND question")
+        assert "'SECOND" in in_words(cost)
+        await service.edit(name, 0, "another question")
+        await read(await service.generate_stream(name))
+        cost = service.explain(name)[-1]
+        assert cost.difference is not None
+        assert (cost.difference.turn, cost.difference.message, cost.difference.role) == (0, 1, "user"), "not the system"
+
+    scene(play)
+
+
+@pytest.mark.req("B4")
+def test_a_template_that_rewrites_the_past_is_a_change() -> None:
+    async def play(service: SessionService) -> None:
+        with_template(service, REWRITES)
+        name = await new(service)
+        await ask(service, name, "q")
+        cost = await ask(service, name, "r")
+        assert cost.cause is Cause.CHANGED
+        assert cost.difference is not None
+        assert cost.difference.now.startswith("*;U:r;")
+
+    scene(play)
+
+
+@pytest.mark.req("B4")
+def test_an_eviction_is_named_with_when_and_for_whom() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        other = await new(service, key="theirs")
+        live = await service.answer(other, given="x" * 300)
+        await read(live.read())
+        cost = await ask(service, name)
+        assert cost.cause is Cause.EVICTED
+        assert cost.lost_to is not None
+        assert cost.lost_to[0].startswith(live.request_id)
+        assert cost.lost_to[1] == "theirs"
+        assert cost.lost_s is not None
+        assert 0 <= cost.lost_s < 60
+        assert cost.num_again > 50
+        assert f"for {live.request_id}" in in_words(cost, live.request_id)
+        assert (await ask(service, name)).cause is Cause.NEW, "it is told once"
+
+    scene(play, cells=400)
+
+
+@pytest.mark.req("B4")
+def test_others_that_begin_alike_are_no_reason() -> None:
+    """KV of another session shares a beginning and goes on otherwise; what counts is that one's own was evicted."""
+
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        other = await new(service)
+        await read((await service.answer(other, given="words and " + "x" * 290)).read())
+        cost = await ask(service, name)
+        assert cost.num_cached > 0
+        assert cost.cause is Cause.EVICTED
+
+    scene(play, cells=400)
+
+
+@pytest.mark.req("B4")
+def test_replaced_weights_and_engines_that_died_are_named() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        service._model().opened.model.replace_weight("salt", 1)
+        assert (await ask(service, name)).cause is Cause.WEIGHTS
+        client: Any = service._model().client
+        client.pool.cores[0].core._executor.backend.faults.add(Fault(FaultKind.FATAL))
+        await read((await service.answer(name, given="dies")).read())
+        assert (await ask(service, name)).cause is Cause.RESTART
+
+    scene(play)
+
+
+@pytest.mark.req("B4")
+def test_another_worker_is_named() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        session = service._model().master.find(name)
+        client: Any = service._model().client
+        client.pool.cores[session.core].stop()
+        while session.core in service._model().cores_alive():
+            await asyncio.sleep(0)
+        assert (await ask(service, name)).cause is Cause.OTHER_WORKER
+
+    scene(play, num_workers=2)
+
+
+@pytest.mark.req("B4")
+def test_a_restart_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 10_000)
+
+    async def run() -> None:
+        async with make_service(store=tmp_path) as service:
+            name = await new(service)
+            await ask(service, name, LONG)
+        async with make_service(store=tmp_path) as service:
+            cost = await ask(service, name)
+            assert (cost.cause, cost.num_cached) == (Cause.RESTART, 0)
+            assert (await ask(service, name)).cause is Cause.NEW
+            data = await service.export(name)
+            copy = await service.restore(data)
+            assert (await ask(service, copy)).cause is Cause.NEW, "another one's KV is as good"
+
+    asyncio.run(run())
+
+
+@pytest.mark.req("B4")
+def test_a_restart_is_no_reason_where_kv_comes_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with make_service(store=tmp_path) as service:
+            name = await new(service)
+            await ask(service, name, LONG)
+        async with make_service(store=tmp_path) as service:
+            cost = await ask(service, name)
+            assert (cost.cause, cost.num_cached > 100) == (Cause.NEW, True)
+
+    asyncio.run(run())
+
+
+def test_which_message_a_character_lies_in() -> None:
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}, {"role": "user"}]
+    text = "system: be brief\nuser: hi\nassistant: "
+    assert [message_at(said[:2], text, place) for place in (0, 10, 15, 16, 24)] == [0, 0, 0, 1, 1]
+    assert message_at([], text, 0) is None
+
+
+# -- these tests can fail ---------------------------------------------------------------------------------------------
+
+BUGS = {
+    PlantedBug(
+        "nobody is blamed", KVManager, "_note_loss", "None if reason != ROOM else self.serving", "None"
+    ): test_an_eviction_is_named_with_when_and_for_whom,
+    PlantedBug(
+        "a cut goes unnoticed", TokenLog, "_cut", "self.low = min(self.low, keep)", "pass"
+    ): test_an_edit_is_named_with_both_texts_and_the_message,
+    PlantedBug(
+        "texts from a token too late", PrefixIndex, "divergence", "slice(matched, ", "slice(matched + 1, "
+    ): test_an_edit_is_named_with_both_texts_and_the_message,
+    PlantedBug(
+        "a loss is forgotten when the core looks", KVManager, "verdict", 'request.hints.owner or ""', '""'
+    ): test_an_eviction_is_named_with_when_and_for_whom,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    with pytest.raises(AssertionError):
+        BUGS[bug]()
