@@ -39,7 +39,9 @@ class LlamaModel:
         self._parked_cells = options.parked_cells
         if options.parked_cells is None:
             self._parked_cells = parked_cells(header.weight_bytes, header.kv_bytes_per_token)
-        self.info = ModelInfo(path.name, native.vocab_size, native.hidden_size, native.trained_context, header.layers)
+        held_as = f"llama.cpp {options.type_k} {options.type_v}"
+        sizes = (native.vocab_size, native.hidden_size, native.trained_context)
+        self.info = ModelInfo(path.name, *sizes, header.layers, form=held_as)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
