@@ -289,6 +289,9 @@ def test_a_click_on_a_request_shows_its_timeline_and_what_it_reused(page: Page, 
     assert cached is not None
     assert int(cached) > 0
     expect(page.locator(".timeline .reuse")).to_contain_text(cached)
+    told = server.get(f"/v1/requests/{call}/timeline", key=None).json()["generations"][0]
+    shown = page.locator(".timeline [data-cause]").evaluate_all("rows => rows.map((row) => row.dataset.cause)")
+    assert shown == [cause["cause"] for cause in told["causes"]]
     page.get_by_label("Close the timeline").click()
     expect(page.locator(".timeline")).to_have_count(0)
 

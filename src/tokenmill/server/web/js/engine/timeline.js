@@ -80,7 +80,11 @@ function Generation({ one, numOthers }) {
       <span class="phase cached" style=${{ flexGrow: one.cached_tokens }} title="cached" />
       <span class="phase prefill" style=${{ flexGrow: fresh }} title="computed" />
     </div>
-    <p class="reuse">${reuse(one)}</p>
+    <p class="reuse">${one.cache?.why ? `${capital(one.cache.why)}.` : reuse(one)}</p>
+    ${one.causes?.length > 0 && html`
+      <h3>Where the time went</h3>
+      <ul class="causes">${one.causes.map(({ cause, seconds, why }) => html`
+        <li data-cause=${cause}>${precise(seconds)}: ${why}</li>`)}</ul>`}
     <dl>
       <${Fact} of=${one} name="prompt_tokens" label="Prompt tokens" show=${count} />
       <${Fact} of=${one} name="cached_tokens" label="Cached" show=${count} />
@@ -102,4 +106,5 @@ function reuse({ prompt_tokens: prompt, cached_tokens: cached }) {
   return `The KV of ${count(cached)} of its ${count(prompt)} tokens was there before (${Math.round((100 * cached) / prompt)}\u00a0%).`;
 }
 
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const precise = (seconds) => (seconds < 0.1 ? `${(1000 * seconds).toFixed(1)} ms` : duration(seconds));
