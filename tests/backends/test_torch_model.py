@@ -160,7 +160,7 @@ def test_an_engine_goes_on_with_new_weights_as_if_they_had_always_been(tmp_path:
         ({"device": "mps"}, "not supported; use cpu or cuda"),
         ({"deterministic": True, "dtype": "bfloat16"}, "deterministic needs float32 on the CPU"),
         ({"colour": "red"}, "unknown option colour"),
-        ({"backend": "llamacpp"}, "can't open"),
+        ({"backend": "llamacpp"}, "is a directory; llama.cpp takes a .gguf file"),
     ],
 )
 def test_wrong_options(options: dict[str, object], saying: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ BUGS = [
     PlantedBug(
         "prefix one token too long",
         kv_manager.KVManager,
-        "start",
+        "_start",
         "return seq, match.length",
         "return seq, match.length + 1",
     ),

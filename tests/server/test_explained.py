@@ -20,7 +20,7 @@ from tests.server.conversing import Conversation, converse
 from tests.server.queueing import read
 from tests.server.serving import KEY, Reply, Running, running
 from tests.server.telling import CHAT, OTHER_KEY, make_config, make_llm
-from tests.server.wire import Wire, chat_request, held
+from tests.server.wire import Wire, chat_request, held, until
 from tokenmill.session import keeping
 
 PARTS = {
@@ -244,7 +244,12 @@ def test_parts_sum_to_the_wall_time_of_500_mixed_requests(caplog: pytest.LogCapt
         with ThreadPoolExecutor(8) as pool:
             given = [(i, chance.randrange(10), chance.randrange(200)) for i in range(500)]
             measured = list(pool.map(lambda one: send(*one), given))
-        logged = {one.request["id"]: one.request["ms"] / 1000 for one in caplog.records if hasattr(one, "request")}
+
+        def logged_s() -> dict[str, float]:
+            return {one.request["id"]: one.request["ms"] / 1000 for one in caplog.records if hasattr(one, "request")}
+
+        until(lambda: {name for name, _ in measured} <= logged_s().keys())
+        logged = logged_s()
         total = 0.0
         for name, _ in measured:
             told = sum(generation(server, name)["parts"].values())

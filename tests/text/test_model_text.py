@@ -101,13 +101,13 @@ def test_sampling_values_that_are_not_valid_are_left_out(caplog: pytest.LogCaptu
 def test_gguf_values_that_are_wrong(tmp_path: Path, byte_level: Any, change: dict[str, Any], saying: str) -> None:  # noqa: F811
     path = write(tmp_path / "t.gguf", {**byte_level_metadata(byte_level), **change})
     with pytest.raises(ModelLoadError, match=saying) as found:
-        model_text._from_gguf(path)
+        model_text._from_gguf(path, None)
     assert "\n" not in str(found.value)
 
 
 def test_a_gguf_files_variables_and_template(tmp_path: Path, byte_level: Any) -> None:  # noqa: F811
     source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     metadata = {**byte_level_metadata(byte_level), "tokenizer.chat_template": source}
-    text = model_text._from_gguf(write(tmp_path / "t.gguf", metadata))
+    text = model_text._from_gguf(write(tmp_path / "t.gguf", metadata), None)
     assert text.variables == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert text.template_of(None).encode(HI) == text.template_of(source).encode(HI)
