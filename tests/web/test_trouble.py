@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.server.serving import KEY, child, running
+from tests.server.serving import KEY, Running, child, running
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
-from tests.web.browsing import LONG, PATIENT, visiting
+from tests.web.browsing import LONG, PATIENT, Visit, visiting
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 
 OPTIONS = ("smollm2-135m", "--context", "2048")
+WITH_KEY = ServerConfig(key_hashes=(hash_key(KEY),))
+
+
+@contextmanager
+def fake_visit(
+    browser: Browser, config: ServerConfig = ServerConfig(), max_context: int = 4096, **engine: Any
+) -> Iterator[tuple[Running, Visit]]:
+    """A server over the fake model, and the page on it."""
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=max_context))
+    llm = AsyncLLM(model, config=EngineConfig(**engine), kv_cache_tokens=8192)
+    with running(llm, config) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        yield server, visit
 
 
 @pytest.mark.req("R41")
@@ -45,11 +60,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
 
 @pytest.mark.req("R41", "R37")
 def test_a_key_is_asked_for_and_kept_only_if_wanted(browser: Browser) -> None:
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
-    with (
-        running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as server,
-        visiting(browser, f"http://127.0.0.1:{server.port}") as visit,
-    ):
+    with fake_visit(browser, WITH_KEY) as (_, visit):
         visit.open()
         dialog = visit.page.get_by_role("dialog")
         expect(dialog).to_contain_text("wants an API key")
@@ -74,9 +85,7 @@ def test_a_key_is_asked_for_and_kept_only_if_wanted(browser: Browser) -> None:
 
 @pytest.mark.req("R41", "R15")
 def test_a_server_that_is_full_says_so_and_is_asked_again(browser: Browser) -> None:
-    engine = EngineConfig(max_num_seqs=1, max_queue=1)
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), config=engine, kv_cache_tokens=8192)
-    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+    with fake_visit(browser, max_num_seqs=1, max_queue=1) as (server, visit):
         visit.open()
         expect(visit.page.get_by_label("Model")).to_have_value("fake")
         alert = visit.page.get_by_role("alert")
@@ -98,8 +107,7 @@ def test_a_server_that_is_full_says_so_and_is_asked_again(browser: Browser) -> N
 
 
 def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=256)), kv_cache_tokens=8192)
-    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+    with fake_visit(browser, max_context=256) as (_, visit):
         visit.open(max_tokens=8)
         visit.ask("short")
         visit.send("long " * 100)
@@ -109,8 +117,7 @@ def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
 
 
 def test_a_page_that_dies_before_the_first_word_leaves_nothing_behind(browser: Browser) -> None:
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
-    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+    with fake_visit(browser) as (server, visit):
         visit.open(max_tokens=8)
         visit.ask("one")
         with held(server) as hold:
@@ -135,11 +142,7 @@ def test_a_page_that_dies_before_the_first_word_leaves_nothing_behind(browser: B
 
 
 def test_a_key_that_can_not_be_sent_does_not_lock_the_page(browser: Browser) -> None:
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
-    with (
-        running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as server,
-        visiting(browser, f"http://127.0.0.1:{server.port}") as visit,
-    ):
+    with fake_visit(browser, WITH_KEY) as (_, visit):
         visit.open()
         dialog = visit.page.get_by_role("dialog")
         dialog.get_by_label("API key").fill("schlüssel☃")
@@ -154,8 +157,7 @@ def test_a_key_that_can_not_be_sent_does_not_lock_the_page(browser: Browser) -> 
 
 
 def test_a_model_that_is_gone_is_replaced(browser: Browser) -> None:
-    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=4096)), kv_cache_tokens=8192)
-    with running(llm, ServerConfig()) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+    with fake_visit(browser) as (_, visit):
         visit.context.add_init_script("localStorage['tokenmill.defaults'] = '{\"model\": \"old\"}'")
         visit.open()
         visit.ask("hi")
