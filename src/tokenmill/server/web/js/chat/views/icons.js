@@ -16,7 +16,6 @@ const PATHS = {
   right: "M10 6l6 6-6 6",
   settings: "M4 7h9M17 7h3M4 17h3M11 17h9M13 4v6M7 14v6",
   pulse: "M3 12h4l3-7 4 14 3-7h4",
-  trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   down: "M12 5v14M6 13l6 6 6-6",
   code: "M9 7l-5 5 5 5M15 7l5 5-5 5",
   theme: "M12 3a9 9 0 1 0 0 18zM12 3a9 9 0 0 1 0 18",
