@@ -14,9 +14,26 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect, sync_playwright
 
 WAIT_MS = 60_000
-PATIENT = {"timeout": WAIT_MS}
+expect.set_options(timeout=WAIT_MS)
 LONG = "Write a long story about a lighthouse and its keeper."
 """The default model has much to say to this."""
+
+
+LEAF = """
+    const { load } = await import("/web/js/chat/storage.js");
+    const conversation = await load(location.hash.slice(1));
+    const leaf = conversation?.messages[conversation.leaf];
+"""
+LEAF_ID = f"async () => {{ {LEAF} return leaf?.id ?? null; }}"
+"""The last message of the branch that is shown, as it is stored."""
+HAS_MOVED = f"async (before) => {{ {LEAF} return (leaf?.id ?? null) !== before; }}"
+ANSWERED = f"""async () => {{
+    {LEAF}
+    if (!["done", "failed"].includes(leaf?.status)) return false;
+    for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame);
+    return true;
+}}"""
+"""Has that branch come to its end, and has the page had time to draw it?"""
 
 
 def chromium() -> str | None:
@@ -162,23 +179,28 @@ class Visit:
         self.field.fill(text)
         self.page.keyboard.press("Enter")
 
+    def start_new(self) -> None:
+        self.page.keyboard.press("Control+Shift+O")
+        expect(self.messages).to_have_count(0)
+
     def ask(self, text: str) -> str:
         """Send a question and wait for its answer."""
-        before = self.answers.count()
+        before = self.page.evaluate(LEAF_ID)
         self.send(text)
-        expect(self.answers).to_have_count(before + 1, timeout=WAIT_MS)
+        self.page.wait_for_function(HAS_MOVED, arg=before)
         self.wait_for_answer()
         return self.said()[-1]
 
     def wait_for_answer(self) -> None:
-        """The answer that is shown last is complete."""
-        expect(self.answers.last).to_have_attribute("aria-busy", "false", timeout=WAIT_MS)
-        expect(self.page.get_by_label("Send", exact=True)).to_be_visible(timeout=WAIT_MS)
+        """The answer that is asked for is complete, and drawn."""
+        self.page.wait_for_function(ANSWERED)
+        expect(self.answers.last).to_have_attribute("aria-busy", "false")
+        expect(self.page.get_by_label("Send", exact=True)).to_be_visible()
 
     def wait_for_words(self, num_chars: int = 1) -> None:
         """The answer on its way has begun."""
         script = "least => document.querySelector('article[aria-busy=true] .prose')?.textContent.length >= least"
-        self.page.wait_for_function(script, arg=num_chars, timeout=WAIT_MS)
+        self.page.wait_for_function(script, arg=num_chars)
 
     def act(self, message: Locator, label: str) -> None:
         message.get_by_role("button", name=label, exact=True).click()

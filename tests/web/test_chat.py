@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.server.serving import Child, request
 from tests.server.wire import until
@@ -20,7 +20,7 @@ def in_use(server: Child) -> list[str]:
 
 @pytest.mark.req("R41")
 def test_a_question_is_answered_and_shown_as_it_grows(visit: Visit, server: Child) -> None:
-    visit.open()
+    visit.open(max_tokens=160)
     visit.page.evaluate("""() => {
         window.lengths = new Set();
         new MutationObserver(() => {
@@ -28,13 +28,46 @@ def test_a_question_is_answered_and_shown_as_it_grows(visit: Visit, server: Chil
             if (document.querySelector("article[aria-busy=true]")) window.lengths.add(text.length);
         }).observe(document.body, { subtree: true, childList: true, characterData: true });
     }""")
-    answer = visit.ask(CAPITAL)
-    assert "Tokyo" in answer
-    assert "Tokyo" in visit.answers.last.inner_text()
+    answer = visit.ask(LONG)
+    assert "lighthouse" in answer
+    assert "lighthouse" in visit.answers.last.inner_text()
     assert visit.page.evaluate("() => window.lengths.size") >= 3, "it was not shown as it grew"
-    body = {"messages": [{"role": "user", "content": CAPITAL}], "temperature": 0, "max_tokens": 24}
+    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 160}
     plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
     assert answer == plain["choices"][0]["message"]["content"]
+
+
+@pytest.mark.req("R41")
+def test_a_question_sent_before_the_server_has_said_that_it_is_ready_is_not_lost(visit: Visit) -> None:
+    held: list[Route] = []
+    visit.page.route("**/v1/models", lambda route: held.append(route))
+    visit.open()
+    visit.send(CAPITAL)
+    expect(visit.field).to_have_value(CAPITAL)
+    assert held, "the page asks for the models when it is opened"
+    held[0].continue_()
+    expect(visit.answers).to_have_count(1)
+    visit.wait_for_answer()
+    assert visit.said()[0] == CAPITAL
+    expect(visit.field).to_have_value("")
+
+
+@pytest.mark.req("R41")
+def test_a_question_sent_before_the_page_has_drawn_it_is_not_lost(visit: Visit) -> None:
+    visit.open()
+    expect(visit.page.get_by_label("Model")).to_have_value("smollm2-135m")
+    visit.field.evaluate(
+        """(field, text) => {
+        field.value = text;
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+        field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+    }""",
+        CAPITAL,
+    )
+    expect(visit.answers).to_have_count(1)
+    visit.wait_for_answer()
+    assert visit.said()[0] == CAPITAL
+    expect(visit.field).to_have_value("")
 
 
 @pytest.mark.req("R41", "R35", "R7")
@@ -87,7 +120,7 @@ def test_two_conversations_stream_at_once_and_do_not_mix(visit: Visit, server: C
     visit.wait_for_words()
     assert in_use(server) == ["generating"] * 2
     visit.wait_for_answer()
-    expect(visit.page.locator(".conversations .busy")).to_have_count(0, timeout=WAIT_MS)
+    expect(visit.page.locator(".conversations .busy")).to_have_count(0)
     for conversation, question in zip(visit.stored(), (CAPITAL, LONG), strict=True):
         asked, answer = (message["content"] for message in conversation["messages"].values())
         assert asked == question

@@ -24,16 +24,17 @@ def more(visit: Visit, place: int, action: str) -> None:
 def test_titles_search_rename_and_delete(visit: Visit, server: Child) -> None:
     visit.open(max_tokens=6)
     for question in (JAPAN, "How do bees\nfind flowers?"):
-        visit.page.keyboard.press("Control+Shift+O")
+        visit.start_new()
         visit.ask(question)
     titles = visit.conversations.locator(".title")
-    assert titles.all_inner_texts() == ["How do bees", JAPAN]
+    expect(titles).to_have_text(["How do bees", JAPAN])
 
     visit.page.keyboard.press("Control+k")
     words = visit.page.get_by_label("Words to look for")
     words.fill("flowers find")
     expect(visit.page.get_by_role("listbox").get_by_role("option")).to_have_text(["How do bees"])
     words.fill("capital")
+    expect(visit.page.get_by_role("listbox").get_by_role("option")).to_have_text([JAPAN])
     visit.page.keyboard.press("Enter")
     expect(visit.page.locator("header h1")).to_have_text(JAPAN)
 

@@ -74,7 +74,7 @@ def opened(page: Page, origin: str) -> Page:
 
 
 def expect_status(page: Page, status: str) -> None:
-    expect(page.locator("header .status")).to_have_class(f"status {status}", timeout=WAIT_MS)
+    expect(page.locator("header .status")).to_have_class(f"status {status}")
 
 
 def wait_for(page: Page, condition: Callable[[], Any], why: str) -> None:
@@ -197,13 +197,13 @@ def test_sessions_are_shown_with_their_kv(page: Page, server: Running) -> None:
     talk = converse(server, key=None)
     talk.ask("hello")
     row = page.locator(f"tr[data-session='{talk.id}']")
-    expect(row).to_have_attribute("data-state", "idle", timeout=WAIT_MS)
-    expect(row).to_have_attribute("data-tokens", str(talk.info()["num_tokens"]), timeout=WAIT_MS)
+    expect(row).to_have_attribute("data-state", "idle")
+    expect(row).to_have_attribute("data-tokens", str(talk.info()["num_tokens"]))
     kept = sum(one["tokens"] for one in core_of(server)["parked"] if one["session"] == talk.id)
     of_session = page.locator(f"tr[data-kv-session='{talk.id}']")
-    expect(of_session).to_have_attribute("data-parked-tokens", str(kept), timeout=WAIT_MS)
+    expect(of_session).to_have_attribute("data-parked-tokens", str(kept))
     assert talk.delete().status == 204
-    expect(row).to_have_count(0, timeout=WAIT_MS)
+    expect(row).to_have_count(0)
 
 
 # -- the state in the browser -----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_a_request_that_runs_can_be_watched_by_keyboard(page: Page, server: Runn
         page.keyboard.press("Enter")
         panel = page.get_by_role("dialog", name="Timeline")
         expect(panel).to_be_focused()
-        expect(panel.locator("[data-fact=finish_reason]")).to_have_text("not yet", timeout=WAIT_MS)
+        expect(panel.locator("[data-fact=finish_reason]")).to_have_text("not yet")
         page.keyboard.press("Escape")
         expect(panel).to_have_count(0)
         expect(button).to_be_focused()
@@ -320,7 +320,7 @@ def test_a_request_that_runs_can_be_watched_by_keyboard(page: Page, server: Runn
 @pytest.mark.req("B6")
 def test_a_click_into_the_strip_finds_the_request(page: Page, server: Running) -> None:
     (call,) = run_many(server, 1, max_tokens=40)
-    expect(page.locator("tr[data-ended-request]")).to_have_count(1, timeout=WAIT_MS)
+    expect(page.locator("tr[data-ended-request]")).to_have_count(1)
     page.wait_for_timeout(400)
     canvas = page.locator(".strip canvas")
     box = canvas.bounding_box()
@@ -431,9 +431,9 @@ def test_it_comes_back_with_the_server(browser: Browser) -> None:
 def test_models_come_and_go(page: Page, server: Running) -> None:
     telemetry = server.served.telemetry
     telemetry.attach("second", server.llm)
-    expect(page.locator(".core[data-model=second]")).to_have_count(1, timeout=WAIT_MS)
+    expect(page.locator(".core[data-model=second]")).to_have_count(1)
     telemetry.detach("second")
-    expect(page.locator(".core")).to_have_count(1, timeout=WAIT_MS)
+    expect(page.locator(".core")).to_have_count(1)
     telemetry.detach("fake")
     expect(page.get_by_text("No model is served yet")).to_be_visible(timeout=WAIT_MS)
     telemetry.attach("fake", server.llm)
@@ -459,7 +459,7 @@ def test_a_server_with_keys_is_asked_with_one(browser: Browser) -> None:
         mine = server.post(CHAT, chat_body("mine")).json()["id"]
         server.post(CHAT, chat_body("not mine"), key=OTHER_KEY)
         wait_for(page, lambda: state_in(page) == state_of(server, KEY), "the page does not know the state")
-        expect(page.locator("tr[data-ended-request]")).to_have_count(2, timeout=WAIT_MS)
+        expect(page.locator("tr[data-ended-request]")).to_have_count(2)
         page.locator(f"tr[data-ended-request^='{mine}'] button").click()
         assert_timeline_is_the_servers(page, server, mine, KEY)
         page.locator(f"tr[data-ended-request]:not([data-ended-request^='{mine}']) button").click()
@@ -472,14 +472,14 @@ def test_a_server_with_keys_is_asked_with_one(browser: Browser) -> None:
 @pytest.mark.req("B6")
 def test_everything_has_a_name_and_pictures_have_words(page: Page, server: Running) -> None:
     run_many(server, 1)
-    expect(page.locator("tr[data-ended-request]")).to_have_count(1, timeout=WAIT_MS)
+    expect(page.locator("tr[data-ended-request]")).to_have_count(1)
     unnamed = page.evaluate("""() => [...document.querySelectorAll("button, a, canvas")].filter(
         (one) => !(one.textContent.trim() || one.getAttribute("aria-label"))).map((one) => one.outerHTML)""")
     assert unnamed == []
     words = re.compile(r"The last \d+ steps: \d+ decode tokens and \d+ prefill tokens of 1 requests")
-    expect(page.locator(".strip canvas")).to_have_attribute("aria-label", words, timeout=WAIT_MS)
+    expect(page.locator(".strip canvas")).to_have_attribute("aria-label", words)
     said = re.compile(rf"KV memory: {core_of(server)['cells']['used']:,} of .* cells are used")
-    expect(page.locator(".kv canvas")).to_have_attribute("aria-label", said, timeout=WAIT_MS)
+    expect(page.locator(".kv canvas")).to_have_attribute("aria-label", said)
     for table in page.locator("table").all():
         assert table.locator("thead th:not([scope=col])").count() == 0
     assert page.get_by_role("heading", level=1).inner_text() == "Engine"

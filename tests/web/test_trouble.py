@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, expect
 
 from tests.server.serving import KEY, Running, child, running
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
-from tests.web.browsing import LONG, PATIENT, Visit, visiting
+from tests.web.browsing import LONG, Visit, visiting
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
@@ -45,8 +45,8 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
         banner = visit.page.get_by_role("status")
         with child(tmp_path / "second", *OPTIONS, port=server.port):
             alert = visit.page.get_by_role("alert")
-            expect(alert).to_contain_text("may have been restarted", **PATIENT)
-            expect(banner).to_have_count(0, **PATIENT)
+            expect(alert).to_contain_text("may have been restarted")
+            expect(banner).to_have_count(0)
             partial = visit.said()[-1]
             assert len(partial) >= 20, "what was said is kept"
             visit.page.get_by_role("button", name="Try again").click()
@@ -112,7 +112,7 @@ def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
         visit.ask("short")
         visit.send("long " * 100)
         expect(visit.page.get_by_role("alert")).to_contain_text("outgrown the model's context")
-        visit.page.keyboard.press("Control+Shift+O")
+        visit.start_new()
         visit.ask("short again")
 
 

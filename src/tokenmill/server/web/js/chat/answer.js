@@ -8,6 +8,7 @@ import { children } from "./tree.js";
 const FRAME_MS = 50;
 const CHARS_A_MS = 100; // long answers take longer to draw, and are drawn less often
 const RECONNECT_S = [0.2, 0.5, 1, 2, 2, 2, 2, 2, 2];
+const LOADING_S = 1;
 const STOP_MS = 5000;
 const FEW = 4; // tokens: too few to say how fast they came
 
@@ -137,10 +138,11 @@ export class Answering extends Emitter {
       } catch (error) {
         const isWaiting = error instanceof ServerError && error.status === 503;
         const mayComeBack = (error instanceof Unreachable || isWaiting) && message.resume && !this.isStopped;
-        if (!mayComeBack || numTries === RECONNECT_S.length) throw error;
+        const seconds = isWaiting ? LOADING_S : RECONNECT_S[numTries++]; // one that loads its model will be there
+        if (!mayComeBack || seconds === undefined) throw error;
         this.isReconnecting = true;
         this.changed();
-        await pause(RECONNECT_S[numTries++]);
+        await pause(seconds);
         source = this.#again(message.resume.eventId);
       }
     }

@@ -13,9 +13,12 @@ export function Composer({ chat, conversation }) {
   const write = (value) => {
     chat.drafts.set(conversation.id, value);
     setText(value);
+    setDue(false);
   };
   const isBusy = chat.answering(conversation) !== null;
-  const canSend = !isBusy && text.trim() !== "" && chat.server === "ready";
+  const isReady = chat.server === "ready";
+  /** Was it sent before the server was ready? Then it goes as soon as that is the case. */
+  const [isDue, setDue] = useState(false);
 
   useEffect(() => { if (!TOUCH.matches) field.current.focus(); }, [conversation.id]);
   useEffect(() => {
@@ -24,11 +27,17 @@ export function Composer({ chat, conversation }) {
   }, [text]);
 
   const send = () => {
-    if (!canSend) return;
-    chat.send(conversation, text.trim());
+    const question = field.current.value.trim(); // as it is now, drawn or not
+    if (question === "" || chat.answering(conversation) !== null) return;
+    if (chat.server !== "ready") {
+      setDue(chat.server === "loading");
+      return;
+    }
+    chat.send(conversation, question);
     write("");
     if (!TOUCH.matches) field.current.focus();
   };
+  useEffect(() => { if (isDue && isReady) send(); }, [isDue, isReady]);
   const onKeyDown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !TOUCH.matches) {
       event.preventDefault();
@@ -47,7 +56,7 @@ export function Composer({ chat, conversation }) {
           onInput=${(event) => write(event.target.value)} onKeyDown=${onKeyDown}></textarea>
         ${isBusy
           ? html`<button class="danger" onClick=${stop} aria-label="Stop the answer" title="Stop (Esc)"><${Icon} name="stop" /></button>`
-          : html`<button class="primary" onClick=${send} disabled=${!canSend} aria-label="Send" title="Send (Enter)"><${Icon} name="send" /></button>`}
+          : html`<button class="primary" onClick=${send} disabled=${text.trim() === "" || !isReady} aria-label="Send" title="Send (Enter)"><${Icon} name="send" /></button>`}
       </div>
       <${Gauge} chat=${chat} conversation=${conversation} />
     </div>`;
