@@ -6,6 +6,6 @@ from tests.llamacpp import HAS_LLAMACPP, MUST_BE_THERE
 
 SUBJECTS = [FAKE, TORCH, TORCH_DETERMINISTIC]
 if HAS_LLAMACPP or MUST_BE_THERE:
-    from tests.conformance.llamacpp_subject import LLAMACPP, LLAMACPP_SMOLLM2
+    from tests.conformance.llamacpp_subject import LLAMACPP, LLAMACPP_SMOLLM2, LLAMACPP_STREAMS
 
-    SUBJECTS += [LLAMACPP, LLAMACPP_SMOLLM2]
+    SUBJECTS += [LLAMACPP, LLAMACPP_STREAMS, LLAMACPP_SMOLLM2]

@@ -27,6 +27,7 @@ from tokenmill.backends.llamacpp.memory import LlamaMemory
 from tokenmill.backends.llamacpp.model import LlamaModel
 from tokenmill.backends.llamacpp.native import NativeContext
 from tokenmill.backends.llamacpp.opening import open_path
+from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file
 from tokenmill.core import BackendLimits, Batch, BatchBuilder, FakeConfig, FaultKind, IntArray, Output
@@ -34,13 +35,15 @@ from tokenmill.core.faults import FaultPlan
 from tokenmill.errors import ForwardFailed, OutOfKV
 
 EXACT = LoadOptions(backend="llamacpp", extra={"type_k": "f32", "type_v": "f32", "flash_attn": False})
+NUM_STREAMS = 3
+"""Few, so that sequences come and go; and none of them waits before it is moved beside the others."""
 AS_USUAL = LoadOptions(backend="llamacpp")
 
 
 class FaultyLlamaBackend(LlamaBackend):
     """A llama.cpp backend that can be told to fail: after llama.cpp has computed, when there is most to undo."""
 
-    def __init__(self, context: NativeContext, kv: LlamaMemory, words: IntArray) -> None:
+    def __init__(self, context: AnyContext, kv: LlamaMemory, words: IntArray) -> None:
         super().__init__(context, kv, len(words))
         self.faults = FaultPlan()
         self._words = words
@@ -76,6 +79,9 @@ def backend_for(model: LlamaModel, config: FakeConfig, words: IntArray | None = 
         num_cells=config.num_cells, max_seqs=config.max_seqs, ubatch_size=config.ubatch_size, num_threads=1
     )
     context, memory = model.new_memory(limits)
+    if model.options.kv_unified is False:
+        context.close()
+        context = StreamedContext(NativeContext(model._native, model._streamed(limits, NUM_STREAMS)), NUM_STREAMS, 0)
     wanted = config.capabilities
     memory = LlamaMemory(
         context,
@@ -131,10 +137,11 @@ def write_decoder(path: Path, config: FakeConfig) -> Path:
 
 
 @cache
-def small_model(vocab_size: int, max_context: int, num_layers: int) -> LlamaModel:
+def small_model(vocab_size: int, max_context: int, num_layers: int, kv_unified: bool = True) -> LlamaModel:
     config = FakeConfig(vocab_size=vocab_size, max_context=max_context, windows=(None,) * num_layers)
     path = folder() / f"{vocab_size}-{max_context}-{num_layers}.gguf"
-    return open_path(write_decoder(path, config), EXACT)
+    options = replace(EXACT, extra={**EXACT.extra, "kv_unified": kv_unified})
+    return open_path(write_decoder(path, config), options)
 
 
 def unified(config: FakeConfig) -> FakeConfig:
@@ -146,6 +153,13 @@ def make(config: FakeConfig) -> FaultyLlamaBackend:
     return backend_for(small_model(config.vocab_size, config.max_context, len(config.windows)), config)
 
 
+def make_streamed(config: FakeConfig) -> FaultyLlamaBackend:
+    return backend_for(small_model(config.vocab_size, config.max_context, len(config.windows), False), config)
+
+
+LLAMACPP_STREAMS = Subject(
+    "llamacpp, in streams", make_streamed, oracle, hidden_oracle, TOLERANCE, can_fail=True, adapt=unified, depths=(0,)
+)
 LLAMACPP = Subject("llamacpp", make, oracle, hidden_oracle, TOLERANCE, can_fail=True, adapt=unified, depths=(0,))
 
 

@@ -164,6 +164,10 @@ class BackendLimits:
     max_seqs: int = 256
     ubatch_size: int = 2048
     """Tokens computed at once inside one forward; the result does not depend on it."""
+    max_context: int | None = None
+    """Positions that a sequence may have; None: as many as the model knows."""
+    num_running: int | None = None
+    """Sequences that run at the same time; None: not known."""
     num_threads: int | None = None
     """Processor threads one forward may use; None leaves it to the backend."""
 

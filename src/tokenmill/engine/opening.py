@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
 from tokenmill.core.memory import cells_for
 from tokenmill.engine.fit import check_memory
 from tokenmill.errors import ConfigError
@@ -101,7 +101,13 @@ def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int
     if kv_cache_tokens < 1:
         raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
     defaults = BackendLimits()
-    return replace(defaults, num_cells=kv_cache_tokens, max_seqs=max(defaults.max_seqs, 2 * config.max_num_seqs))
+    return replace(
+        defaults,
+        num_cells=kv_cache_tokens,
+        max_seqs=max(defaults.max_seqs, 2 * config.max_num_seqs),
+        max_context=longest_context(model.info, config),
+        num_running=config.max_num_seqs,
+    )
 
 
 def _threads(asked: int | None) -> int | None:
@@ -110,11 +116,14 @@ def _threads(asked: int | None) -> int | None:
     return asked
 
 
+def longest_context(info: ModelInfo, config: EngineConfig) -> int:
+    """Tokens that a request may have in all."""
+    return min(info.max_context, config.max_model_len or info.max_context)
+
+
 def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
-    info = model.info
-    longest = min(info.max_context, config.max_model_len or info.max_context)
-    wanted = cells_for(config.max_num_seqs, longest, model.block_size)
-    affordable = model.kv_budget_bytes // max(1, info.kv_bytes_per_token)
+    wanted = cells_for(config.max_num_seqs, longest_context(model.info, config), model.block_size)
+    affordable = model.kv_budget_bytes // max(1, model.info.kv_bytes_per_token)
     return max(1, min(wanted, affordable))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenmill.backends.llamacpp.memory import LlamaMemory
-from tokenmill.backends.llamacpp.native import NativeContext
+from tokenmill.backends.llamacpp.streams import AnyContext
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
 from tokenmill.core.backend import FloatArray, greedy
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
@@ -34,7 +34,7 @@ class LlamaStep(PagedStep):
 class LlamaBackend(PagedBackend[LlamaStep]):
     """One context. A step is computed while it is submitted: depth 0."""
 
-    def __init__(self, context: NativeContext, kv: LlamaMemory, vocab_size: int) -> None:
+    def __init__(self, context: AnyContext, kv: LlamaMemory, vocab_size: int) -> None:
         super().__init__(kv, vocab_size, WeightsGate())
         self._context = context
         self._memory = kv

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenmill.backends.llamacpp.native import NativeContext
+from tokenmill.backends.llamacpp.streams import AnyContext
 from tokenmill.core import ANY, Capabilities, IntArray, PagedKV
 from tokenmill.core.paged import Demand
 from tokenmill.errors import ForwardFailed, InvalidOperation, OutOfKV
@@ -27,7 +27,7 @@ WORTH_MOVING = 1024
 class SequenceStorage:
     """Where the mirror believes its cells to be. Only whole sequences are moved, and llama.cpp does it."""
 
-    def __init__(self, context: NativeContext) -> None:
+    def __init__(self, context: AnyContext) -> None:
         self._context = context
         self.seq = 0
         """The sequence that is on its way to or from bytes."""
@@ -57,7 +57,7 @@ class SequenceStorage:
 class LlamaMemory(PagedKV):
     """See the module's docstring. One thread owns it: its backend's."""
 
-    def __init__(self, context: NativeContext, num_cells: int, max_context: int, capabilities: Capabilities) -> None:
+    def __init__(self, context: AnyContext, num_cells: int, max_context: int, capabilities: Capabilities) -> None:
         self._sequences = SequenceStorage(context)
         super().__init__(num_cells, max_context, 1, capabilities, self._sequences)
         self._context = context

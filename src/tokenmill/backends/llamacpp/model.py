@@ -12,6 +12,7 @@ from tokenmill.backends.llamacpp.memory import LlamaMemory
 from tokenmill.backends.llamacpp.native import MAX_SEQS, ContextSettings, NativeContext, NativeModel
 from tokenmill.backends.llamacpp.options import LlamaOptions
 from tokenmill.backends.llamacpp.parking import parked_cells
+from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
 from tokenmill.backends.llamacpp.vocab import LlamaVocab
 from tokenmill.core import BackendLimits, Capabilities, ModelInfo
 from tokenmill.core.memory import KV_SHARE, MemoryPlan, free_host_bytes
@@ -63,32 +64,52 @@ class LlamaModel:
         context, memory = self.new_memory(limits)
         return LlamaBackend(context, memory, self.info.vocab_size)
 
-    def new_memory(self, limits: BackendLimits) -> tuple[NativeContext, LlamaMemory]:
+    def new_memory(self, limits: BackendLimits) -> tuple[AnyContext, LlamaMemory]:
         """A context, and its memory behind the contract's rules."""
         num_cells = self.options.n_ctx or limits.num_cells
         max_seqs = min(limits.max_seqs, MAX_SEQS - 1)  # one is the memory's own
         if self._native.keeps_states:
             max_seqs = num_states(max_seqs)
-        context = NativeContext(self._native, self._settings(limits, num_cells, max_seqs))
+        num_streams = self._num_streams(limits, num_cells)
+        context: AnyContext
+        if num_streams:
+            context = StreamedContext(NativeContext(self._native, self._streamed(limits, num_streams)), num_streams)
+        else:
+            context = NativeContext(self._native, self._unified(limits, num_cells, max_seqs))
         capabilities = Capabilities(
             partial_rm=not self._native.keeps_states,
             partial_cp=not self._native.keeps_states,
             shift=not self._native.keeps_states and context.can_shift,
             state_bytes=True,
             max_seqs=max_seqs,
-            parked_cells=self._parked_cells,
+            parked_cells=None if num_streams else self._parked_cells,
         )
-        return context, LlamaMemory(context, num_cells, self.info.max_context, capabilities)
+        max_context = min(limits.max_context or self.info.max_context, self.info.max_context)
+        return context, LlamaMemory(context, num_cells, max_context, capabilities)
 
-    def _settings(self, limits: BackendLimits, num_cells: int, max_seqs: int) -> ContextSettings:
+    def _num_streams(self, limits: BackendLimits, num_cells: int) -> int:
+        """How many sequences have a memory of their own; 0: they share one."""
+        if self._native.keeps_states or self.options.kv_unified:
+            return 0
+        num_streams = min(num_cells // stream_cells(limits, self.info.max_context), MAX_SEQS)
+        is_enough = limits.num_running is not None and num_streams >= limits.num_running
+        return max(1, num_streams) if is_enough or self.options.kv_unified is False else 0
+
+    def _streamed(self, limits: BackendLimits, num_streams: int) -> ContextSettings:
+        return self._settings(limits, num_streams * stream_cells(limits, self.info.max_context), num_streams, False)
+
+    def _unified(self, limits: BackendLimits, num_cells: int, max_seqs: int) -> ContextSettings:
+        return self._settings(limits, num_cells + 1, max_seqs + 1, True)  # a cell for the memory's own sequence
+
+    def _settings(self, limits: BackendLimits, n_ctx: int, n_seq_max: int, kv_unified: bool) -> ContextSettings:
         options = self.options
         num_threads = limits.num_threads or _num_processors()
-        n_ctx = num_cells + 1  # one is for the memory's own sequence
         return ContextSettings(
             n_ctx=n_ctx,
             n_batch=min(options.n_batch or n_ctx, n_ctx),
             n_ubatch=min(options.n_ubatch, limits.ubatch_size),
-            n_seq_max=max_seqs + 1,
+            n_seq_max=n_seq_max,
+            kv_unified=kv_unified,
             n_threads=options.n_threads or num_threads,
             n_threads_batch=options.n_threads_batch or options.n_threads or num_threads,
             flash_attn=options.flash_attn,

@@ -163,6 +163,7 @@ class ContextSettings:
     n_batch: int
     n_ubatch: int
     n_seq_max: int
+    kv_unified: bool
     n_threads: int
     n_threads_batch: int
     flash_attn: bool | None
@@ -226,7 +227,7 @@ class NativeContext:
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attn]
         params.type_k, params.type_v = KV_TYPES[settings.type_k], KV_TYPES[settings.type_v]
         params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
-        params.kv_unified = True  # sequences share cells; across streams a partial copy would end the process
+        params.kv_unified = settings.kv_unified
         params.swa_full = True  # a window is a mask: what is outside of it is kept, so that one can go back
         params.no_perf = True
         self._model = model

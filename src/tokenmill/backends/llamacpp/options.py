@@ -37,6 +37,8 @@ class LlamaOptions:
     repack: bool | None = None
     """Store weights once more in the order that a processor's own kernels read them. None: not in builds with kernels
     for AMX, which end the process on machines that announce AMX and do not keep its state."""
+    kv_unified: bool | None = None
+    """One memory for all sequences, or one for each that runs; None: the latter where all have room in it."""
     parked_cells: int | None = None
     """Cells that KV of ended requests may keep while others run; None: as many as slow a step down by a tenth."""
 
@@ -45,7 +47,7 @@ class LlamaOptions:
             _check_count(name, getattr(self, name), least=1)
         _check_count("parked_cells", self.parked_cells, least=0)
         _check_count("n_gpu_layers", self.n_gpu_layers, least=-1)
-        for name in ("flash_attn", "use_mmap", "use_mlock", "repack"):
+        for name in ("flash_attn", "use_mmap", "use_mlock", "repack", "kv_unified"):
             value = getattr(self, name)
             if value is not None and type(value) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {value!r}")
