@@ -13,6 +13,8 @@ const MOST_AT_ONCE = 4; // browsers have six connections to a server, and the pa
 const TOO_MANY = `${MOST_AT_ONCE} answers are on their way already. Wait until one of them is done.`;
 const ELSEWHERE = "Another tab is at work in this conversation. Wait until it is done.";
 
+const sessionFiles = () => import("./session_files.js").catch(() => { throw new Unreachable("the server can't be reached"); });
+
 export class Chat extends Emitter {
   conversations = new Map();
   current = null;
@@ -116,6 +118,25 @@ export class Chat extends Emitter {
     await storage.erase(conversation.id);
     if (this.current === conversation) this.startNew();
     this.changed();
+  }
+
+  /** The session that ends the branch shown, as a file. */
+  async saved(conversation) {
+    const { saved } = await sessionFiles();
+    try {
+      return await saved(conversation, this.modelOf(conversation)?.id);
+    } finally {
+      this.#changed(conversation); // it may have another session now
+    }
+  }
+
+  /** The conversation of a session file, which may be of the model that is chosen or of another one that is loaded. */
+  async restored(file) {
+    const { restored } = await sessionFiles();
+    const chosen = this.modelOf(this.current);
+    if (chosen === null) throw new Unreachable("the server is not ready");
+    const others = this.models.filter((model) => model !== chosen && model.status === "loaded");
+    return restored(file, [chosen, ...others].map(({ id }) => id), this.#defaults().sampling?.max_tokens);
   }
 
   take(conversations) {

@@ -1,9 +1,10 @@
-// Conversations as files: JSON, which can be taken back in, and Markdown, to read.
+// Conversations as files: JSON, which can be taken back in, and Markdown, to read. Session files: session_files.js.
 import { usable } from "./sampling.js";
 import { newConversation, newId, pathTo, titleOf } from "./tree.js";
 
 const FORMAT = "tokenmill.conversations";
 const VERSION = 1;
+const SESSION_FILE = "tokenmill-session"; // how one begins
 
 /** Without what holds for this browser and this server only. */
 function portable({ sessions, ...conversation }) {
@@ -39,6 +40,9 @@ export function fromJson(text) {
   if (data.version > VERSION) throw new Error("this file was made by a newer version");
   return data.conversations.map(taken);
 }
+
+/** Is it a session file? Files are known by how they begin, whatever they are called. */
+export const isSessionFile = async (file) => (await file.slice(0, SESSION_FILE.length).text()) === SESSION_FILE;
 
 const text = (value, fallback = "") => (typeof value === "string" ? value : fallback);
 const time = (value) => (Number.isFinite(value) ? value : Date.now());

@@ -28,14 +28,15 @@ export const key = {
   },
 };
 
-/** Send a request; its response, if the server has taken it. */
+/** Send a request; its response, if the server has taken it. A body that is a file is sent as it is, and else as JSON. */
 async function send(path, { method = "GET", body, signal, headers = {} } = {}) {
   const all = { ...headers };
-  if (body !== undefined) all["Content-Type"] = "application/json";
+  const isFile = body instanceof Blob; // says its type by itself
+  if (body !== undefined && !isFile) all["Content-Type"] = "application/json";
   if (key.get()) all.Authorization ??= `Bearer ${key.get()}`;
   let response;
   try {
-    const content = body === undefined ? undefined : JSON.stringify(body);
+    const content = body === undefined || isFile ? body : JSON.stringify(body);
     response = await fetch(path, { method, body: content, signal, headers: all, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -60,6 +61,16 @@ async function refusal(response) {
 export async function ask(path, options) {
   const response = await send(path, options);
   return response.status === 204 ? null : response.json();
+}
+
+/** What the server answers, as a file. */
+export async function askFile(path, options) {
+  const response = await send(path, options);
+  try {
+    return await response.blob();
+  } catch {
+    throw new Unreachable("the connection was lost");
+  }
 }
 
 /** The events of a stream: `{ event, id, data }`, with data as it was sent. Comments are skipped. */

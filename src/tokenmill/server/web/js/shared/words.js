@@ -14,6 +14,12 @@ export function duration(seconds) {
   return `${minutes} min ${Math.round(seconds - 60 * minutes)} s`;
 }
 
+/** Words as a sentence. */
+const sentence = (words) => `${words.charAt(0).toUpperCase()}${words.slice(1)}.`;
+
+/** Why something of the user's is refused, by the server or by the page itself. */
+export const reason = (error) => (error instanceof ServerError || error instanceof Unreachable ? explain(error) : sentence(error.message));
+
 /** What went wrong, in plain words, and what can be done. */
 export function explain(error) {
   if (error instanceof Unreachable) {
@@ -22,6 +28,7 @@ export function explain(error) {
   if (!(error instanceof ServerError)) return `Something went wrong: ${error?.message ?? error}`;
   if (error.status === 401) return "The server wants an API key.";
   if (error.status === 403) return `The key may not do this: ${error.message}.`;
+  if (error.status === 413) return `This is larger than the server takes: ${error.message}.`;
   if (error.status === 429) return "The server is busy with others right now.";
   if (error.code === "context_length_exceeded") {
     return "This conversation has outgrown the model's context. Start a new one, or edit an earlier question.";

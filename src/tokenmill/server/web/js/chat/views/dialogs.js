@@ -31,6 +31,14 @@ export function Confirm({ title, text, action, onConfirm, onClose }) {
     <//>`;
 }
 
+export function Notice({ title, text, onClose }) {
+  return html`
+    <${Dialog} title=${title} onClose=${onClose}>
+      <p>${text}</p>
+      <div class="buttons"><button onClick=${onClose} autofocus>Close</button></div>
+    <//>`;
+}
+
 export function Rename({ title, onRename, onClose }) {
   const [value, setValue] = useState(title);
   const submit = (event) => {

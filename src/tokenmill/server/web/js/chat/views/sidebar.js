@@ -1,9 +1,10 @@
 // The list of conversations, and what can be done with all of them.
 import { key } from "../../shared/api.js";
 import { html, useRef, useState } from "../../shared/view.js";
-import { download, fileName, fromJson, toJson, toMarkdown } from "../transfer.js";
+import { reason } from "../../shared/words.js";
+import { download, fileName, fromJson, isSessionFile, toJson, toMarkdown } from "../transfer.js";
 import { titleOf } from "../tree.js";
-import { Confirm, Rename } from "./dialogs.js";
+import { Confirm, Notice, Rename } from "./dialogs.js";
 import { Icon } from "./icons.js";
 
 export function Sidebar({ chat, onChosen, onSearch, onShortcuts }) {
@@ -44,6 +45,14 @@ function Entry({ chat, conversation, setDialog, close, onChosen }) {
     <${Confirm} title="Delete this conversation?" text=${`“${title}” will be gone, here and on the server.`} action="Delete" onClose=${close}
       onConfirm=${() => chat.delete(conversation)} />`);
   const name = fileName(title);
+  const save = async () => {
+    try {
+      const file = await chat.saved(conversation);
+      download(`${name}.session`, file, file.type);
+    } catch (error) {
+      setDialog(html`<${Notice} title="The session can't be saved" text=${reason(error)} onClose=${close} />`);
+    }
+  };
   return html`
     <li class=${isCurrent ? "current" : ""}>
       <a href=${`#${conversation.id}`} onClick=${onChosen} aria-current=${isCurrent ? "page" : undefined}>
@@ -53,6 +62,7 @@ function Entry({ chat, conversation, setDialog, close, onChosen }) {
         <button onClick=${rename}>Rename</button>
         <button onClick=${() => download(`${name}.json`, toJson([conversation]), "application/json")}>Export as JSON</button>
         <button onClick=${() => download(`${name}.md`, toMarkdown(conversation), "text/markdown")}>Export as Markdown</button>
+        <button onClick=${save} disabled=${isBusy} title=${isBusy ? "When the answer is complete" : "To go on elsewhere, token for token"}>Save the session</button>
         <button onClick=${remove}>Delete</button>
       <//>
     </li>`;
@@ -64,15 +74,15 @@ function Transfer({ chat, setDialog, close }) {
     const [chosen] = event.target.files;
     event.target.value = "";
     try {
-      const taken = fromJson(await chosen.text());
+      const taken = (await isSessionFile(chosen)) ? [await chat.restored(chosen)] : fromJson(await chosen.text());
       chat.take(taken);
       if (taken.length) chat.show(taken[0].id);
     } catch (error) {
-      setDialog(html`<${Confirm} title="The file can't be taken in" text=${`It may be another one: ${error.message}.`} action="Close" onClose=${close} onConfirm=${close} />`);
+      setDialog(html`<${Notice} title="The file can't be taken in" text=${reason(error)} onClose=${close} />`);
     }
   };
   return html`
-    <input type="file" accept="application/json,.json" hidden ref=${file} onChange=${take} aria-label="A file with conversations" />
+    <input type="file" accept="application/json,.json,.session" hidden ref=${file} onChange=${take} aria-label="A file with conversations" />
     <${Menu} label="Export and import" text="Export, import" above>
       <button onClick=${() => download("conversations.json", toJson(chat.list), "application/json")}>Export all</button>
       <button onClick=${() => file.current.click()}>Import…</button>
