@@ -240,7 +240,8 @@ def main(arguments: Sequence[str]) -> int:
         todo = requests(options.sequences, options.prompt_tokens, options.new_tokens)
         (trial,) = requests([most], options.prompt_tokens, min(32, options.new_tokens))
         settings = best_settings(path, options.server_python, options.threads, trial, most)
-    running = [Running("tokenmill", path, options.threads, sys.executable, options.dtype, options.backend)]
+    given = [options.dtype, options.backend, *([str(most)] if settings is not None else [])]
+    running = [Running("tokenmill", path, options.threads, sys.executable, *given)]
     try:
         if settings is not None:
             running += [settings.start(path, options.server_python, most)]

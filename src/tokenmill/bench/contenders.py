@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 WARM_UP = 2
 """Steps before the clock starts."""
+SLOT_CONTEXT = 512
+"""Tokens of a request to a server, in and out."""
 
 
 class Contender(Protocol):
@@ -33,11 +35,15 @@ def prompt(number: int, length: int, vocab_size: int) -> list[int]:
 class Tokenmill:
     """The engine with everything that belongs to a step: scheduling, KV bookkeeping, sampling, text."""
 
-    def __init__(self, model: str, num_threads: int, dtype: str = "auto", backend: str = "auto") -> None:
+    def __init__(
+        self, model: str, num_threads: int, dtype: str = "auto", backend: str = "auto", slots: str = ""
+    ) -> None:
+        """With `slots`, as many requests at a time as a server has, of the same context."""
         from tokenmill.engine.llm import LLM
 
         options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype, "backend": backend}
-        self._llm = LLM(model, max_num_seqs=64, max_num_batched_tokens=4096, prefill_chunk=4096, **options)
+        options |= {"max_num_seqs": int(slots), "max_model_len": SLOT_CONTEXT} if slots else {"max_num_seqs": 64}
+        self._llm = LLM(model, max_num_batched_tokens=4096, prefill_chunk=4096, **options)
         self._vocab_size = self._llm.get_tokenizer().vocab_size
         self._number = 0
 
@@ -199,7 +205,7 @@ class LlamaServer:
 
         # In an environment without tokenmill this file is a script, and its neighbour another one.
         start = import_module(f"{__package__}.llama_server" if __package__ else "llama_server").start
-        settings = {"port": 0, "slots": int(slots), "slot_context": 512, "batch": 2048}
+        settings = {"port": 0, "slots": int(slots), "slot_context": SLOT_CONTEXT, "batch": 2048}
         self._server = start(model, {**settings, "threads": num_threads, "poll": int(poll)}, say=lambda _: None)
         self._number = 0
 

@@ -187,6 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)} (all)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
+    parser.add_argument("--context", type=int, default=CONTEXT, help=f"of our server's requests ({CONTEXT})")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-trials", action="store_true", help="llama.cpp's own defaults, nothing is tried out")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(options.model)
     if not path.exists():
         path = pull(options.model)
-    more = ["--threads", str(options.threads), "--context", str(CONTEXT), "--log-level", "warning"]
+    more = ["--threads", str(options.threads), "--context", str(options.context), "--log-level", "warning"]
     more += ["--backend", options.backend]
     settings: dict[str, LlamaSettings] = {}
     rows: list[Row] = []
