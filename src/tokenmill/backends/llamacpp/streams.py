@@ -107,6 +107,9 @@ class StreamedContext:
 
     def _calls(self, seqs: IntArray) -> Iterator[IntArray]:
         """Which tokens go into one call: not more than it takes, and of no more sequences than there are streams."""
+        if len(seqs) <= min(len(self._owner), self._native.n_batch):
+            yield np.arange(len(seqs), dtype=np.int32)
+            return
         _, first, which = np.unique(seqs, return_index=True, return_inverse=True)
         group = np.argsort(np.argsort(first))[which] // len(self._owner)  # sequences in the order in which they come
         for number in range(int(group.max()) + 1):
