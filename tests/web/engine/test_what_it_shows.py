@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -22,6 +23,7 @@ from tests.web.engine.watching import (
     shown_on,
     state_in,
     state_of,
+    wait_for,
     wait_until_shown,
 )
 from tokenmill.core import FaultKind
@@ -39,7 +41,7 @@ def test_the_page_shows_the_numbers_of_the_scheduler(page: Page, server: Running
     wait_until_shown(page, server)
     assert core_of(server)["cells"]["used"] > 0
     expect(page.locator("tr[data-ended-request]")).to_have_count(6)
-    assert page.locator("[data-counter=generated]").get_attribute("data-value") == str(6 * 12)
+    expect(page.locator("[data-counter=generated]")).to_have_attribute("data-value", str(6 * 12))
 
 
 @pytest.mark.req("B6")
@@ -174,13 +176,17 @@ def test_a_request_that_runs_can_be_watched_by_keyboard(page: Page, server: Runn
 def test_a_click_into_the_strip_finds_the_request(page: Page, server: Running) -> None:
     (call,) = run_many(server, 1, max_tokens=40)
     expect(page.locator("tr[data-ended-request]")).to_have_count(1)
-    page.wait_for_timeout(400)
     canvas = page.locator(".strip canvas")
     box = canvas.bounding_box()
     assert box is not None
     bar, line = {"x": box["width"] - 12, "y": 96}, {"x": box["width"] - 12, "y": 20}
-    canvas.hover(position=line)  # above the only brick
-    expect(page.locator(".pointed")).to_contain_text("1 decode, 0 prefill")
+    near = itertools.cycle((line, {**line, "y": 21}))
+
+    def points_at_it() -> bool:
+        canvas.hover(position=next(near))  # above the only brick
+        return "1 decode, 0 prefill" in page.locator(".pointed").inner_text()
+
+    wait_for(page, points_at_it, "the strip never showed the steps")
     canvas.click(position=line)
     expect(page.locator(".timeline")).to_have_count(0)
     canvas.click(position=bar)
