@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.server.conversing import converse
 from tests.server.serving import WAIT_S, Running, running
 from tests.server.telling import CHAT, following, make_llm
-from tests.server.wire import Wire, chat_body, chat_request, held, wait_for_inbox
+from tests.server.wire import Wire, chat_body, chat_request, held, until, wait_for_inbox
 from tests.web.browsing import visiting
 from tests.web.engine.watching import (
     MAIN,
@@ -93,7 +93,10 @@ def test_events_rebuild_the_same_state_as_in_python(browser: Browser) -> None:
         assert kind == "snapshot"
         server.inject(FaultKind.FAIL, after=6)
         run = threading.Thread(target=run_many, args=(server, 8), kwargs={"max_tokens": 60})
-        run.start()
+        with held(server) as hold:
+            run.start()
+            hold.wait()
+            until(lambda: server.core.load >= 8)  # all at once: there is not room for them
         heard = events.until_end_of(8)
         run.join(WAIT_S)
         with visiting(browser, origin_of(server)) as visit:
