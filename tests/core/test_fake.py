@@ -74,10 +74,10 @@ def test_a_stalled_step_waits_for_its_release() -> None:
         backend.faults.add(fault)
         owner = threading.Thread(target=decode_one, args=(backend, 1))
         owner.start()
-        assert fault.stalled.wait(timeout=10)
+        assert fault.stalled.wait(timeout=30)
         assert owner.is_alive()
         fault.release.set()
-        owner.join(timeout=10)
+        owner.join(timeout=30)
         assert not owner.is_alive()
         decode_one(backend, 2)
 

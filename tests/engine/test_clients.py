@@ -142,7 +142,7 @@ def test_an_engine_process_that_is_killed_reaches_every_caller_once() -> None:
         os.kill(client.process.pid, signal.SIGKILL)
         for listener in listeners:
             assert listener.result()[1] is FinishReason.ERROR
-        assert time.monotonic() - killed_at < 2
+        assert time.monotonic() - killed_at < 10
         assert "exit code -9" in (listeners[0].outputs[-1].error or "")
         with pytest.raises(EngineDead, match="exit code -9"):
             client.submit(request("more"), Listener())

@@ -131,12 +131,12 @@ def test_a_stalled_step_hurts_nobody_and_its_heartbeat_shows(depth: int) -> None
     transcript = Transcript()
     owner = threading.Thread(target=run, args=(engine, transcript))
     owner.start()
-    assert fault.stalled.wait(timeout=10)
+    assert fault.stalled.wait(timeout=30)
     first = engine.heartbeat
     assert engine.has_work
     assert engine.heartbeat == first, "the heartbeat goes on while the engine hangs"
     fault.release.set()
-    owner.join(timeout=10)
+    owner.join(timeout=30)
     assert not owner.is_alive()
     assert engine.heartbeat > first
     assert_healthy(transcript)

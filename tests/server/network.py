@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import KEY, Reply, Running, running
+from tests.server.serving import KEY, MOST_IDLE_S, WAIT_S, Reply, Running, running
 from tests.server.wire import (
     chat_body,
     chat_request,
@@ -24,8 +24,8 @@ CHUNK = 64
 """Prompt tokens a step."""
 SHORT_S = 0.4
 """The deadlines of the server that has short ones."""
-GRACE_S = 2.0
-"""Beyond a deadline, for a busy machine."""
+GRACE_S = 10.0
+"""Beyond a deadline, for a busy machine; less than any deadline that a server has by itself."""
 HALF_A_HEAD = b"GET /health HTTP/1.1\r\nHost: te"
 HALF_A_BODY = chat_request()[:-100]
 LEAVING = ["FIN", "RST"]
@@ -33,12 +33,13 @@ STREAM = [True, False]
 CLOSE = "Connection: close\r\n"
 
 
-def make_server(**settings: Any) -> AbstractContextManager[Running]:
+def make_server(most_idle_s: float = MOST_IDLE_S, **settings: Any) -> AbstractContextManager[Running]:
     """One request runs at a time, a chunk a step, and no comments fill a silence."""
     model = FakeModel(FakeConfig(vocab_size=258, max_context=32_768))
     engine = EngineConfig(max_num_seqs=1, max_queue=8, max_num_batched_tokens=CHUNK)
     llm = AsyncLLM(model, config=engine, kv_cache_tokens=65_536)
-    return running(llm, ServerConfig(key_hashes=(hash_key(KEY),), keep_alive_s=20.0, **settings))
+    config = ServerConfig(key_hashes=(hash_key(KEY),), keep_alive_s=20.0, **settings)
+    return running(llm, config, most_idle_s=most_idle_s)
 
 
 @contextmanager
@@ -51,10 +52,10 @@ def server_on(loop: str) -> Iterator[Running]:
 
 
 @contextmanager
-def strict_server() -> Iterator[Running]:
-    """Short deadlines for what comes in and for what goes out."""
+def strict_server(most_idle_s: float = 2 * WAIT_S) -> Iterator[Running]:
+    """Short deadlines for what comes in and for what goes out. Where they end a connection, idleness has not."""
     deadlines = {"header_timeout_s": SHORT_S, "body_timeout_s": SHORT_S, "send_timeout_s": SHORT_S}
-    with make_server(**deadlines, max_body_bytes=2 * MIB) as one:
+    with make_server(most_idle_s, **deadlines, max_body_bytes=2 * MIB) as one:
         yield one
         one.wait_until_idle()
 

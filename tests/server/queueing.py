@@ -20,7 +20,6 @@ CONTEXT = 8192
 MAX_QUEUE = 8
 QUEUE_TIMEOUT_S = 50.0
 MAX_REQUEST_S = 600.0
-AT_ONCE_S = 3.0
 OTHER_KEY = "sk-other"
 STREAM = [True, False]
 CHAT = "/v1/chat/completions"

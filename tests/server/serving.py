@@ -30,6 +30,10 @@ from tokenmill.server.served import Served
 T = TypeVar("T")
 KEY = "sk-test"
 WAIT_S = 30.0
+START_S = 120.0
+"""For a process that imports all and loads a model while others work."""
+MOST_IDLE_S = 3.0
+"""Some tests read until the server hangs up."""
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -147,13 +151,14 @@ def running(
     *names: str,
     others: Sequence[ModelSpec] = (),
     send_buffer: int | None = None,
+    most_idle_s: float = MOST_IDLE_S,
 ) -> Iterator[Running]:
     """A server on a thread of its own, with real sockets; the engine is closed with it."""
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:  # of each connection: what a slow client has not taken
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     spec = ModelSpec(name=next(iter(names), "fake"), load=lambda: llm, aliases=frozenset(names[1:]))
-    config = replace(config, idle_s=min(config.idle_s, 3.0))  # some tests read until the server hangs up
+    config = replace(config, idle_s=min(config.idle_s, most_idle_s))
     served = Served(config, [spec, *others])
     server = Server(served)
     loops: list[asyncio.AbstractEventLoop] = []
@@ -198,7 +203,7 @@ def child(log: Path, *arguments: str, port: int = 0, until: str = r" on http://[
         command = [TOKENMILL, "serve", *arguments, "--port", str(port)]
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + START_S
         while (found := re.search(until, log.read_text())) is None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()

@@ -20,7 +20,7 @@ from tests.server.conversing import Conversation, converse
 from tests.server.queueing import read
 from tests.server.serving import KEY, Reply, Running, running
 from tests.server.telling import CHAT, OTHER_KEY, make_config, make_llm
-from tests.server.wire import Wire, chat_request, held, until
+from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
 from tokenmill.session import keeping
 
 PARTS = {
@@ -82,7 +82,7 @@ def test_a_long_neighbour_is_named() -> None:
 
         def slow(step: Any) -> None:
             launch(step)
-            time.sleep(0.0002 * step.num_tokens)  # as a model would: by the token
+            time.sleep(0.001 * step.num_tokens)  # as a model would: by the token, and more than all else takes
 
         begin = backend._begin
 
@@ -96,8 +96,7 @@ def test_a_long_neighbour_is_named() -> None:
             talking = pool.submit(chat, server, [("user", "short")], "talks", max_tokens=60)
             hold.wait()
             long = pool.submit(chat, server, [("user", "long " * 400)], "long", max_tokens=2)
-            while not server.core._inbox.qsize():
-                time.sleep(0.001)
+            wait_for_inbox(server)
             hold.release()
             assert (talking.result().status, long.result().status) == (200, 200)
         one = generation(server, "talks")
@@ -114,8 +113,7 @@ def test_a_queue_is_named_and_a_full_one_is_refused(server: Running) -> None:
             client.send(chat_request(f"{i}", headers=f"x-request-id: q{i}\r\n", max_tokens=20))
             if i == 0:
                 hold.wait()
-            while server.core._inbox.qsize() + len(server.core._sinks) <= i:
-                time.sleep(0.001)
+            wait_for_inbox(server, i)
         hold.release()
         refused = [read(client).status for client in clients]
         for client in clients:
@@ -129,6 +127,7 @@ def test_a_queue_is_named_and_a_full_one_is_refused(server: Running) -> None:
             client.send(chat_request(f"{i}", headers=f"x-request-id: f{i}\r\n", max_tokens=20))
             if i == 0:
                 hold.wait()
+            wait_for_inbox(server, i)
         hold.release()
         statuses = [read(client).status for client in clients]
         for client in clients:

@@ -28,8 +28,9 @@ from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
 NUM_STREAMS = 8
-AT_ONCE_S = 1.0
-SOON_S = 5.0
+DRAIN_S = 30
+SOON_S = 20.0
+"""For a busy machine, and still far from the end of a drain."""
 LOADING = r"; http://[^:]+:(\d+) answers 503"
 TRACEBACK = re.compile("Traceback|Task was destroyed|never retrieved|Error:")
 
@@ -46,7 +47,7 @@ def stop(server: Child, number: signal.Signals = signal.SIGTERM) -> None:
     told_at = time.monotonic()
     server.process.send_signal(number)
     until(lambda: status(server, "/health/ready") == 503)
-    assert time.monotonic() - told_at < AT_ONCE_S
+    assert time.monotonic() - told_at < SOON_S
 
 
 @contextmanager
@@ -79,22 +80,22 @@ def children(server: Child) -> list[Path]:
     return found
 
 
-def assert_ends(server: Child, within_s: float = SOON_S) -> None:
+def assert_ends(server: Child) -> None:
     """With 0, and without a word about trouble; nothing that it has started is left."""
     started = children(server)
-    assert server.process.wait(within_s) == 0, server.said()
+    assert server.process.wait(SOON_S) == 0, server.said()
     assert TRACEBACK.search(server.said()) is None, server.said()
     assert not [one for one in started if one.exists()]
 
 
 def drain(log: Path) -> None:
     """L05: what runs is done to the end, nobody else is let in."""
-    with child(log, "fake", "--drain", "30") as server, Wire(server.port) as idle, Wire(server.port) as kept:
+    with child(log, "fake", "--drain", str(DRAIN_S)) as server, Wire(server.port) as idle, Wire(server.port) as kept:
         kept.send(raw_request("/health", b"", method="GET"))
         assert kept.read_reply() is not None
         with streams(server, max_tokens=500) as clients:
             stop(server)
-            assert f"stopping; {NUM_STREAMS} requests may go on for 30 s" in server.said()
+            assert f"stopping; {NUM_STREAMS} requests may go on for {DRAIN_S} s" in server.said()
             kept.send(chat_request())
             assert_refused(kept.read_reply(), "stopping")
             assert_refused(request(server.port, "POST", "/v1/chat/completions", {}), "stopping")
@@ -161,7 +162,7 @@ def test_l06_what_takes_too_long_is_ended_and_told_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_l07_a_second_signal_ends_it_at_once(tmp_path: Path, second: signal.Signals) -> None:
-    with child(tmp_path / "log", "fake", "--drain", "30") as server, endless(server):
+    with child(tmp_path / "log", "fake", "--drain", str(DRAIN_S)) as server, endless(server):
         stop(server)
         server.process.send_signal(second)
         assert_ends(server)
@@ -182,7 +183,7 @@ def test_l07_a_signal_while_the_model_is_loaded(
         assert status(server, "/health/ready") == 503
         assert_refused(request(server.port, "POST", "/v1/chat/completions", {}), "loading")
         server.process.send_signal(number)
-        assert_ends(server, within_s=3)
+        assert_ends(server)
 
 
 # -- in this process --------------------------------------------------------------------------------------------------

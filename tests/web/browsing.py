@@ -185,11 +185,17 @@ class Visit:
 
     def ask(self, text: str) -> str:
         """Send a question and wait for its answer."""
+        with self.answered():
+            self.send(text)
+        return self.said()[-1]
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """What is done in here asks for an answer of its own: wait for that one, not for the one before."""
         before = self.page.evaluate(LEAF_ID)
-        self.send(text)
+        yield
         self.page.wait_for_function(HAS_MOVED, arg=before)
         self.wait_for_answer()
-        return self.said()[-1]
 
     def wait_for_answer(self) -> None:
         """The answer that is asked for is complete, and drawn."""

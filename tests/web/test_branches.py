@@ -24,8 +24,8 @@ def test_an_edited_question_is_a_fork_that_reuses_what_came_before(visit: Visit,
     old = visit.said()
     visit.act(visit.questions.last, "Edit and ask again")
     visit.page.get_by_label("Your question").fill(SPAIN)
-    visit.page.get_by_role("button", name="Send", exact=True).first.click()
-    visit.wait_for_answer()
+    with visit.answered():
+        visit.page.get_by_role("button", name="Send", exact=True).first.click()
     new = visit.said()
     assert new[:3] == [*old[:2], SPAIN]
     assert new[3] != old[3]
@@ -44,8 +44,8 @@ def test_arrows_switch_between_branches_which_go_on_where_they_were(visit: Visit
     old = visit.said()
     visit.act(visit.questions.first, "Edit and ask again")
     visit.page.get_by_label("Your question").fill("What is the capital of Peru?")
-    visit.page.keyboard.press("Control+Enter")
-    visit.wait_for_answer()
+    with visit.answered():
+        visit.page.keyboard.press("Control+Enter")
     expect(visit.messages).to_have_count(2)
     expect(visit.questions.first.locator(".branches")).to_contain_text("2/2")
     visit.act(visit.questions.first, "Previous branch")
@@ -66,15 +66,16 @@ def test_another_answer_stands_beside_the_first(visit: Visit) -> None:
     visit.open(temperature=1.5, max_tokens=12)
     visit.ask("Say something surprising.")
     first = visit.said()[-1]
-    visit.act(visit.answers.last, "Another answer")
+    with visit.answered():
+        visit.act(visit.answers.last, "Another answer")
     expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
-    visit.wait_for_answer()
     second = visit.said()[-1]
     assert second != first
     stats = visit.last_stats()
     assert stats["cached"] == stats["prompt"] - 1, "the question was not computed again"
     assert "input" not in visit.watched.bodies("/generate")[-1]
     visit.act(visit.answers.last, "Previous branch")
+    expect(visit.answers.last.locator(".branches")).to_contain_text("1/2")
     assert visit.said()[-1] == first
     visit.ask("Why?")
     assert visit.said()[1] == first
@@ -130,18 +131,18 @@ def test_a_lost_session_does_not_lead_astray(visit: Visit, server: Child) -> Non
     visit.ask(JAPAN)
     for session in visit.current()["sessions"]:
         request(server.port, "DELETE", f"/v1/sessions/{session}")
-    visit.act(visit.answers.last, "Another answer")
+    with visit.answered():
+        visit.act(visit.answers.last, "Another answer")
     expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
-    visit.wait_for_answer()
     same_as_server(visit, server)
     visit.ask(ITALY)
     visit.act(visit.questions.last, "Edit and ask again")
     visit.page.get_by_label("Your question").fill(SPAIN)
-    visit.page.keyboard.press("Control+Enter")
-    visit.wait_for_answer()
-    visit.act(visit.answers.last, "Another answer")
+    with visit.answered():
+        visit.page.keyboard.press("Control+Enter")
+    with visit.answered():
+        visit.act(visit.answers.last, "Another answer")
     expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
-    visit.wait_for_answer()
     same_as_server(visit, server)
     assert len(visit.said()) == 4
 
@@ -185,7 +186,7 @@ def test_settings_that_are_changed_meanwhile_leave_the_answer_alone(visit: Visit
 
 
 def test_two_tabs_that_answer_at_once_lose_nothing(visit: Visit) -> None:
-    visit.open(max_tokens=200)
+    visit.open(max_tokens=1000)  # stopped when the other tab has asked
     visit.ask("hi")
     other = Visit(visit.context, visit.watched)
     other.page.goto(visit.page.url)

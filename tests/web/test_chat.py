@@ -10,6 +10,7 @@ from tests.server.wire import until
 from tests.web.browsing import LONG, WAIT_MS, Visit, visiting
 
 CAPITAL = "What is the capital of Japan?"
+ALSO_LONG = "Write a long story about a ship and its captain."
 
 
 def in_use(server: Child) -> list[str]:
@@ -112,19 +113,20 @@ def test_a_new_turn_sends_only_what_is_new_and_says_what_was_reused(visit: Visit
 
 @pytest.mark.req("R41", "R36")
 def test_two_conversations_stream_at_once_and_do_not_mix(visit: Visit, server: Child) -> None:
-    visit.open(max_tokens=100)
+    visit.open(max_tokens=200)
     visit.send(LONG)
     visit.wait_for_words()
     visit.page.get_by_role("button", name="New conversation", exact=True).click()
-    visit.send(CAPITAL)
+    expect(visit.messages).to_have_count(0)
+    visit.send(ALSO_LONG)
+    until(lambda: in_use(server) == ["generating"] * 2)
     visit.wait_for_words()
-    assert in_use(server) == ["generating"] * 2
     visit.wait_for_answer()
     expect(visit.page.locator(".conversations .busy")).to_have_count(0)
-    for conversation, question in zip(visit.stored(), (CAPITAL, LONG), strict=True):
+    for conversation, question in zip(visit.stored(), (ALSO_LONG, LONG), strict=True):
         asked, answer = (message["content"] for message in conversation["messages"].values())
         assert asked == question
-        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 100}
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200}
         plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
         assert answer == plain["choices"][0]["message"]["content"]
 

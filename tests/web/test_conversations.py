@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.server.serving import Child, request
+from tests.server.wire import until
 from tests.web.browsing import Visit
 
 JAPAN, ITALY = "What is the capital of Japan?", "And of Italy?"
@@ -48,7 +49,7 @@ def test_titles_search_rename_and_delete(visit: Visit, server: Child) -> None:
     visit.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(visit.conversations).to_have_count(1)
     expect(visit.messages).to_have_count(0)
-    assert request(server.port, "GET", f"/v1/sessions/{session}").status == 404, "it is gone on the server, too"
+    until(lambda: request(server.port, "GET", f"/v1/sessions/{session}").status == 404)  # it is gone there, too
     visit.page.reload()
     expect(titles).to_have_text(["How do bees"])
 
@@ -144,8 +145,8 @@ def test_a_session_that_the_server_has_lost_is_made_again(visit: Visit, server: 
     assert another != session
     visit.act(visit.questions.last, "Edit and ask again")
     visit.page.get_by_label("Your question").fill("And of Peru?")
-    visit.page.keyboard.press("Control+Enter")
-    visit.wait_for_answer()
+    with visit.answered():
+        visit.page.keyboard.press("Control+Enter")
     assert len(visit.said()) == 4
 
 

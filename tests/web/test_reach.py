@@ -38,13 +38,16 @@ def test_no_serious_fault_of_accessibility(open_visit: Visit, scheme: str) -> No
     visit.ask(JAPAN)
     visit.act(visit.questions.last, "Edit and ask again")
     visit.page.get_by_label("Your question").fill("What is a table?")
-    visit.page.keyboard.press("Control+Enter")
-    visit.wait_for_answer()
+    with visit.answered():
+        visit.page.keyboard.press("Control+Enter")
     assert faults(visit.page) == [], "a conversation with branches"
     visit.page.get_by_label("Settings").click()
+    expect(visit.page.get_by_role("dialog")).to_be_visible()
     assert faults(visit.page) == [], "settings"
     visit.page.keyboard.press("Escape")
+    expect(visit.page.get_by_role("dialog")).to_have_count(0)
     visit.page.keyboard.press("Control+k")
+    expect(visit.page.get_by_label("Words to look for")).to_be_focused()
     assert faults(visit.page) == [], "search"
 
 
@@ -123,11 +126,13 @@ def test_dark_and_light(visit: Visit) -> None:
     visit.open()
     assert brightness() < 0.2
     visit.page.get_by_label("Theme: system").click()
+    expect(visit.page.get_by_label("Theme: light")).to_be_visible()
     assert brightness() > 0.9, "light, whatever the system has"
     visit.page.reload()
     expect(visit.page.get_by_label("Theme: light")).to_be_visible()
     assert brightness() > 0.9
     visit.page.get_by_label("Theme: light").click()
+    expect(visit.page.get_by_label("Theme: dark")).to_be_visible()
     visit.page.emulate_media(color_scheme="light")
     assert brightness() < 0.2
 
@@ -143,4 +148,5 @@ def test_a_screen_reader_hears_the_answer_once(visit: Visit) -> None:
         observer.observe(region, { subtree: true, childList: true, characterData: true });
     }""")
     answer = visit.ask(JAPAN)
+    visit.page.wait_for_function("() => window.heard.length >= 2")
     assert visit.page.evaluate("() => window.heard") == ["Generating an answer", answer]

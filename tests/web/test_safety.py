@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.server.serving import KEY, Child, request
+from tests.server.wire import until
 from tests.web.browsing import Visit
 from tokenmill.server import page
 
@@ -156,4 +157,4 @@ def test_a_table_code_and_formulas_are_shown(visit: Visit, browser: Browser, tmp
     expect(answer).to_contain_text("a price of $5 and $6.")
     expect(answer).to_contain_text("<b>not bold</b>")
     answer.get_by_role("button", name="Copy", exact=True).first.click()
-    assert visit.page.evaluate("() => navigator.clipboard.readText()") == "print('<hi>')"
+    until(lambda: visit.page.evaluate("() => navigator.clipboard.readText()") == "print('<hi>')")

@@ -49,9 +49,9 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
             expect(banner).to_have_count(0)
             partial = visit.said()[-1]
             assert len(partial) >= 20, "what was said is kept"
-            visit.page.get_by_role("button", name="Try again").click()
+            with visit.answered():
+                visit.page.get_by_role("button", name="Try again").click()
             expect(visit.answers.last.locator(".branches")).to_contain_text("2/2")
-            visit.wait_for_answer()
             expect(alert).to_have_count(0)
             assert visit.said()[-1]
             made = visit.watched.bodies("/v1/sessions")[-1]
@@ -100,8 +100,8 @@ def test_a_server_that_is_full_says_so_and_is_asked_again(browser: Browser) -> N
             hold.step()  # it looks into its inbox
             hold.step()  # it tells what it found there
             expect(alert).to_contain_text("busy with others")
-        visit.page.get_by_role("button", name="Try again").click()
-        visit.wait_for_answer()
+        with visit.answered():
+            visit.page.get_by_role("button", name="Try again").click()
         expect(alert).to_have_count(0)
         assert len(visit.said()) == 2
 
@@ -132,8 +132,8 @@ def test_a_page_that_dies_before_the_first_word_leaves_nothing_behind(browser: B
         visit.conversations.first.locator("a").click()
         alert = visit.page.get_by_role("alert")
         expect(alert).to_contain_text("left before the answer began")
-        visit.page.get_by_role("button", name="Try again").click()
-        visit.wait_for_answer()
+        with visit.answered():
+            visit.page.get_by_role("button", name="Try again").click()
         assert len(visit.said()) == 4
         assert name not in visit.current()["sessions"]
         (session,) = visit.current()["sessions"]
