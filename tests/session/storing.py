@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,21 @@ def stored(directory: Path, name: str) -> list[int] | None:
         assert begin == len(ids), "pieces follow each other"
         ids += memoryview(piece).cast("i").tolist()
     return ids
+
+
+class Held:
+    """A function that some thread calls, and that waits there until it may go on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._loop = asyncio.get_running_loop()
+        self._is_free = threading.Event()
+        self.called = asyncio.Event()
+
+    def __call__(self, *given: Any) -> Any:
+        self._loop.call_soon_threadsafe(self.called.set)
+        assert self._is_free.wait(60)
+        return self._function(*given)
+
+    def let_go(self) -> None:
+        self._is_free.set()

@@ -6,15 +6,16 @@ import asyncio
 import os
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.session.helpers import GREEDY, continuation, read, tokens_of
+from tests.session.helpers import GREEDY, continuation, make_service, read, tokens_of
 from tests.session.storing import converse, play, stored
 from tokenmill import SessionService
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, NotDurable
 from tokenmill.session.store import DATABASE, SessionStore
 
 NOBODY = 65534
@@ -129,3 +130,55 @@ def test_a_damaged_session_does_not_keep_the_others_away(tmp_path: Path) -> None
     with sqlite3.connect(tmp_path / DATABASE) as connection:
         connection.execute("""UPDATE sessions SET head = '{"system": 5}' WHERE id = ?""", (names[0],))
     assert play(tmp_path, second) == [[names[1]]]
+
+
+def test_the_end_of_a_session_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+
+    def may_write(allowed: bool) -> None:
+        store._post(lambda connection: connection.execute(f"PRAGMA query_only={not allowed}")).result()
+
+    async def first(service: SessionService) -> None:
+        name = await converse(service, "x")
+        may_write(False)
+        await service.end_session(name)
+        assert stored(tmp_path, name) is not None
+        async with make_service(store=store) as other:
+            assert other.list() == [], "it has ended, whatever the disk says"
+        may_write(True)
+        await converse(service, "y")
+        assert stored(tmp_path, name) is None
+
+    async def second(service: SessionService) -> int:
+        return len(service.list())
+
+    assert play(store, first, second) == [None, 1]
+    store.close()
+
+
+def test_a_write_that_can_not_even_be_taken_back_fails_alone(tmp_path: Path) -> None:
+    store, is_refused = SessionStore(tmp_path), [True]
+
+    def authorize(action: int, what: str | None, *_: object) -> int:
+        is_rollback = action == sqlite3.SQLITE_TRANSACTION and what == "ROLLBACK"
+        return sqlite3.SQLITE_DENY if is_rollback and is_refused[0] else sqlite3.SQLITE_OK
+
+    store._post(lambda connection: connection.set_authorizer(authorize)).result(60)
+    with pytest.raises(NotDurable, match="no such table"):
+        store._post(lambda connection: connection.execute("SELECT * FROM nowhere")).result(60)
+    with pytest.raises(NotDurable):
+        store._post(lambda connection: connection.execute("SELECT 1")).result(60)
+    is_refused[0] = False
+    assert store.check_integrity() == "ok"
+    store.close()
+
+
+def test_a_service_whose_store_can_not_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    SessionStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute("DROP TABLE sessions")
+    before = set(threading.enumerate())
+    with pytest.raises(NotDurable, match="no such table"):
+        make_service(store=tmp_path)
+    assert set(threading.enumerate()) <= before
+    SessionStore(tmp_path).close()  # nobody holds it

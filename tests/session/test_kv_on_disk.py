@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.session.helpers import GREEDY, continuation, read, tokens_of
-from tests.session.storing import converse, play
+from tests.session.storing import Held, converse, play
 from tokenmill import SessionService
+from tokenmill.errors import SessionEnded
 from tokenmill.params import SamplingParams
 from tokenmill.session import keeping
 from tokenmill.session.store import SessionStore
@@ -103,3 +104,62 @@ def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("tests.session.storing.GREEDY", params)
     assert play(tmp_path / "a", first, second) == [None, 0]
     assert play(tmp_path / "b", third, fourth) == [None, 0]
+
+
+def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
+
+    async def scene(service: SessionService) -> None:
+        store = service._store
+        assert store is not None
+        writing = Held(store.kv.write)
+        monkeypatch.setattr(store.kv, "write", writing)
+        name = await converse(service, "some words")
+        await writing.called.wait()
+        await service.end_session(name)
+        writing.let_go()
+
+    play(tmp_path, scene)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_of_kv_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def scene(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    play(tmp_path, scene)
+    (kept,) = (tmp_path / "kv").iterdir()
+    for name in ("0" * 32 + ".kv", "1" * 32 + ".part"):  # of a session that has ended, and of a write that has not
+        (tmp_path / "kv" / name).write_bytes(b"x" * 100)
+    SessionStore(tmp_path).close()
+    assert list((tmp_path / "kv").iterdir()) == [kept]
+
+
+def test_kv_that_is_read_for_a_session_that_ends_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def first(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    async def second(service: SessionService) -> None:
+        store, (info,) = service._store, service.list()
+        assert store is not None
+        read_file, reading = store.kv.read, Held(lambda saved: saved)
+        monkeypatch.setattr(store.kv, "read", lambda *given: reading(read_file(*given)))
+        answering = asyncio.ensure_future(service.answer(info.session_id, given="more"))
+        await reading.called.wait()
+        await service.end_session(info.session_id)
+        reading.let_go()
+        with pytest.raises(SessionEnded):
+            await answering
+        held = await asyncio.wrap_future(service._model().client.export_kv(info.core, info.session_id))
+        assert held is None
+
+    play(tmp_path, first, second)

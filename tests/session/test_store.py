@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tests.session.helpers import GREEDY, continuation, make_service, read, toke
 from tests.session.storing import ask, converse, play, stored
 from tokenmill import SessionService
 from tokenmill.core import FakeConfig, FakeModel
-from tokenmill.errors import SessionNotFound
+from tokenmill.errors import EngineDead, SessionNotFound
+from tokenmill.session import store as store_module
 from tokenmill.session.info import SessionLimits
+from tokenmill.session.routing import LeastLoaded
 from tokenmill.session.store import DATABASE, SessionStore
 
 
@@ -238,3 +241,94 @@ def test_a_session_whose_namespace_can_not_be_written_says_so(tmp_path: Path) ->
             service.get("never was")
 
     play(tmp_path, scene, again)
+
+
+def test_a_new_store_is_its_owners_alone(tmp_path: Path) -> None:
+    SessionStore(tmp_path / "store").close()
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0
+
+
+def test_a_session_that_ends_while_another_service_loads_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path)
+        async with make_service(store=store) as one:
+            name = await converse(one, "x")
+            read_all = store_module._read_all
+
+            def reading(*given: Any) -> Any:
+                found = read_all(*given)
+                assert [each.record.session_id for each in found] == [name]
+                store.delete(name)  # after it was read
+                return found
+
+            monkeypatch.setattr(store_module, "_read_all", reading)
+            async with make_service(store=store) as two:
+                assert two.list() == []
+        store.close()
+
+    asyncio.run(run())
+
+
+def test_sessions_of_a_store_expire_though_nobody_uses_one(tmp_path: Path) -> None:
+    async def first(service: SessionService) -> None:
+        await converse(service, "x")
+
+    async def second(service: SessionService) -> None:
+        assert len(service) == 1
+        while len(service):
+            await asyncio.sleep(0)
+
+    play(tmp_path, first)
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 60,))  # it was used just now
+    play(tmp_path, second, limits=SessionLimits(ttl_s=0.1, stall_timeout_s=None))
+
+
+def test_an_answer_that_waits_when_the_service_closes_is_refused(tmp_path: Path) -> None:
+    """It would begin when the one before it has been cut off, and be cut off without being kept."""
+
+    async def scene(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        session = service._model().master.find(name)
+        await service.answer(name, 900, given="x", ignore_eos=True)
+        waiting = asyncio.ensure_future(service.answer(name, 900, given="y", ignore_eos=True))
+        while not session.waiting:
+            await asyncio.sleep(0)
+        await service.close()
+        with pytest.raises(EngineDead):
+            await waiting
+
+    play(tmp_path, scene)
+
+
+def test_an_answer_whose_session_ends_is_not_durable(tmp_path: Path) -> None:
+    async def scene(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        live = await service.answer(name, 900, given="x", ignore_eos=True)
+        await service.end_session(name)
+        _, _, last = await read(live.read())
+        assert (last.finish_reason, last.durable) == ("cancelled", False)
+
+    play(tmp_path, scene)
+
+
+def test_a_session_that_ends_before_it_is_durable_ends_once(tmp_path: Path) -> None:
+    async def scene(service: SessionService) -> None:
+        other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # nobody else can write now
+        creating = asyncio.ensure_future(service.create_session(system="SYS"))
+        while not len(service):
+            await asyncio.sleep(0)
+        assert service.end_idle(0.0) == 1
+        creating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await creating
+        other.execute("ROLLBACK")
+        other.close()
+        routing = service._model().routing
+        assert isinstance(routing, LeastLoaded)
+        assert routing._loads == [0]
+
+    play(tmp_path, scene, routing="least_loaded")

@@ -16,7 +16,7 @@ from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, SessionFileError
-from tokenmill.session.explain import BEFORE, KVMark
+from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
@@ -64,7 +64,11 @@ class LoadedModel:
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
-        self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+        try:
+            self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+        except BaseException:
+            self.free()
+            raise
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -94,7 +98,7 @@ class LoadedModel:
         session = restored(stored.record, core, time.monotonic() - stored.idle_s)
         session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
         session.has_saved_kv = True
-        session.mark = KVMark(len(session.log), core, 0, BEFORE)
+        session.mark = mark_before(session)
         self.master.add(session)
         return session
 
@@ -116,6 +120,10 @@ class LoadedModel:
 
     async def close(self) -> None:
         await self.master.close()
+        await asyncio.to_thread(self.free)
+
+    def free(self) -> None:
+        """Close the engine, if it is ours. Waits for its threads."""
         if self._is_ours:
-            await asyncio.to_thread(self.client.close)
+            self.client.close()
             self.opened.close()

@@ -90,7 +90,11 @@ class SessionService:
         if model is not None:
             try:
                 loaded = LoadedModel(model, options, num_workers, routing, client, self._store)
-                self._adopt(loaded, loaded.stored())
+                try:
+                    self._adopt(loaded, loaded.stored())
+                except BaseException:
+                    loaded.free()
+                    raise
             except BaseException:
                 self._close_store()
                 raise
@@ -133,7 +137,13 @@ class SessionService:
         if self._is_closed:
             await loaded.close()
             raise EngineDead("the service was closed")
-        self._adopt(loaded, await asyncio.to_thread(loaded.stored))
+        try:
+            self._adopt(loaded, await asyncio.to_thread(loaded.stored))
+        except BaseException:
+            self._loaded = None
+            await loaded.close()
+            raise
+        self.watch_idle()
 
     def _adopt(self, loaded: LoadedModel, stored: Sequence[Stored]) -> None:
         """Use a model, and go on with its sessions, but for those whose time went by meanwhile."""
@@ -282,6 +292,8 @@ class SessionService:
             await loaded.keeper.warm(loaded.master.sessions[session_id])
 
         def operation(session: Session) -> LiveTurn:
+            if self._loaded is not loaded:
+                raise EngineDead("the model is being closed")
             left = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
             if left is not None and left <= 0:
                 raise RequestFailed("its time went by while it waited for the session", finish_reason="timeout")
@@ -419,6 +431,8 @@ class SessionService:
         name = secrets.token_urlsafe(NAME_BYTES)
         hints = Hints(key=key, namespace=namespace, priority=priority)
         session = await imported(loaded, source, name, hints, template_options)
+        if self._loaded is not loaded:
+            raise EngineDead("the model was closed while the file was read")
         loaded.master.add(session)
         self._used(session)
         await self._until_kept(loaded, [session])
@@ -480,8 +494,11 @@ class SessionService:
     @staticmethod
     def _save(loaded: LoadedModel, session: Session) -> asyncio.Future[bool] | None:
         """Put what a session is now into the store, if it is to be there."""
-        is_kept = loaded.keeper is not None and session.options.is_kept
-        return loaded.keeper.save(session) if loaded.keeper is not None and is_kept else None
+        return loaded.keeper.save(session) if loaded.keeper is not None and session.options.is_kept else None
+
+    @staticmethod
+    def _is_in_store(loaded: LoadedModel, session: Session) -> bool:
+        return loaded.keeper is not None and session.options.is_kept
 
     def _generate(
         self,
@@ -516,6 +533,7 @@ class SessionService:
     def _finished(self, loaded: LoadedModel, session: Session, live: LiveTurn) -> asyncio.Future[bool] | None:
         """The engine has let go of an answer, however it ended. It is over when it is in the store, if there is one."""
         if session.state is SessionState.ENDED or session.live is not live:
+            live.durable = False if self._is_in_store(loaded, session) else None
             return None
         output = live.generation.output.outputs[0]
         if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
@@ -559,6 +577,8 @@ class SessionService:
 
     def _end(self, loaded: LoadedModel, session: Session, *, for_good: bool = True) -> Future[None] | None:
         """Give a session up; unless it is `for_good` it stays in the store. Gives what says when that is durable."""
+        if session.state is SessionState.ENDED:
+            return None
         if session.live is not None:
             session.live.cancel(FinishReason.SHUTDOWN if self._loaded is None else FinishReason.CANCELLED)
         session.state = SessionState.ENDED
@@ -579,6 +599,10 @@ class SessionService:
         """Something was done with it: note when, and what its log costs now."""
         session.last_used = asyncio.get_running_loop().time()
         self._room.take(session.session_id, session.num_bytes)
+        self.watch_idle()
+
+    def watch_idle(self) -> None:
+        """From now on end sessions whose time has come: those of a store have waited before anybody uses one."""
         if self.limits.ttl_s is not None and (self._expiry is None or self._expiry.done()):
             self._expiry = asyncio.create_task(self._expire(self.limits.ttl_s), name="tokenmill-expiry")
 
@@ -602,6 +626,7 @@ class SessionService:
         return len(idle)
 
     async def __aenter__(self) -> Self:
+        self.watch_idle()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -68,6 +68,7 @@ class Session:
         "costs",
         "has_saved_kv",
         "inbox",
+        "is_dropped",
         "last_used",
         "live",
         "log",
@@ -105,6 +106,8 @@ class Session:
         """Why its latest state is not in the store."""
         self.has_saved_kv = False
         """It comes from the store, and so may its KV."""
+        self.is_dropped = False
+        """It has ended for good: nothing of it may stay in the store."""
         self.mark: KVMark | None = None
         """What of its log had KV when it last answered, and where."""
         self.costs: list[TurnCost] | None = None
