@@ -145,6 +145,26 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
     scene(play)
 
 
+def test_texts_that_no_session_could_have_taken_in_are_refused() -> None:
+    """They would be rendered on the event loop, where they hold up everybody."""
+
+    async def play(service: SessionService) -> None:
+        data = await service.export(await conversation(service))
+        empty = await service.export(await service.create_session())
+        about, long = header(data), {"role": "user", "content": "x" * 5000}
+        asked, *rest = about["turns"]
+        for wrong in (
+            resealed(data, session={**about["session"], "inbox": [long]}),
+            resealed(data, turns=[{**asked, "messages": [long]}, *rest]),
+            resealed(empty, session={**header(empty)["session"], "system": "x" * 5000}),
+        ):
+            with pytest.raises(SessionFileError, match=r"its 50\d\d tokens do not fit the context of 1024"):
+                await service.restore(wrong)
+        await service.restore(resealed(data, turns=[{**asked, "messages": [{**long, "content": "x" * 1500}]}, *rest]))
+
+    scene(play)
+
+
 @pytest.mark.req("B3")
 def test_kv_that_does_not_fit_is_dropped_and_the_log_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)

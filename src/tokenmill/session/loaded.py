@@ -15,17 +15,20 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import ConfigError, EngineDead, SessionFileError
+from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError
 from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
 from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
-from tokenmill.session.record import restored
+from tokenmill.session.record import SessionRecord, restored
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
+
+SAID_PER_CONTEXT = 2
+"""A log that fits may be rendered to a few tokens more than the context has, but to no more than this."""
 
 
 class LoadedModel:
@@ -82,11 +85,23 @@ class LoadedModel:
         if refusal is not None:
             raise SessionFileError(refusal)
         file = unpack(data, session_id, self.opened.model.info.vocab_size)
-        if len(file.record.tokens) >= self.client.max_model_len:
-            raise SessionFileError(
-                f"its {len(file.record.tokens)} tokens do not fit the context of {self.client.max_model_len}"
-            )
+        longest, said = self.client.max_model_len, self._num_said(file.record)
+        if len(file.record.tokens) >= longest or said > SAID_PER_CONTEXT * longest:
+            count = max(len(file.record.tokens), said)
+            raise SessionFileError(f"its {count} tokens do not fit the context of {longest}")
         return file
+
+    def _num_said(self, record: SessionRecord) -> int:
+        """Tokens of all messages of a record, if they may be many: an event loop will have to render them."""
+        has_raw_input = any(turn.kind == "input" and not turn.messages for turn in record.turns)
+        past = [] if has_raw_input else [message for turn in record.turns for message in turn.messages]
+        messages = [*past, *record.head["inbox"]] or [{"role": "system", "content": record.head["system"] or ""}]
+        if self.opened.text.template is None or len(str(messages)) < self.client.max_model_len:
+            return 0
+        try:
+            return len(self.opened.text.template.encode(messages, **record.head["template_options"]))
+        except TokenmillError:  # then nobody else can render them either
+            return 0
 
     def stored(self) -> list[Stored]:
         """Those of its sessions that are in the store. Waits for the disk."""
