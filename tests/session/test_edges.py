@@ -344,16 +344,16 @@ def test_callers_that_have_left_do_not_fill_the_queue() -> None:
 def test_bytes_bound_forks_and_system_prompts_too() -> None:
     async def play(service: SessionService) -> None:
         name = await service.create_session(sampling_params=GREEDY, system="s" * 100)
-        assert service._room.total >= 100
+        assert service._upkeep.room.total >= 100
         await service.append_input(name, "x" * 800)
         await read(await service.generate_stream(name, 1))
-        before = service._room.total
+        before = service._upkeep.room.total
         with pytest.raises(Overloaded):
             await service.fork(name, n=500)
-        assert (service._room.total, len(service)) == (before, 1), "all or none"
+        assert (service._upkeep.room.total, len(service)) == (before, 1), "all or none"
         for info in service.list():
             await service.end_session(info.session_id)
-        assert service._room.total == 0
+        assert service._upkeep.room.total == 0
 
     scene(play, limits=SessionLimits(max_log_bytes=9000, stall_timeout_s=None))
 

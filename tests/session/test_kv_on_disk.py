@@ -47,7 +47,7 @@ def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypat
     monkeypatch.setattr(keeping, "QUIET_S", 0.0)
 
     async def scene(service: SessionService) -> None:
-        store = service._store
+        store = service._lifecycle.store
         assert store is not None
         written = asyncio.Event()
         loop, write = asyncio.get_running_loop(), store.kv.write
@@ -113,7 +113,7 @@ def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
     monkeypatch.setattr(keeping, "QUIET_S", 0.0)
 
     async def scene(service: SessionService) -> None:
-        store = service._store
+        store = service._lifecycle.store
         assert store is not None
         writing = Held(store.kv.write)
         monkeypatch.setattr(store.kv, "write", writing)
@@ -149,7 +149,7 @@ def test_kv_that_is_read_for_a_session_that_ends_meanwhile_is_not_used(
         await converse(service, "some words")
 
     async def second(service: SessionService) -> None:
-        store, (info,) = service._store, service.list()
+        store, (info,) = service._lifecycle.store, service.list()
         assert store is not None
         read_file, reading = store.kv.read, Held(lambda saved: saved)
         monkeypatch.setattr(store.kv, "read", lambda *given: reading(read_file(*given)))

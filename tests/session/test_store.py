@@ -332,3 +332,26 @@ def test_a_session_that_ends_before_it_is_durable_ends_once(tmp_path: Path) -> N
         assert routing._loads == [0]
 
     play(tmp_path, scene, routing="least_loaded")
+
+
+def test_a_fork_that_ends_before_it_is_kept_is_not_put_back(tmp_path: Path) -> None:
+    async def scene(service: SessionService) -> list[str]:
+        name = await converse(service, "x")
+        forking = asyncio.ensure_future(service.fork(name))
+        while len(service) < 2:
+            await asyncio.sleep(0)
+        (child,) = (info.session_id for info in service.list() if info.session_id != name)
+        session, loaded = service._model().master.find(child), service._model()
+        ending = service._upkeep.end(loaded, session)  # at once: before whoever has asked for it is told
+        assert ending is not None
+        assert await forking == child
+        await asyncio.wrap_future(ending)
+        await service.append_input(name, "y")
+        assert stored(tmp_path, child) is None
+        return [name]
+
+    async def again(service: SessionService) -> list[str]:
+        return [info.session_id for info in service.list()]
+
+    before, after = play(tmp_path, scene, again)
+    assert after == before

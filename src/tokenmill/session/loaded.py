@@ -50,6 +50,8 @@ class LoadedModel:
             raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
         self.source, self.options, self.num_workers = source, options, num_workers
         self._renderers: dict[str, DeltaRenderer] = {}
+        self.is_leaving = False
+        """It is being unloaded: nothing new begins, and its sessions end."""
         self._is_ours = not isinstance(source, AsyncLLM)
         if isinstance(source, AsyncLLM):
             if options or client is not None:
