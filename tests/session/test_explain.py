@@ -213,7 +213,7 @@ def test_kv_that_is_not_looked_for_was_not_evicted() -> None:
         name = await new(service)
         await ask(service, name, LONG)
         cost = await ask(service, name)
-        assert (cost.cause, cost.num_cached) == (Cause.NOT_FOUND, 0)
+        assert (cost.cause, cost.num_cached) == (Cause.NOT_REUSED, 0)
         assert "evicted" not in in_words(cost)
 
     scene(play, config=EngineConfig(max_num_seqs=8, prefix_caching=False))
@@ -226,7 +226,7 @@ def test_kv_that_can_only_be_had_as_a_whole_was_not_evicted() -> None:
         await ask(service, name, LONG)
         assert (await ask(service, name)).cause is Cause.NEW
         await read(await service.regenerate(name))
-        assert service.explain(name)[-1].cause is Cause.NOT_FOUND
+        assert service.explain(name)[-1].cause is Cause.NOT_REUSED
 
     async def run() -> None:
         model = FakeModel(FakeConfig(vocab_size=258, max_context=1024, partial_cp=False, partial_rm=False))

@@ -45,7 +45,7 @@ class Cause(Enum):
     OTHER_WORKER = "other_worker"
     WEIGHTS = "weights_changed"
     FAILURE = "failed_step"
-    NOT_FOUND = "not_reused"
+    NOT_REUSED = "not_reused"
     """The engine does not look for KV, or can't go on from there."""
     UNKNOWN = "unknown"
     """The engine is another process, which does not tell."""
@@ -150,7 +150,7 @@ def _lost(
     if loss is not None and loss.reason == "failure":
         return TurnCost(*base, Cause.FAILURE, again, lost_s=at - loss.at)
     if loss is None and not verdict.is_found:
-        return TurnCost(*base, Cause.NOT_FOUND, again)
+        return TurnCost(*base, Cause.NOT_REUSED, again)
     to = None if loss is None or loss.by is None else (loss.by, loss.by_key)
     return TurnCost(*base, Cause.EVICTED, again, lost_s=None if loss is None else at - loss.at, lost_to=to)
 
@@ -195,7 +195,7 @@ SENTENCES = {
     Cause.OTHER_WORKER: "it has moved to another engine core",
     Cause.WEIGHTS: "the weights were replaced",
     Cause.FAILURE: "its KV was lost with a step that failed",
-    Cause.NOT_FOUND: "the engine reuses no KV, or its model can't go on in the middle of it",
+    Cause.NOT_REUSED: "the engine reuses no KV, or its model can't go on in the middle of it",
     Cause.UNKNOWN: "the engine runs in another process and does not tell",
 }
 
