@@ -29,6 +29,8 @@ from tokenmill.text.delta import DeltaRenderer
 
 SAID_PER_CONTEXT = 2
 """A log that fits may be rendered to a few tokens more than the context has, but to no more than this."""
+MOST_RENDERERS = 16
+"""Template options whose renderer new sessions share: anybody may bring others each time."""
 
 
 class LoadedModel:
@@ -125,6 +127,8 @@ class LoadedModel:
             return None
         name = repr(sorted((options or {}).items(), key=repr))
         if name not in self._renderers:
+            while len(self._renderers) >= MOST_RENDERERS:  # sessions that have it go on with it
+                del self._renderers[next(iter(self._renderers))]
             self._renderers[name] = DeltaRenderer(self.opened.text.template, **(options or {}))
         return self._renderers[name]
 
