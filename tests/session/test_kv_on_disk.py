@@ -126,6 +126,27 @@ def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
     assert list((tmp_path / "kv").iterdir()) == []
 
 
+def test_nobody_waits_while_a_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def first(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    async def second(service: SessionService) -> None:
+        store, (info,) = service._lifecycle.store, service.list()
+        assert store is not None
+        removing = Held(store.kv.remove)
+        monkeypatch.setattr(store.kv, "remove", removing)
+        ending = asyncio.ensure_future(service.end_session(info.session_id))
+        await removing.called.wait()
+        assert service.list() == [], "the event loop goes on"
+        removing.let_go()
+        await ending
+
+    play(tmp_path, first, second)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
 def test_what_a_killed_process_has_left_of_kv_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
 

@@ -97,8 +97,12 @@ class SessionStore:
 
     def delete(self, session_id: str) -> Future[None]:
         """The session has ended."""
-        self.kv.remove(session_id)
-        deleting = self._post(lambda connection: _delete(connection, session_id))
+
+        def work(connection: sqlite3.Connection) -> None:
+            self.kv.remove(session_id)  # here: to remove a large file takes its time
+            _delete(connection, session_id)
+
+        deleting = self._post(work)
         deleting.add_done_callback(lambda done: self._note_undeleted(session_id, done))
         self._held.discard(session_id)  # not before: whoever loads from now on comes after it
         return deleting
