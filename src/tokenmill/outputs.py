@@ -95,6 +95,8 @@ class CacheVerdict:
     """The latest of its session, since its last answer."""
     core_since: float = 0.0
     """Since when the engine core is there: it knows of nothing before."""
+    is_found: bool = True
+    """Is KV found wherever it is? Not without prefix caching, nor where a sequence can only be had as a whole."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tests.server.conversing import OTHER_KEY, SAME, SESSIONS, service_of
 from tests.server.rules import assert_error, fake_server
 from tests.server.serving import KEY, WAIT_S, Reply, Running, raw_request, request, running
 from tests.server.wire import Wire, assert_no_leak, held, until
-from tokenmill import AsyncLLM
+from tokenmill import AsyncLLM, SessionService
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel, FaultKind
 from tokenmill.server import responses
@@ -280,6 +280,14 @@ def test_p07_an_answer_that_fails_is_not_stored_and_leaves_its_parent(server: Ru
     until(lambda: len(service_of(server)) == count)
     assert len(server.served.responses) == stored
     assert post(server, "more", first["id"]).status == 200
+
+
+def test_p07_instructions_that_do_not_fit_never_get_to_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(SessionService, "create_session")
+    refused = post(server, "hi", instructions="x" * 5000)
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_p07_what_does_not_fit_is_refused_and_leaves_nothing(server: Running) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server.conversing import SESSIONS, Conversation, converse
-from tests.server.serving import KEY, Reply, Running, child, request, running
+from tests.server.serving import KEY, WAIT_S, Reply, Running, child, request, running
 from tests.server.telling import OTHER_KEY, make_config, make_llm
 from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
 from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.errors import NotDurable
+from tokenmill.server.calls import OpenCalls
+from tokenmill.server.models import Models, ModelSpec
+from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.session.info import SessionLimits
 from tokenmill.session.portable import MEDIA_TYPE
+from tokenmill.session.store import DATABASE, SessionStore
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +103,34 @@ def test_a_server_with_a_store_has_its_sessions_again(tmp_path: Path) -> None:
         assert again.delete().status == 204
     with running(make_llm(), config) as server:
         assert server.get(SESSIONS).json()["data"] == []
+
+
+def test_sessions_of_a_store_expire_though_nobody_uses_one(tmp_path: Path) -> None:
+    with running(make_llm(), make_config(store=tmp_path)) as server:
+        converse(server)
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 60,))  # it was used just now
+    with running(make_llm(), make_config(store=tmp_path, session_ttl_s=0.5)) as server:
+        ends_at = time.monotonic() + WAIT_S
+        while server.get(SESSIONS).json()["data"]:
+            assert time.monotonic() < ends_at
+
+
+def test_a_model_whose_sessions_can_not_be_read_is_closed_again(tmp_path: Path) -> None:
+    store, llm = SessionStore(tmp_path), make_llm()
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute("DROP TABLE sessions")
+
+    async def run() -> None:
+        spec = ModelSpec(name="fake", load=lambda: llm)
+        models = Models([spec], OpenCalls(), Telemetry(None), SessionLimits(), store)
+        with pytest.raises(NotDurable):
+            await models.use("fake")
+        assert not llm.is_ready
+        await models.close()
+
+    asyncio.run(run())
+    store.close()
 
 
 @pytest.mark.req("B3")

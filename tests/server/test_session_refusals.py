@@ -49,6 +49,7 @@ def test_p05_what_outgrows_the_context_is_refused_and_changes_nothing(small: Run
         talk.chat(long),
         talk.chat("x" * 200, max_tokens=40),
         small.post(SESSIONS, {"messages": long}),
+        small.post(SESSIONS, {"system": long}),
     ):
         assert reply.status == 400, reply.body
         assert reply.error["code"] == "context_length_exceeded"

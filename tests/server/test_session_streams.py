@@ -182,12 +182,12 @@ def test_n13_answers_of_chats_can_be_read_again(server: Running) -> None:
 
 @contextmanager
 def with_limits(server: Running, **limits: Any) -> Iterator[None]:
-    service = service_of(server)
-    before, service.limits = service.limits, replace(service.limits, **limits)
+    upkeep = service_of(server)._upkeep
+    before, upkeep.limits = upkeep.limits, replace(upkeep.limits, **limits)
     try:
         yield
     finally:
-        service.limits = before
+        upkeep.limits = before
 
 
 @pytest.mark.req("R36")

@@ -44,6 +44,13 @@ def assert_sums_up(generation: dict[str, Any]) -> None:
         assert one["begin"] + one["seconds"] == pytest.approx(after["begin"], abs=1e-4)
 
 
+def test_kv_that_is_not_looked_for_is_no_news() -> None:
+    with running(make_llm(prefix_caching=False), make_config()) as server:
+        server.post(CHAT, chat_body("the same"))
+        told = timeline(server, server.post(CHAT, chat_body("the same")).json()["id"])
+        assert told["generations"][0]["cache"]["cause"] == "not_reused"
+
+
 @pytest.mark.req("R42")
 def test_phases_sum_to_the_wall_time(server: Running) -> None:
     prompt = "a prompt that is long enough to be of use to somebody else " * 2

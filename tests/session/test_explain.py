@@ -12,7 +12,8 @@ from tests.planting import PlantedBug, plant
 from tests.session.helpers import GREEDY, make_service, read, scene
 from tests.session.test_edges import REWRITES, with_template
 from tokenmill import SessionService
-from tokenmill.core import Fault, FaultKind
+from tokenmill.config import EngineConfig
+from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.session import keeping
@@ -186,6 +187,51 @@ def test_a_restart_is_no_reason_where_kv_comes_back(tmp_path: Path) -> None:
         async with make_service(store=tmp_path) as service:
             cost = await ask(service, name)
             assert (cost.cause, cost.num_cached > 100) == (Cause.NEW, True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.req("B4")
+def test_a_restart_is_no_reason_for_what_was_never_computed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with make_service(store=tmp_path) as service:
+            asked, answered = await new(service), await new(service)
+            await service.append_input(asked, list(LONG.encode()))
+            await ask(service, answered, LONG)
+            await service.append_input(answered, list(LONG.encode()))
+        async with make_service(store=tmp_path) as service:
+            for name, cause in ((asked, Cause.FIRST), (answered, Cause.NEW)):
+                await read(await service.generate_stream(name))
+                assert service.explain(name)[-1].cause is cause
+
+    asyncio.run(run())
+
+
+@pytest.mark.req("B4")
+def test_kv_that_is_not_looked_for_was_not_evicted() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        cost = await ask(service, name)
+        assert (cost.cause, cost.num_cached) == (Cause.NOT_REUSED, 0)
+        assert "evicted" not in in_words(cost)
+
+    scene(play, config=EngineConfig(max_num_seqs=8, prefix_caching=False))
+
+
+@pytest.mark.req("B4")
+def test_kv_that_can_only_be_had_as_a_whole_was_not_evicted() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        await ask(service, name, LONG)
+        assert (await ask(service, name)).cause is Cause.NEW
+        await read(await service.regenerate(name))
+        assert service.explain(name)[-1].cause is Cause.NOT_REUSED
+
+    async def run() -> None:
+        model = FakeModel(FakeConfig(vocab_size=258, max_context=1024, partial_cp=False, partial_rm=False))
+        async with asyncio.timeout(60), SessionService(model, kv_cache_tokens=4096) as service:
+            await play(service)
 
     asyncio.run(run())
 

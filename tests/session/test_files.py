@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
-from tokenmill import SessionService
+from tests.session.storing import Held
+from tokenmill import AsyncLLM, SessionService
 from tokenmill.core import FakeConfig, FakeModel
-from tokenmill.errors import SessionFileError
+from tokenmill.errors import EngineDead, SessionFileError
 from tokenmill.session import transfer
-from tokenmill.session.portable import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack
+from tokenmill.session.portable import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
 
 
 async def conversation(service: SessionService, said: str = "some words") -> str:
@@ -41,6 +44,13 @@ def resealed(data: bytes, **changes: Any) -> bytes:
     lengths = LENGTHS.pack(version, len(written), num_tokens, kv_bytes)
     body = MAGIC + lengths + written + data[start + header_bytes : -DIGEST_BYTES]
     return body + hashlib.sha256(body).digest()
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.mark.req("B3")
@@ -95,6 +105,7 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
     async def play(service: SessionService) -> None:
         name = await conversation(service)
         data = await service.export(name)
+        about = header(data)["session"]
         version_2 = data[: len(MAGIC)] + LENGTHS.pack(2, 0, 0, 0) + data[len(MAGIC) + LENGTHS.size :]
         bad = {
             "it is empty": b"",
@@ -109,6 +120,8 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
             "kind is 'x'": resealed(data, turns=[{"kind": "x"}]),
             "its KV is not of its ids": resealed(data, num_kv_tokens=10**9),
             "'sampling' is missing": resealed(data, session={"system": None}),
+            "surrogates not allowed": resealed(data, session={**about, "system": "\ud800"}),
+            "maximum recursion": resealed(data, session={**about, "template_options": {"a": nested(600)}}),
         }
         for reason, wrong in bad.items():
             with pytest.raises(SessionFileError, match=reason):
@@ -128,6 +141,26 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
         async with make_service(max_model_len=20) as other:
             with pytest.raises(SessionFileError, match="do not fit the context of 20"):
                 await other.restore(data)
+
+    scene(play)
+
+
+def test_texts_that_no_session_could_have_taken_in_are_refused() -> None:
+    """They would be rendered on the event loop, where they hold up everybody."""
+
+    async def play(service: SessionService) -> None:
+        data = await service.export(await conversation(service))
+        empty = await service.export(await service.create_session())
+        about, long = header(data), {"role": "user", "content": "x" * 5000}
+        asked, *rest = about["turns"]
+        for wrong in (
+            resealed(data, session={**about["session"], "inbox": [long]}),
+            resealed(data, turns=[{**asked, "messages": [long]}, *rest]),
+            resealed(empty, session={**header(empty)["session"], "system": "x" * 5000}),
+        ):
+            with pytest.raises(SessionFileError, match=r"its 50\d\d tokens do not fit the context of 1024"):
+                await service.restore(wrong)
+        await service.restore(resealed(data, turns=[{**asked, "messages": [{**long, "content": "x" * 1500}]}, *rest]))
 
     scene(play)
 
@@ -156,6 +189,64 @@ def test_kv_that_does_not_fit_is_dropped_and_the_log_replayed(monkeypatch: pytes
         async with make_service(cells=96) as small:  # no room for all of it
             copy = await small.restore(data, key="k")
             await read(await small.generate_stream(copy))
+
+    scene(play)
+
+
+def test_a_file_that_is_written_twice_at_once_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sync, others = tmp_path / "one.session", os.fsync, [b"another one's"]
+
+    def overtaken(file: int) -> None:
+        if others:
+            write_whole(path, others.pop())
+            assert path.read_bytes() == b"another one's"
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    write_whole(path, b"this one's")
+    assert path.read_bytes() == b"this one's"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_read_while_the_model_goes_makes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=1024)), kv_cache_tokens=1024)
+        service = SessionService(llm)
+        loaded, data = service._model(), await service.export(await conversation(service))
+        reading = Held(loaded.read_file)
+        monkeypatch.setattr(loaded, "read_file", reading)
+        restoring = asyncio.ensure_future(service.restore(data))
+        await reading.called.wait()
+        await service.close()  # the engine goes on, for others
+        reading.let_go()
+        with pytest.raises(EngineDead):
+            await restoring
+        assert len(loaded.master.sessions) == 0
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_whoever_leaves_while_a_file_is_restored_leaves_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
+
+    async def play(service: SessionService) -> None:
+        loaded, data = service._model(), await service.export(await conversation(service), kv=True)
+        took, real = asyncio.get_running_loop().create_future(), transfer.import_kv
+
+        async def taking(*given: Any) -> bool:
+            took.set_result((given[2], await real(*given)))
+            await asyncio.Event().wait()
+            return True
+
+        monkeypatch.setattr(transfer, "import_kv", taking)
+        restoring = asyncio.ensure_future(service.restore(data))
+        session, is_taken = await took
+        assert is_taken
+        restoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restoring
+        assert await asyncio.wrap_future(loaded.client.export_kv(session.core, session.session_id)) is None
 
     scene(play)
 

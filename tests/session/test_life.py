@@ -34,7 +34,7 @@ def test_bytes_and_time_bound_the_logs() -> None:
         await service.end_session(names[0])
         await service.create_session()
         assert service.end_idle(0.0) == len(names)
-        assert service._room.total == 0
+        assert service._upkeep.room.total == 0
 
     scene(play, limits=SessionLimits(max_log_bytes=12_000, stall_timeout_s=None))
 

@@ -12,6 +12,7 @@ from tests.session.tree import grow
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
 from tokenmill.session.turns import TokenLog
+from tokenmill.session.upkeep import Upkeep
 
 BUGS = [
     PlantedBug("forks share one log", TokenLog, "copy", "self.tokens[:], list(self.turns)", "self.tokens, self.turns"),
@@ -26,7 +27,7 @@ BUGS = [
         "an edit keeps the answers after it", Session, "edit", "self.rewind(text, turn, None)", "pass",
     ),
     PlantedBug(
-        "ended sessions keep their KV", SessionService, "_end", "loaded.client.release(session.session_id)", "pass"
+        "ended sessions keep their KV", Upkeep, "end", "loaded.client.release(session.session_id)", "pass"
     ),
     PlantedBug(
         "a fork draws with its parent's seed and attempt forgotten", SessionService, "answer",

@@ -5,51 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.session.helpers import GREEDY, continuation, make_service, read, tokens_of
+from tests.session.storing import ask, converse, play, stored
 from tokenmill import SessionService
 from tokenmill.core import FakeConfig, FakeModel
-from tokenmill.errors import ConfigError, SessionNotFound
-from tokenmill.params import SamplingParams
-from tokenmill.session import keeping
-from tokenmill.session.info import SessionLimits
+from tokenmill.errors import SessionNotFound
 from tokenmill.session.store import DATABASE, SessionStore
-
-Scene = Callable[[SessionService], Awaitable[Any]]
-NOBODY = 65534
-
-
-def play(directory: Path | SessionStore, *scenes: Scene, **options: Any) -> list[Any]:
-    """Each scene on a service of its own, one after the other, on the same store."""
-
-    async def run() -> list[Any]:
-        results = []
-        for scene in scenes:
-            async with asyncio.timeout(60), make_service(store=directory, **options) as service:
-                results.append(await scene(service))
-        return results
-
-    return asyncio.run(run())
-
-
-async def converse(service: SessionService, *said: str, **options: Any) -> str:
-    name = await service.create_session(**{"sampling_params": GREEDY, "seed": 1, **options})
-    for one in said:
-        await service.append_input(name, one)
-        _, _, last = await read(await service.generate_stream(name))
-        assert last.durable is True
-    return name
-
-
-async def ask(service: SessionService, name: str, what: str = "more") -> list[int]:
-    await service.append_input(name, what)
-    return (await read(await service.generate_stream(name)))[1]
 
 
 @pytest.mark.req("B3")
@@ -117,19 +83,6 @@ def test_every_verb_is_durable_when_it_returns(tmp_path: Path) -> None:
     play(tmp_path / "store", scene)
 
 
-def stored(directory: Path, name: str) -> list[int] | None:
-    """The ids of a session, read from the database without any of our code."""
-    with sqlite3.connect(directory / DATABASE) as connection:
-        if connection.execute("SELECT 1 FROM sessions WHERE id = ?", (name,)).fetchone() is None:
-            return None
-        rows = connection.execute("SELECT begin, ids FROM tokens WHERE session = ? ORDER BY begin", (name,)).fetchall()
-    ids: list[int] = []
-    for begin, piece in rows:
-        assert begin == len(ids), "pieces follow each other"
-        ids += memoryview(piece).cast("i").tolist()
-    return ids
-
-
 def test_what_differs_is_written_and_nothing_else(tmp_path: Path) -> None:
     async def scene(service: SessionService) -> int:
         name = await converse(service, *["a long question " * 20] * 2)
@@ -144,23 +97,6 @@ def test_what_differs_is_written_and_nothing_else(tmp_path: Path) -> None:
 
     (added,) = play(tmp_path, scene)
     assert added < 50
-
-
-def test_ended_and_expired_sessions_are_gone(tmp_path: Path) -> None:
-    async def first(service: SessionService) -> list[str]:
-        names = [await converse(service, "x") for _ in range(3)]
-        await service.end_session(names[0])
-        return names
-
-    async def second(service: SessionService) -> set[str]:
-        return {info.session_id for info in service.list()}
-
-    names, left = play(tmp_path, first, second)
-    assert left == set(names[1:])
-    with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE sessions SET used_at = used_at - 1000 WHERE id = ?", (names[1],))
-    limits = SessionLimits(ttl_s=500, stall_timeout_s=None)
-    assert play(tmp_path, second, second, limits=limits) == [{names[2]}, {names[2]}]
 
 
 def test_sessions_that_are_not_meant_to_be_kept_are_not(tmp_path: Path) -> None:
@@ -222,27 +158,6 @@ def test_two_services_of_one_model_share_a_store(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_an_answer_that_a_close_cuts_off_is_kept(tmp_path: Path) -> None:
-    async def first(service: SessionService) -> list[int]:
-        name = await service.create_session(sampling_params=GREEDY, seed=1)
-        live = await service.answer(name, 900, given="x", ignore_eos=True)
-        reading = live.read()
-        seen = (await anext(reading)).token_ids
-        await service.close()
-        async for chunk in reading:
-            seen += chunk.token_ids
-        assert (chunk.finish_reason, chunk.durable) == ("shutdown", True)
-        return seen
-
-    async def second(service: SessionService) -> list[int]:
-        (info,) = service.list()
-        assert info.turns[-1].finish_reason == "shutdown"
-        return tokens_of(service, info.session_id)
-
-    seen, log = play(tmp_path, first, second)
-    assert log[-len(seen) :] == seen
-
-
 def test_a_disk_that_takes_its_time_holds_up_the_end_of_an_answer_and_nothing_else(tmp_path: Path) -> None:
     async def scene(service: SessionService) -> None:
         names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(3)]
@@ -269,212 +184,6 @@ def test_a_disk_that_takes_its_time_holds_up_the_end_of_an_answer_and_nothing_el
     play(tmp_path, scene)
 
 
-# -- KV ---------------------------------------------------------------------------------------------------------------
-
-
-def test_kv_comes_back_with_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 64)
-
-    async def first(service: SessionService) -> tuple[str, int]:
-        name = await converse(service, "some words " * 12)
-        return name, len(tokens_of(service, name))
-
-    async def second(service: SessionService) -> int:
-        (info,) = service.list()
-        await service.append_input(info.session_id, "more")
-        _, ids, last = await read(await service.generate_stream(info.session_id))
-        log = tokens_of(service, info.session_id)
-        assert ids == continuation(log[: -len(ids)], GREEDY, seed=1)
-        assert last.usage is not None
-        return last.usage.cached_tokens
-
-    (_, length), cached, again = play(tmp_path, first, second, second)
-    assert cached in (length - 1, length)
-    assert again > cached
-    for damage in (b"", b"x" * 200):
-        (kv,) = (tmp_path / "kv").glob("*.kv")
-        kv.write_bytes(kv.read_bytes()[:100] + damage)
-        assert play(tmp_path, second) == [0], "it was replayed"
-
-
-def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
-    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
-
-    async def scene(service: SessionService) -> None:
-        store = service._store
-        assert store is not None
-        written = asyncio.Event()
-        loop, write = asyncio.get_running_loop(), store.kv.write
-
-        def noting(*given: Any) -> bool:
-            loop.call_soon_threadsafe(written.set)
-            return write(*given)
-
-        monkeypatch.setattr(store.kv, "write", noting)
-        busy = await service.create_session(sampling_params=GREEDY)
-        live = await service.answer(busy, 900, given="x", ignore_eos=True)
-        await converse(service, "some words")
-        assert not written.is_set(), "the engine is busy"
-        live.cancel()
-        await written.wait()
-
-    play(tmp_path, scene)
-
-
-def test_kv_files_are_evicted_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
-    store = SessionStore(tmp_path, max_kv_bytes=5000)
-
-    async def scene(service: SessionService) -> None:
-        for _ in range(12):
-            await converse(service, "some words " * 8)
-
-    play(store, scene)
-    assert 0 < store.kv.num_bytes <= 5000
-    store.close()
-
-
-def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
-
-    async def first(service: SessionService) -> None:
-        await converse(service, "some words")
-        service._model().opened.model.replace_weight("salt", 1)
-
-    async def second(service: SessionService) -> int:
-        (info,) = service.list()
-        _, _, last = await read(await service.generate_stream(info.session_id, ignore_eos=True))
-        assert last.usage is not None
-        return last.usage.cached_tokens
-
-    async def third(service: SessionService) -> None:
-        await converse(service, "some words")
-
-    async def fourth(service: SessionService) -> int:
-        service._model().opened.model.replace_weight("salt", 1)
-        return await second(service)
-
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    monkeypatch.setattr("tests.session.test_store.GREEDY", params)
-    assert play(tmp_path / "a", first, second) == [None, 0]
-    assert play(tmp_path / "b", third, fourth) == [None, 0]
-
-
-# -- disks that fail --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.req("B3")
-def test_a_full_disk_costs_durability_and_nothing_else(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-
-    def limit(num_pages: int) -> None:
-        store._post(lambda connection: connection.execute(f"PRAGMA max_page_count={num_pages}")).result()
-
-    async def scene(service: SessionService) -> str:
-        await converse(service, "fits")
-        limit(1)  # what is there, and no more
-        for _ in range(10):
-            name = await service.create_session(sampling_params=GREEDY, seed=1)
-            await service.append_input(name, "long " * 150)
-            _, ids, last = await read(await service.generate_stream(name))
-            assert ids
-            if not last.durable:
-                break
-        assert last.durable is False
-        info = service.get(name)
-        assert (info.durable, info.problem) == (False, "database or disk is full")
-        log = tokens_of(service, name)
-        assert ids == continuation(log[: -len(ids)], GREEDY, seed=1)
-        limit(1 << 20)
-        other = await converse(service, "there is room again")
-        while not service.get(name).durable:  # what could not be written is written with the next that could
-            await asyncio.sleep(0)
-        assert stored(tmp_path, name) == log
-        assert store.check_integrity() == "ok"
-        return other
-
-    play(store, scene)
-    store.close()
-
-
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A store with a session that this process may read and not write."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-
-    async def first(service: SessionService) -> None:
-        await converse(service, "before")
-
-    play(folder, first)
-    is_root = os.geteuid() == 0
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    if is_root:
-        os.seteuid(NOBODY)
-    try:
-        yield folder
-    finally:
-        if is_root:
-            os.seteuid(0)
-        folder.chmod(0o755)
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-
-
-@pytest.mark.req("B3")
-def test_a_store_that_can_only_be_read_shows_its_sessions_and_they_go_on(read_only: Path) -> None:
-    async def scene(service: SessionService) -> None:
-        (info,) = service.list()
-        await service.append_input(info.session_id, "more")
-        _, ids, last = await read(await service.generate_stream(info.session_id))
-        assert ids
-        assert last.durable is False
-        assert service.get(info.session_id).durable is False
-        assert "readonly" in (service.get(info.session_id).problem or "")
-        name = await service.create_session()
-        assert service.get(name).durable is False
-
-    play(read_only, scene)
-
-
-def test_stores_that_can_not_be_used_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="can't be used"):
-        SessionStore(tmp_path / "file")
-    store = SessionStore(tmp_path / "store")
-    with pytest.raises(ConfigError, match="in use by another process"):
-        SessionStore(tmp_path / "store")
-    store.close()
-    with sqlite3.connect(tmp_path / "store" / DATABASE) as connection:
-        connection.execute("PRAGMA user_version=9")
-    with pytest.raises(ConfigError, match="a later tokenmill"):
-        SessionStore(tmp_path / "store")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / DATABASE).write_bytes(b"no database at all" * 100)
-    with pytest.raises(ConfigError, match="is no store, or is damaged"):
-        SessionStore(tmp_path / "bad")
-    (tmp_path / "foreign").mkdir()
-    with sqlite3.connect(tmp_path / "foreign" / DATABASE) as connection:
-        connection.execute("CREATE TABLE t (a)")
-    with pytest.raises(ConfigError, match="no store of sessions"):
-        SessionStore(tmp_path / "foreign")
-
-
-def test_a_damaged_session_does_not_keep_the_others_away(tmp_path: Path) -> None:
-    async def first(service: SessionService) -> list[str]:
-        return [await converse(service, "x") for _ in range(2)]
-
-    async def second(service: SessionService) -> list[str]:
-        return [info.session_id for info in service.list()]
-
-    (names,) = play(tmp_path, first)
-    with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("""UPDATE sessions SET head = '{"system": 5}' WHERE id = ?""", (names[0],))
-    assert play(tmp_path, second) == [[names[1]]]
-
-
 def test_a_session_whose_namespace_can_not_be_written_says_so(tmp_path: Path) -> None:
     async def scene(service: SessionService) -> None:
         name = await service.create_session(namespace=frozenset("a"))
@@ -490,3 +199,8 @@ def test_a_session_whose_namespace_can_not_be_written_says_so(tmp_path: Path) ->
             service.get("never was")
 
     play(tmp_path, scene, again)
+
+
+def test_a_new_store_is_its_owners_alone(tmp_path: Path) -> None:
+    SessionStore(tmp_path / "store").close()
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0

@@ -225,7 +225,7 @@ async def grow(choose: Chooser, depth: int, num_operations: int) -> list[str]:
             stats = tree.core().call(lambda core: (core.check_integrity(), core.stats())[1]).result(30)
             assert (stats.num_running, stats.num_waiting, stats.num_parked) == (0, 0, 0)
             assert stats.kv.referenced_cells == 0
-            assert service._room.total == 0
+            assert service._upkeep.room.total == 0
         except Exception as error:
             raise AssertionError("\n  ".join([repr(error), *tree.notes[-25:]])) from error
         return tree.notes

@@ -178,10 +178,19 @@ class Models:
                     await llm.close()
                     raise stopping()
                 # On a thread: with a store, the model's files are read to know whose sessions are its own.
-                place.model = await asyncio.to_thread(ServedModel, place.spec, llm, self._limits, self._store)
+                try:
+                    model = await asyncio.to_thread(ServedModel, place.spec, llm, self._limits, self._store)
+                except BaseException:
+                    await llm.close()
+                    raise
+                if self._closing.is_set():
+                    await model.close()
+                    raise stopping()
+                model.sessions.watch_idle()
+                place.model = model
                 await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
                 log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
-                return place.model
+                return model
         finally:
             place.loading = None
 

@@ -33,13 +33,13 @@ async def start_response(
     body.check(config)
     params = body.sampling(call.llm.get_default_sampling_params(), logprobs=body.num_logprobs)
     messages = as_messages(body, config.max_content_parts)
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:
-        system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids([*system, *messages]))
         check_room(ids, body.max_output_tokens, call.llm.max_model_len)
         call.generate(ids, params)
     else:
-        await check_length(model, call.body_size, messages)
+        await check_length(model, call.body_size, [*system, *messages])
         turn = _turn(call, body, model, store, messages, params)
         call.follow(turn.outputs(), turn.cancel)
     return ResponseAnswer(call, body, params.temperature, params.top_p, model.forms)

@@ -55,6 +55,8 @@ def session_routes(served: Served) -> APIRouter:
         body.check(config)
         past = None if body.messages is None else as_input(body.messages, config, "messages")
         model = await served.model(body.model)
+        if body.system is not None:
+            await check_length(model, config.max_body_bytes, body.system)
         hints = served.hints(http, body)
         params = body.sampling(model.llm.get_default_sampling_params(), logprobs=body.num_logprobs())
         session_id = await model.sessions.create_session(

@@ -45,6 +45,8 @@ class Cause(Enum):
     OTHER_WORKER = "other_worker"
     WEIGHTS = "weights_changed"
     FAILURE = "failed_step"
+    NOT_REUSED = "not_reused"
+    """The engine does not look for KV, or can't go on from there."""
     UNKNOWN = "unknown"
     """The engine is another process, which does not tell."""
 
@@ -95,6 +97,12 @@ class TurnCost:
         return self.num_prompt - self.num_cached
 
 
+def mark_before(session: Session) -> KVMark | None:
+    """What a session had of KV before it came from a store or a file: its log up to its last answer."""
+    ends = [turn.end or 0 for turn in session.log.turns if turn.kind == "answer"]
+    return KVMark(ends[-1], session.core, 0, BEFORE) if ends else None
+
+
 def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> None:
     """An answer is over: remember what it cost, and what of the log has KV now."""
     request, weights, now = generation.choices[0].request, opened.model.weights_version, time.monotonic()
@@ -141,6 +149,8 @@ def _lost(
         return TurnCost(*base, Cause.OTHER_WORKER, again)
     if loss is not None and loss.reason == "failure":
         return TurnCost(*base, Cause.FAILURE, again, lost_s=at - loss.at)
+    if loss is None and not verdict.is_found:
+        return TurnCost(*base, Cause.NOT_REUSED, again)
     to = None if loss is None or loss.by is None else (loss.by, loss.by_key)
     return TurnCost(*base, Cause.EVICTED, again, lost_s=None if loss is None else at - loss.at, lost_to=to)
 
@@ -185,6 +195,7 @@ SENTENCES = {
     Cause.OTHER_WORKER: "it has moved to another engine core",
     Cause.WEIGHTS: "the weights were replaced",
     Cause.FAILURE: "its KV was lost with a step that failed",
+    Cause.NOT_REUSED: "the engine reuses no KV, or its model can't go on in the middle of it",
     Cause.UNKNOWN: "the engine runs in another process and does not tell",
 }
 

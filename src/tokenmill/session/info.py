@@ -49,7 +49,7 @@ class SessionInfo:
     pending: tuple[Mapping[str, Any], ...] = ()
     """Messages that wait for an answer: an input turn from the next `generate_stream` on."""
     durable: bool | None = None
-    """Is all of it on the disk? None: it is not meant to be."""
+    """Is all that was acknowledged on the disk? None: it is not meant to be."""
     problem: str | None = None
     """Why it is not."""
 

@@ -88,6 +88,7 @@ class Keeper:
     def end(self, session: Session) -> Future[None]:
         """The session is over: nothing of it is kept."""
         self._forget(session)
+        session.is_dropped = True
         return self.store.delete(session.session_id)
 
     def let_go(self, session: Session) -> None:
@@ -108,7 +109,8 @@ class Keeper:
         session.has_saved_kv = False
         tokens, form = session.log.tokens[:], self._fingerprint.form
         saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
-        if saved is not None and saved.num_tokens >= self.min_kv_tokens:
+        is_long = saved is not None and saved.num_tokens >= self.min_kv_tokens
+        if saved is not None and is_long and session.state is not SessionState.ENDED:
             await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
 
     def note_answered(self, session: Session) -> None:
@@ -142,9 +144,14 @@ class Keeper:
         except TokenmillError as error:  # its core is gone, and its KV with it
             log.info("KV of session %s is not kept: %s", session.session_id, error)
             return
-        if found is not None:
-            tokens, state = found
-            await asyncio.to_thread(self.store.kv.write, session.session_id, self._fingerprint.form, tokens, state)
+        if found is not None and not session.is_dropped:
+            await asyncio.to_thread(self._write_file, session, *found)
+
+    def _write_file(self, session: Session, tokens: array[int], state: bytes) -> None:
+        """On a thread. A session that ends meanwhile has its file removed: by whoever comes last."""
+        self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state)
+        if session.is_dropped:
+            self.store.kv.remove(session.session_id)
 
     async def close(self) -> None:
         """Write the KV that waits, as far as there is time. Logs are safe already."""

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from array import array
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ MAX_KV_BYTES = 4 << 30
 MAGIC = b"TMKVF001"
 HEADER = struct.Struct("<8s32s32sq")
 """Before the bytes that `KVMemory.export` gave: magic, the model's form, digest of the ids, number of ids."""
-SUFFIX = ".kv"
+SUFFIX, UNFINISHED = ".kv", ".part"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class KVFiles:
             return False
         header = HEADER.pack(MAGIC, form.encode(), _digest(tokens), len(tokens))
         path = self._path(session_id)
-        unfinished = path.with_suffix(".part")
+        unfinished = path.with_suffix(UNFINISHED)
         try:
             with self._lock:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,14 @@ class KVFiles:
     def remove(self, session_id: str) -> None:
         with suppress(OSError):
             self._path(session_id).unlink()
+
+    def keep_only(self, session_ids: Iterable[str]) -> None:
+        """Remove what is of no session among these, and what a process that was killed has not finished."""
+        kept = {self._path(one) for one in session_ids}
+        with suppress(OSError):
+            for path in [*self._directory.glob(f"*{SUFFIX}"), *self._directory.glob(f"*{UNFINISHED}")]:
+                if path not in kept:
+                    path.unlink(missing_ok=True)
 
     @property
     def num_bytes(self) -> int:

@@ -15,17 +15,22 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import ConfigError, EngineDead, SessionFileError
-from tokenmill.session.explain import BEFORE, KVMark
+from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError
+from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
 from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
-from tokenmill.session.record import restored
+from tokenmill.session.record import SessionRecord, restored
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
+
+SAID_PER_CONTEXT = 2
+"""A log that fits may be rendered to a few tokens more than the context has, but to no more than this."""
+MOST_RENDERERS = 16
+"""Template options whose renderer new sessions share: anybody may bring others each time."""
 
 
 class LoadedModel:
@@ -47,6 +52,8 @@ class LoadedModel:
             raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
         self.source, self.options, self.num_workers = source, options, num_workers
         self._renderers: dict[str, DeltaRenderer] = {}
+        self.is_leaving = False
+        """It is being unloaded: nothing new begins, and its sessions end."""
         self._is_ours = not isinstance(source, AsyncLLM)
         if isinstance(source, AsyncLLM):
             if options or client is not None:
@@ -64,7 +71,11 @@ class LoadedModel:
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         self.master = Master()
-        self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+        try:
+            self.keeper = None if store is None else Keeper(store, self.fingerprint, opened.model, self.client)
+        except BaseException:
+            self.free()
+            raise
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -78,11 +89,23 @@ class LoadedModel:
         if refusal is not None:
             raise SessionFileError(refusal)
         file = unpack(data, session_id, self.opened.model.info.vocab_size)
-        if len(file.record.tokens) >= self.client.max_model_len:
-            raise SessionFileError(
-                f"its {len(file.record.tokens)} tokens do not fit the context of {self.client.max_model_len}"
-            )
+        longest, said = self.client.max_model_len, self._num_said(file.record)
+        if len(file.record.tokens) >= longest or said > SAID_PER_CONTEXT * longest:
+            count = max(len(file.record.tokens), said)
+            raise SessionFileError(f"its {count} tokens do not fit the context of {longest}")
         return file
+
+    def _num_said(self, record: SessionRecord) -> int:
+        """Tokens of all messages of a record, if they may be many: an event loop will have to render them."""
+        has_raw_input = any(turn.kind == "input" and not turn.messages for turn in record.turns)
+        past = [] if has_raw_input else [message for turn in record.turns for message in turn.messages]
+        messages = [*past, *record.head["inbox"]] or [{"role": "system", "content": record.head["system"] or ""}]
+        if self.opened.text.template is None or len(str(messages)) < self.client.max_model_len:
+            return 0
+        try:
+            return len(self.opened.text.template.encode(messages, **record.head["template_options"]))
+        except TokenmillError:  # then nobody else can render them either
+            return 0
 
     def stored(self) -> list[Stored]:
         """Those of its sessions that are in the store. Waits for the disk."""
@@ -94,7 +117,7 @@ class LoadedModel:
         session = restored(stored.record, core, time.monotonic() - stored.idle_s)
         session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
         session.has_saved_kv = True
-        session.mark = KVMark(len(session.log), core, 0, BEFORE)
+        session.mark = mark_before(session)
         self.master.add(session)
         return session
 
@@ -104,6 +127,8 @@ class LoadedModel:
             return None
         name = repr(sorted((options or {}).items(), key=repr))
         if name not in self._renderers:
+            while len(self._renderers) >= MOST_RENDERERS:  # sessions that have it go on with it
+                del self._renderers[next(iter(self._renderers))]
             self._renderers[name] = DeltaRenderer(self.opened.text.template, **(options or {}))
         return self._renderers[name]
 
@@ -116,6 +141,10 @@ class LoadedModel:
 
     async def close(self) -> None:
         await self.master.close()
+        await asyncio.to_thread(self.free)
+
+    def free(self) -> None:
+        """Close the engine, if it is ours. Waits for its threads."""
         if self._is_ours:
-            await asyncio.to_thread(self.client.close)
+            self.client.close()
             self.opened.close()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import struct
 from array import array
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,17 +97,30 @@ def read_whole(path: Path) -> bytes:
 
 def write_whole(path: Path, data: bytes) -> Path:
     """Write a file that is whole or not there, and on the disk."""
-    unfinished = path.with_name(path.name + ".part")
+    # A name of its own: somebody else may be writing the same file.
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+        _sync_directory(path.parent)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise SessionFileError(f"{path} can't be written: {error.strerror or error}") from None
     return path
+
+
+def _sync_directory(directory: Path) -> None:
+    """A file's name is on the disk when its directory is; some file systems can't be asked for that."""
+    with suppress(OSError):
+        held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(held)
+        finally:
+            os.close(held)
 
 
 def _parts(data: bytes) -> tuple[Any, array[int], bytes]:

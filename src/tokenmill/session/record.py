@@ -5,6 +5,7 @@ The store keeps records, and session files carry them. What is read back is chec
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -115,10 +116,11 @@ def read_record(session_id: str, head: Any, turns: Any, tokens: array[int], voca
         outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if outside is not None:
             raise InvalidRequest(f"token {outside} is outside the vocabulary of {vocab_size}")
+        json.dumps([head, turns], ensure_ascii=False).encode()  # what is no valid Unicode could be written nowhere
         read = tuple(_turn(turn) for turn in turns)
         _check_ends(read, len(tokens))
         return SessionRecord(session_id, _head(head), tokens, read)
-    except (InvalidRequest, KeyError, TypeError, ValueError) as error:
+    except (InvalidRequest, KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise SessionFileError(f"the session can't be read: {what}") from None
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EMPTY_BYTES = 1024
 """What a session takes without its log, so that empty ones are not without limit."""
+BIAS_BYTES = 64
+"""Of a token in a `logit_bias`."""
 Overflow = Literal["error", "drop_oldest_turns"]
 Input = str | Sequence[int] | Sequence[Message]
 
@@ -66,8 +68,10 @@ class Session:
         "attempt",
         "core",
         "costs",
+        "fixed_bytes",
         "has_saved_kv",
         "inbox",
+        "is_dropped",
         "last_used",
         "live",
         "log",
@@ -87,6 +91,9 @@ class Session:
         """The engine core it is routed to, for life."""
         self.options = options
         self.system = system
+        said = str(options.template_options) if options.template_options else ""
+        self.fixed_bytes = EMPTY_BYTES + len(system or "") + len(said) + BIAS_BYTES * len(options.sampling.logit_bias)
+        """What it takes beside what is said in it."""
         self.log = TokenLog()
         self.inbox: tuple[Message, ...] = ()
         """Messages that came since the last answer: rendered together when it is asked for."""
@@ -105,6 +112,8 @@ class Session:
         """Why its latest state is not in the store."""
         self.has_saved_kv = False
         """It comes from the store, and so may its KV."""
+        self.is_dropped = False
+        """It has ended for good: nothing of it may stay in the store."""
         self.mark: KVMark | None = None
         """What of its log had KV when it last answered, and where."""
         self.costs: list[TurnCost] | None = None
@@ -114,7 +123,7 @@ class Session:
     def num_bytes(self) -> int:
         """What it costs, about."""
         pending = sum(len(str(message)) for message in self.inbox)
-        return EMPTY_BYTES + self.log.num_bytes + pending + len(self.system or "")
+        return self.fixed_bytes + self.log.num_bytes + pending
 
     @property
     def hints(self) -> Hints:

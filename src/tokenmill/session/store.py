@@ -71,6 +71,9 @@ class SessionStore:
         self._closing = threading.Lock()
         self._held: set[str] = set()
         """Sessions that a service of this process has: no other one loads them."""
+        self._loading = threading.Lock()
+        self._undeleted: set[str] = set()
+        """Sessions that have ended, though the disk does not know it yet. Changed by the store's thread only."""
         self.is_read_only = False
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="tokenmill-store", daemon=True)
@@ -81,6 +84,9 @@ class SessionStore:
             _unlock(self._lock)
             raise
         self.kv = KVFiles(self.directory / "kv", max_kv_bytes)
+        if self._lock is not None and not self.is_read_only:
+            with suppress(NotDurable):
+                self.kv.keep_only(self._post(_names).result())
 
     # -- for any thread -----------------------------------------------------------------------------------------------
 
@@ -91,15 +97,23 @@ class SessionStore:
 
     def delete(self, session_id: str) -> Future[None]:
         """The session has ended."""
-        self._held.discard(session_id)
-        self.kv.remove(session_id)
-        return self._post(lambda connection: _delete(connection, session_id))
+
+        def work(connection: sqlite3.Connection) -> None:
+            self.kv.remove(session_id)  # here: to remove a large file takes its time
+            _delete(connection, session_id)
+
+        deleting = self._post(work)
+        deleting.add_done_callback(lambda done: self._note_undeleted(session_id, done))
+        self._held.discard(session_id)  # not before: whoever loads from now on comes after it
+        return deleting
 
     def load(self, fingerprint: str, vocab_size: int) -> list[Stored]:
         """The sessions of a model that nobody in this process has; they are the caller's from now on."""
-        found: list[Stored] = self._post(lambda connection: _read_all(connection, fingerprint, vocab_size)).result()
-        free = [one for one in found if one.record.session_id not in self._held]
-        self._held.update(one.record.session_id for one in free)
+        with self._loading:
+            taken = self._held | self._undeleted  # as it is before the sessions are read: some may end meanwhile
+            found = self._post(lambda connection: _read_all(connection, fingerprint, vocab_size)).result()
+            free = [one for one in found if one.record.session_id not in taken]
+            self._held.update(one.record.session_id for one in free)
         return free
 
     def let_go(self, session_id: str) -> None:
@@ -146,8 +160,29 @@ class SessionStore:
                 while jobs[-1] is not None:
                     jobs.append(self._jobs.get_nowait())
             is_open = jobs[-1] is not None
-            _carry_out(connection, [job for job in jobs if job is not None])
+            _carry_out(connection, [job for job in [*jobs, *self._deletions()] if job is not None])
         connection.close()
+
+    def _note_undeleted(self, session_id: str, done: Future[None]) -> None:
+        if done.exception() is not None and not self.is_read_only:
+            self._undeleted.add(session_id)
+
+    def _deletions(self) -> list[Job]:
+        """Once more what could not be deleted: with whatever is written next."""
+        names, done = tuple(self._undeleted), Future[None]()
+        if not names:
+            return []
+
+        def work(connection: sqlite3.Connection) -> None:
+            for name in names:
+                _delete(connection, name)
+
+        def note(done: Future[None]) -> None:
+            if done.exception() is None:
+                self._undeleted.difference_update(names)
+
+        done.add_done_callback(note)
+        return [(work, done)]
 
 
 def _carry_out(connection: sqlite3.Connection, jobs: Sequence[Job]) -> None:
@@ -155,12 +190,15 @@ def _carry_out(connection: sqlite3.Connection, jobs: Sequence[Job]) -> None:
     if not jobs:
         return
     try:
+        if connection.in_transaction:  # what failed before could not even be taken back
+            connection.execute("ROLLBACK")
         connection.execute("BEGIN")
         results = [work(connection) for work, _ in jobs]
         connection.execute("COMMIT")
     except Exception as error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
+        with suppress(sqlite3.Error):  # whatever happens to the disk, this thread goes on
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
         if len(jobs) > 1:
             for job in jobs:
                 _carry_out(connection, [job])
@@ -183,7 +221,7 @@ def _not_durable(error: Exception) -> NotDurable:
 def _lock(directory: Path) -> int | None:
     """Have the directory for this process alone; None where even the lock can't be written."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is said in there is nobody else's business
         held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except PermissionError:
         return None
@@ -314,6 +352,10 @@ def _read_all(connection: sqlite3.Connection, fingerprint: str, vocab_size: int)
             continue
         found.append(Stored(record, max(0.0, now - used_at)))
     return found
+
+
+def _names(connection: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in connection.execute("SELECT id FROM sessions")]
 
 
 def _tokens(connection: sqlite3.Connection, name: str) -> bytes:

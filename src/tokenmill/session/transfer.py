@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenmill.engine.request import Hints
 from tokenmill.errors import SessionFileError
-from tokenmill.session.explain import BEFORE, KVMark
+from tokenmill.session.explain import mark_before
 from tokenmill.session.keeping import MIN_KV_TOKENS, export_kv, import_kv
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.portable import pack
@@ -46,8 +46,13 @@ async def imported(
     session.options = replace(
         session.options, key=hints.key, namespace=hints.namespace, priority=hints.priority, renderer=renderer
     )
-    session.mark = KVMark(len(session.log), core, 0, BEFORE)
+    session.mark = mark_before(session)
     if is_trusted and file.num_kv_tokens >= MIN_KV_TOKENS and file.fingerprint.form == loaded.fingerprint.form:
         tokens = file.record.tokens[: file.num_kv_tokens]
-        await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
+        try:
+            await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
+        except BaseException:  # whoever asked has gone
+            loaded.routing.leave(core, session.system)
+            loaded.client.release(name)
+            raise
     return session

@@ -9,7 +9,7 @@ from typing import Any
 from tokenmill.engine.timeline import Timeline
 from tokenmill.outputs import FinishReason
 from tokenmill.server.telemetry.shapes import ShowName
-from tokenmill.session.explain import Cause, TurnCost, in_words
+from tokenmill.session.explain import SENTENCES, Cause, TurnCost, in_words
 from tokenmill.text.tokenizer import Tokenizer
 
 MIN_SHARE = 0.1
@@ -105,8 +105,10 @@ def cache_json(timeline: Timeline, delivery: Delivery | None, tokenizer: Tokeniz
         "prefilled_tokens": prefilled,
     }
     if divergence is None or divergence.at < cached:
-        why = "nothing goes on otherwise from there" if cached else "nothing begins as it does"
-        return {**about, "cause": Cause.NEW.value, "why": f"{said}: {why}", "difference": None, "evicted": None}
+        cause = Cause.NEW if cached or verdict.is_found else Cause.NOT_REUSED
+        new = "nothing goes on otherwise from there" if cached else "nothing begins as it does"
+        why = new if cause is Cause.NEW else SENTENCES[cause]
+        return {**about, "cause": cause.value, "why": f"{said}: {why}", "difference": None, "evicted": None}
     before, now = (_text(tokenizer, ids) for ids in (divergence.held, divergence.asked))
     message, role = (None, None) if delivery is None or delivery.differs_in is None else delivery.differs_in
     where = "" if role is None else f" (message {message}, {role})"

@@ -1,0 +1,80 @@
+"""An answer's way: from a session's log to its engine core, and from there back into the log and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from tokenmill.engine.request import Hints, context_overflow
+from tokenmill.errors import ContextOverflow
+from tokenmill.outputs import ENDED_WELL, FinishReason
+from tokenmill.params import SamplingParams
+from tokenmill.session.explain import note_cost
+from tokenmill.session.live import LiveTurn
+from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.session import Session, SessionState
+from tokenmill.session.upkeep import Upkeep, save
+
+
+def begin_answer(
+    upkeep: Upkeep,
+    loaded: LoadedModel,
+    session: Session,
+    params: SamplingParams,
+    hints: Hints,
+    must_fit: bool,
+    request_id: str | None,
+    timeout_s: float | None,
+) -> LiveTurn:
+    """Ask the engine for an answer to what a session has taken in. If it raises, its log may have changed."""
+    session.commit_input(loaded.opened.text)
+    longest = loaded.client.max_model_len
+    if must_fit and params.max_tokens is not None and len(session.log) + params.max_tokens > longest:
+        raise ContextOverflow(context_overflow(longest, len(session.log), params.max_tokens))
+    name = request_id or f"answer-{secrets.token_hex(12)}"
+    generation = loaded.intake.generation(session.log.tokens, params, name, hints, timeout_s)
+    live = LiveTurn(
+        generation,
+        loaded.client,
+        lambda done: _finished(upkeep, loaded, session, done),
+        upkeep.limits.stall_timeout_s,
+        upkeep.limits.max_unread_bytes,
+    )
+    if session.core not in loaded.cores_alive():  # its core is gone for good: it is a log, and goes on elsewhere
+        loaded.routing.leave(session.core, session.system)
+        session.core = loaded.routing.choose(session.system, loaded.cores_alive())
+    loaded.client.submit(generation.choices[0].request, live.hear, session.core)
+    session.live, session.state = live, SessionState.GENERATING
+    return live
+
+
+def _finished(upkeep: Upkeep, loaded: LoadedModel, session: Session, live: LiveTurn) -> asyncio.Future[bool] | None:
+    """The engine has let go of an answer, however it ended. It is over when it is in the store, if there is one."""
+    if session.state is SessionState.ENDED or session.live is not live:
+        live.durable = False if loaded.keeper is not None and session.options.is_kept else None
+        return None
+    output = live.generation.output.outputs[0]
+    if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
+        live.undo()
+    params = live.generation.choices[0].request.draw.params
+    session.take_answer(output, params, loaded.opened.text.tokenizer)
+    note_cost(session, live.generation, loaded.opened)
+    upkeep.used(loaded, session)
+    saving = save(loaded, session)
+    if saving is None:
+        _settle(loaded, session, live)
+    else:
+        saving.add_done_callback(lambda done: _settle(loaded, session, live, done.result()))
+    return saving
+
+
+def _settle(loaded: LoadedModel, session: Session, live: LiveTurn, durable: bool | None = None) -> None:
+    """An answer is over: the session is free for what comes next."""
+    live.durable = durable
+    if session.state is SessionState.ENDED or session.live is not live:
+        return
+    session.live, session.answer = None, live.answer()
+    session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
+    loaded.master.note_free(session)
+    if loaded.keeper is not None and session.options.is_kept:
+        loaded.keeper.note_answered(session)

@@ -1,0 +1,186 @@
+"""KV bytes in a store: a cache that comes back with its session, and never stands in for anything else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.session.helpers import GREEDY, continuation, read, tokens_of
+from tests.session.storing import Held, converse, play
+from tokenmill import SessionService
+from tokenmill.errors import SessionEnded
+from tokenmill.params import SamplingParams
+from tokenmill.session import keeping
+from tokenmill.session.store import SessionStore
+
+
+def test_kv_comes_back_with_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 64)
+
+    async def first(service: SessionService) -> tuple[str, int]:
+        name = await converse(service, "some words " * 12)
+        return name, len(tokens_of(service, name))
+
+    async def second(service: SessionService) -> int:
+        (info,) = service.list()
+        await service.append_input(info.session_id, "more")
+        _, ids, last = await read(await service.generate_stream(info.session_id))
+        log = tokens_of(service, info.session_id)
+        assert ids == continuation(log[: -len(ids)], GREEDY, seed=1)
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    (_, length), cached, again = play(tmp_path, first, second, second)
+    assert cached in (length - 1, length)
+    assert again > cached
+    for damage in (b"", b"x" * 200):
+        (kv,) = (tmp_path / "kv").glob("*.kv")
+        kv.write_bytes(kv.read_bytes()[:100] + damage)
+        assert play(tmp_path, second) == [0], "it was replayed"
+
+
+def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
+
+    async def scene(service: SessionService) -> None:
+        store = service._lifecycle.store
+        assert store is not None
+        written = asyncio.Event()
+        loop, write = asyncio.get_running_loop(), store.kv.write
+
+        def noting(*given: Any) -> bool:
+            loop.call_soon_threadsafe(written.set)
+            return write(*given)
+
+        monkeypatch.setattr(store.kv, "write", noting)
+        busy = await service.create_session(sampling_params=GREEDY)
+        live = await service.answer(busy, 900, given="x", ignore_eos=True)
+        await converse(service, "some words")
+        assert not written.is_set(), "the engine is busy"
+        live.cancel()
+        await written.wait()
+
+    play(tmp_path, scene)
+
+
+def test_kv_files_are_evicted_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    store = SessionStore(tmp_path, max_kv_bytes=5000)
+
+    async def scene(service: SessionService) -> None:
+        for _ in range(12):
+            await converse(service, "some words " * 8)
+
+    play(store, scene)
+    assert 0 < store.kv.num_bytes <= 5000
+    store.close()
+
+
+def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def first(service: SessionService) -> None:
+        await converse(service, "some words")
+        service._model().opened.model.replace_weight("salt", 1)
+
+    async def second(service: SessionService) -> int:
+        (info,) = service.list()
+        _, _, last = await read(await service.generate_stream(info.session_id, ignore_eos=True))
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    async def third(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    async def fourth(service: SessionService) -> int:
+        service._model().opened.model.replace_weight("salt", 1)
+        return await second(service)
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    monkeypatch.setattr("tests.session.storing.GREEDY", params)
+    assert play(tmp_path / "a", first, second) == [None, 0]
+    assert play(tmp_path / "b", third, fourth) == [None, 0]
+
+
+def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
+
+    async def scene(service: SessionService) -> None:
+        store = service._lifecycle.store
+        assert store is not None
+        writing = Held(store.kv.write)
+        monkeypatch.setattr(store.kv, "write", writing)
+        name = await converse(service, "some words")
+        await writing.called.wait()
+        await service.end_session(name)
+        writing.let_go()
+
+    play(tmp_path, scene)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_nobody_waits_while_a_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def first(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    async def second(service: SessionService) -> None:
+        store, (info,) = service._lifecycle.store, service.list()
+        assert store is not None
+        removing = Held(store.kv.remove)
+        monkeypatch.setattr(store.kv, "remove", removing)
+        ending = asyncio.ensure_future(service.end_session(info.session_id))
+        await removing.called.wait()
+        assert service.list() == [], "the event loop goes on"
+        removing.let_go()
+        await ending
+
+    play(tmp_path, first, second)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_of_kv_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def scene(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    play(tmp_path, scene)
+    (kept,) = (tmp_path / "kv").iterdir()
+    for name in ("0" * 32 + ".kv", "1" * 32 + ".part"):  # of a session that has ended, and of a write that has not
+        (tmp_path / "kv" / name).write_bytes(b"x" * 100)
+    SessionStore(tmp_path).close()
+    assert list((tmp_path / "kv").iterdir()) == [kept]
+
+
+def test_kv_that_is_read_for_a_session_that_ends_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+
+    async def first(service: SessionService) -> None:
+        await converse(service, "some words")
+
+    async def second(service: SessionService) -> None:
+        store, (info,) = service._lifecycle.store, service.list()
+        assert store is not None
+        read_file, reading = store.kv.read, Held(lambda saved: saved)
+        monkeypatch.setattr(store.kv, "read", lambda *given: reading(read_file(*given)))
+        answering = asyncio.ensure_future(service.answer(info.session_id, given="more"))
+        await reading.called.wait()
+        await service.end_session(info.session_id)
+        reading.let_go()
+        with pytest.raises(SessionEnded):
+            await answering
+        held = await asyncio.wrap_future(service._model().client.export_kv(info.core, info.session_id))
+        assert held is None
+
+    play(tmp_path, first, second)
