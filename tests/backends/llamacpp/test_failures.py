@@ -104,8 +104,9 @@ def spoilt(tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("R24")
-def test_a_token_that_is_no_number_fails_its_own_request_only(spoilt: Path) -> None:
-    with LLM(str(spoilt), tokenizer=ByteTokenizer(VOCAB), **OPTIONS) as llm:
+@pytest.mark.parametrize("extra", [{}, {"kv_unified": False, "flash_attn": False}], ids=["unified", "streams"])
+def test_a_token_that_is_no_number_fails_its_own_request_only(spoilt: Path, extra: dict[str, bool]) -> None:
+    with LLM(str(spoilt), tokenizer=ByteTokenizer(VOCAB), max_model_len=128, extra=extra, **OPTIONS) as llm:
         (wanted,) = llm.generate([[4, 5]], PARAMS)
         llm.engine.kv.evict_all()
         bad, good = llm.generate([[1, BAD_TOKEN, 3], [4, 5]], PARAMS)

@@ -34,10 +34,12 @@ class LlamaStep(PagedStep):
 class LlamaBackend(PagedBackend[LlamaStep]):
     """One context. A step is computed while it is submitted: depth 0."""
 
-    def __init__(self, context: AnyContext, kv: LlamaMemory, vocab_size: int) -> None:
+    def __init__(self, context: AnyContext, kv: LlamaMemory, vocab_size: int, *, keeps_nan: bool = False) -> None:
         super().__init__(kv, vocab_size, WeightsGate())
         self._context = context
         self._memory = kv
+        self._keeps_nan = keeps_nan
+        """Would cells that are no numbers spoil whoever gets them next, though not whoever runs beside them?"""
         self._had_nan = False
         """Had the last step that was sampled rows that are no numbers?"""
         self._last_sampled: IntArray = np.zeros(kv.capabilities.max_seqs, dtype=np.int32)
@@ -114,11 +116,11 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         """Without flash attention llama.cpp multiplies what a token must not see by 0, and 0 times NaN is NaN.
 
         So keys and values that are no numbers spoil every later step. One step with such rows may be one bad request;
-        two in a row are a memory that is of no more use.
+        two in a row are a memory that is of no more use. In a stream they wait for its next sequence: start anew.
         """
         bad = ids == BAD_ROW
         has_nan = bool(bad.any()) and bool(np.isnan(logits[bad]).any())
-        if has_nan and self._had_nan:
+        if has_nan and (self._had_nan or self._keeps_nan):
             self._lost = ForwardFailed("llama.cpp's memory holds keys or values that are no numbers", fatal=True)
         self._had_nan = has_nan
 

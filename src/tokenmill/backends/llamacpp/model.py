@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.llamacpp.backend import LlamaBackend
 from tokenmill.backends.llamacpp.header import Header, num_states
 from tokenmill.backends.llamacpp.memory import LlamaMemory
-from tokenmill.backends.llamacpp.native import MAX_SEQS, ContextSettings, NativeContext, NativeModel
+from tokenmill.backends.llamacpp.native import (
+    MAX_SEQS,
+    ContextSettings,
+    NativeContext,
+    NativeModel,
+    has_slow_flash_attention,
+)
 from tokenmill.backends.llamacpp.options import LlamaOptions
 from tokenmill.backends.llamacpp.parking import parked_cells
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
@@ -62,7 +69,8 @@ class LlamaModel:
 
     def new_backend(self, limits: BackendLimits) -> LlamaBackend:
         context, memory = self.new_memory(limits)
-        return LlamaBackend(context, memory, self.info.vocab_size)
+        keeps_nan = isinstance(context, StreamedContext) and self._streams_flash_attn is False
+        return LlamaBackend(context, memory, self.info.vocab_size, keeps_nan=keeps_nan)
 
     def new_memory(self, limits: BackendLimits) -> tuple[AnyContext, LlamaMemory]:
         """A context, and its memory behind the contract's rules."""
@@ -96,12 +104,15 @@ class LlamaModel:
         return max(1, num_streams) if is_enough or self.options.kv_unified is False else 0
 
     def _streamed(self, limits: BackendLimits, num_streams: int) -> ContextSettings:
-        return self._settings(limits, num_streams * stream_cells(limits, self.info.max_context), num_streams, False)
+        num_cells = num_streams * stream_cells(limits, self.info.max_context)
+        settings = self._settings(limits, num_cells, num_streams, kv_unified=False)
+        return replace(settings, flash_attn=self._streams_flash_attn)
 
     def _unified(self, limits: BackendLimits, num_cells: int, max_seqs: int) -> ContextSettings:
-        return self._settings(limits, num_cells + 1, max_seqs + 1, True)  # a cell for the memory's own sequence
+        one_more = num_cells + 1  # for the memory's own sequence
+        return self._settings(limits, one_more, max_seqs + 1, kv_unified=True)
 
-    def _settings(self, limits: BackendLimits, n_ctx: int, n_seq_max: int, kv_unified: bool) -> ContextSettings:
+    def _settings(self, limits: BackendLimits, n_ctx: int, n_seq_max: int, *, kv_unified: bool) -> ContextSettings:
         options = self.options
         num_threads = limits.num_threads or _num_processors()
         return ContextSettings(
@@ -116,6 +127,13 @@ class LlamaModel:
             type_k=options.type_k,
             type_v=options.type_v,
         )
+
+    @property
+    def _streams_flash_attn(self) -> bool | None:
+        """None leaves it to llama.cpp. In unified memory it is wanted however slow: without it NaN would spread."""
+        if self.options.flash_attn is None and has_slow_flash_attention() and not self.options.needs_flash_attn:
+            return False
+        return self.options.flash_attn
 
     def replace_weight(self, name: str, value: Any) -> None:  # noqa: ARG002
         raise Unsupported("llama.cpp can't replace the weights of a model that is loaded; use the torch backend")

@@ -62,6 +62,11 @@ def has_amx() -> bool:
     return b"AMX_INT8 = 1" in llama.llama_print_system_info()
 
 
+def has_slow_flash_attention() -> bool:
+    """Builds for AMX take several times as long for it on a processor (docs/llamacpp.md)."""
+    return has_amx() and not llama.llama_supports_gpu_offload()
+
+
 def _progress_callback(progress: Callable[[float], None]) -> Any:
     def go_on(share: float, _: object) -> bool:
         progress(share)

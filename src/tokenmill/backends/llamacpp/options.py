@@ -27,7 +27,7 @@ class LlamaOptions:
     n_threads_batch: int | None = None
     """For all other steps."""
     flash_attn: bool | None = None
-    """None: where llama.cpp thinks it works."""
+    """None: where llama.cpp thinks it works, but not in streams of builds where it is slow."""
     type_k: str = "f16"
     type_v: str = "f16"
     use_mmap: bool = True
@@ -54,8 +54,13 @@ class LlamaOptions:
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in BITS_PER_VALUE:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known; known: {', '.join(BITS_PER_VALUE)}")
-        if self.type_v.startswith("q") and self.flash_attn is False:
+        if self.needs_flash_attn and self.flash_attn is False:
             raise ConfigError(f"type_v {self.type_v} needs flash attention; leave flash_attn out, or set it to true")
+
+    @property
+    def needs_flash_attn(self) -> bool:
+        """Without it llama.cpp can't read values that are quantised."""
+        return self.type_v.startswith("q")
 
 
 def read_options(given: Mapping[str, Any]) -> LlamaOptions:
