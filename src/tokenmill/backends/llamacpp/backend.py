@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenmill.backends.llamacpp.memory import LlamaMemory
-from tokenmill.backends.llamacpp.streams import AnyContext
+from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
 from tokenmill.core.backend import FloatArray, greedy
 from tokenmill.core.paged_backend import PagedBackend, PagedStep
@@ -34,12 +34,10 @@ class LlamaStep(PagedStep):
 class LlamaBackend(PagedBackend[LlamaStep]):
     """One context. A step is computed while it is submitted: depth 0."""
 
-    def __init__(self, context: AnyContext, kv: LlamaMemory, vocab_size: int, *, keeps_nan: bool = False) -> None:
+    def __init__(self, context: AnyContext, kv: LlamaMemory, vocab_size: int) -> None:
         super().__init__(kv, vocab_size, WeightsGate())
         self._context = context
         self._memory = kv
-        self._keeps_nan = keeps_nan
-        """Would cells that are no numbers spoil whoever gets them next, though not whoever runs beside them?"""
         self._had_nan = False
         """Had the last step that was sampled rows that are no numbers?"""
         self._last_sampled: IntArray = np.zeros(kv.capabilities.max_seqs, dtype=np.int32)
@@ -116,11 +114,13 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         """Without flash attention llama.cpp multiplies what a token must not see by 0, and 0 times NaN is NaN.
 
         So keys and values that are no numbers spoil every later step. One step with such rows may be one bad request;
-        two in a row are a memory that is of no more use. In a stream they wait for its next sequence: start anew.
+        two in a row are a memory that is of no more use. In a stream they would only spoil the next that gets it.
         """
         bad = ids == BAD_ROW
         has_nan = bool(bad.any()) and bool(np.isnan(logits[bad]).any())
-        if has_nan and (self._had_nan or self._keeps_nan):
+        if has_nan and isinstance(self._context, StreamedContext):
+            self._context.cleanse()
+        elif has_nan and self._had_nan:
             self._lost = ForwardFailed("llama.cpp's memory holds keys or values that are no numbers", fatal=True)
         self._had_nan = has_nan
 

@@ -69,8 +69,7 @@ class LlamaModel:
 
     def new_backend(self, limits: BackendLimits) -> LlamaBackend:
         context, memory = self.new_memory(limits)
-        keeps_nan = isinstance(context, StreamedContext) and self._streams_flash_attn is False
-        return LlamaBackend(context, memory, self.info.vocab_size, keeps_nan=keeps_nan)
+        return LlamaBackend(context, memory, self.info.vocab_size)
 
     def new_memory(self, limits: BackendLimits) -> tuple[AnyContext, LlamaMemory]:
         """A context, and its memory behind the contract's rules."""

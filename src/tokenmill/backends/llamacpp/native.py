@@ -319,8 +319,9 @@ class NativeContext:
     def seq_pos_max(self, seq: int) -> int:
         return int(llama.llama_memory_seq_pos_max(self._memory, seq))
 
-    def clear(self) -> None:
-        llama.llama_memory_clear(self._memory, False)
+    def clear(self, *, data: bool = False) -> None:
+        """Forget all sequences; with `data`, what their cells hold as well."""
+        llama.llama_memory_clear(self._memory, data)
 
     def read_state(self, seq: int) -> bytes:
         """A sequence's cells or state."""

@@ -163,6 +163,13 @@ class StreamedContext:
         self._leave(seq)
         return stream
 
+    def cleanse(self) -> None:
+        """Let no stream have anything of those that were in it before."""
+        for seq, stream in list(self._stream_of.items()):
+            self._kept[seq] = self._read(stream)
+            self._leave(seq)
+        self._native.clear(data=True)
+
     def _settle_in(self, seq: int, stream: int) -> None:
         self._stream_of[seq], self._owner[stream] = stream, seq
         self._last_used[stream] = self._num_steps
