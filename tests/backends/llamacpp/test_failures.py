@@ -111,9 +111,11 @@ def test_a_token_that_is_no_number_fails_its_own_request_only(spoilt: Path, extr
         llm.engine.kv.evict_all()
         bad, good = llm.generate([[1, BAD_TOKEN, 3], [4, 5]], PARAMS)
         again = llm.generate([[4, 5, 6]], PARAMS)[0]
+        next_there = llm.generate([[9]], PARAMS)[0]  # in cells that held what is no number
     assert bad.outputs[0].finish_reason == "error"
     assert good.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert again.error is None
+    assert next_there.error is None
 
 
 @pytest.mark.req("R24")
