@@ -110,8 +110,8 @@ def test_a_token_that_is_no_number_fails_its_own_request_only(spoilt: Path, extr
         (wanted,) = llm.generate([[4, 5]], PARAMS)
         llm.engine.kv.evict_all()
         bad, good = llm.generate([[1, BAD_TOKEN, 3], [4, 5]], PARAMS)
+        next_there = llm.generate([[9]], PARAMS)[0]  # beside cells that held what is no number
         again = llm.generate([[4, 5, 6]], PARAMS)[0]
-        next_there = llm.generate([[9]], PARAMS)[0]  # in cells that held what is no number
     assert bad.outputs[0].finish_reason == "error"
     assert good.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert again.error is None
