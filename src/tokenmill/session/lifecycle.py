@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tokenmill.core import ModelHandle
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.opening import EngineOptions
 from tokenmill.errors import EngineDead, ModelNotLoaded
@@ -20,7 +18,7 @@ from tokenmill.session.upkeep import Upkeep
 
 SETTLE_S = 5.0
 """What answers may take to end when the model goes."""
-Source = str | ModelHandle | AsyncLLM
+Source: TypeAlias = "str | ModelHandle | AsyncLLM"
 
 
 class Lifecycle:
