@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
+from tokenmill.core import ModelHandle
+from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.opening import EngineOptions
 from tokenmill.errors import EngineDead, ModelNotLoaded
