@@ -72,10 +72,8 @@ class KVManager:
 
     def verdict(self, request: Request, num_cached: int, divergence: Divergence | None) -> CacheVerdict:
         """Why a request that starts now has so much cached and not more."""
-        loss, is_found = (
-            self._losses.pop(request.hints.owner or "", None),
-            self._reuse and self._capabilities.partial_cp,
-        )
+        loss = self._losses.pop(request.hints.owner or "", None)
+        is_found = self._reuse and self._capabilities.partial_cp
         return CacheVerdict(num_cached, divergence, loss, self._since, is_found)
 
     def _note_loss(self, parked: Parked, num_tokens: int, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenmill.backends.llamacpp.memory import LlamaMemory
+from tokenmill.backends.llamacpp.native import NO_ROWS
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
 from tokenmill.core.backend import FloatArray, greedy
@@ -14,9 +15,6 @@ from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ForwardFailed, InvalidOperation
 
 LOST = "llama.cpp's memory can't be brought back to where it was before the step that failed"
-
-
-NO_ROWS: FloatArray = np.zeros((0, 0), dtype=np.float32)
 
 
 class LlamaStep(PagedStep):

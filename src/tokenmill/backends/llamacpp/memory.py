@@ -1,4 +1,4 @@
-"""`LlamaMemory`: llama.cpp's unified cells behind the contract's rules.
+"""`LlamaMemory`: llama.cpp's cells, unified or in streams, behind the contract's rules.
 
 llama.cpp can't say how many cells are free and refuses little: it would shift cells that others share, leave holes, and
 keep half a batch. So every operation is first done on a mirror (`PagedKV` with blocks of one cell, which is exactly

@@ -91,19 +91,22 @@ class LlamaModel:
             max_seqs=max_seqs,
             parked_cells=None if num_streams else self._parked_cells,
         )
-        max_context = min(limits.max_context or self.info.max_context, self.info.max_context)
-        return context, LlamaMemory(context, num_cells, max_context, capabilities)
+        return context, LlamaMemory(context, num_cells, self._longest(limits), capabilities)
+
+    def _longest(self, limits: BackendLimits) -> int:
+        """Positions that a sequence may have."""
+        return min(limits.max_context or self.info.max_context, self.info.max_context)
 
     def _num_streams(self, limits: BackendLimits, num_cells: int) -> int:
         """How many sequences have a memory of their own; 0: they share one."""
         if self._native.keeps_states or self.options.kv_unified:
             return 0
-        num_streams = min(num_cells // stream_cells(limits, self.info.max_context), MAX_SEQS)
+        num_streams = min(num_cells // stream_cells(self._longest(limits)), MAX_SEQS)
         is_enough = limits.num_running is not None and num_streams >= limits.num_running
         return max(1, num_streams) if is_enough or self.options.kv_unified is False else 0
 
     def _streamed(self, limits: BackendLimits, num_streams: int) -> ContextSettings:
-        num_cells = num_streams * stream_cells(limits, self.info.max_context)
+        num_cells = num_streams * stream_cells(self._longest(limits))
         settings = self._settings(limits, num_cells, num_streams, kv_unified=False)
         return replace(settings, flash_attn=self._streams_flash_attn)
 

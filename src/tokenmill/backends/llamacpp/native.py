@@ -26,6 +26,7 @@ from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, ModelLo
 
 MAX_SEQS: int = llama.llama_max_parallel_sequences()
 """Sequences that a context can tell apart."""
+NO_ROWS: FloatArray = np.zeros((0, 0), dtype=np.float32)
 NO_ROOM, ABORTED, INVALID = 1, 2, -1
 """Return codes of `llama_decode`; anything below -1 is an error inside."""
 KV_TYPES = {

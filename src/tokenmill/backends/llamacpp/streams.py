@@ -20,24 +20,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.backends.llamacpp.native import NativeContext
-from tokenmill.core import ANY, BackendLimits, IntArray
+from tokenmill.backends.llamacpp.native import NO_ROWS, NativeContext
+from tokenmill.core import ANY, IntArray
 from tokenmill.core.backend import FloatArray
 from tokenmill.errors import ForwardFailed
 
 PATIENCE = 8
 """Steps that sequences compute apart before they are moved together: it costs about as much as it saves in these."""
-NO_ROWS: FloatArray = np.zeros((0, 0), dtype=np.float32)
-
-
 CELLS_STEP = 256
 """llama.cpp makes streams of a multiple of this many cells."""
 
 
-def stream_cells(limits: BackendLimits, max_context: int) -> int:
+def stream_cells(max_context: int) -> int:
     """Cells of a stream: enough for the longest sequence."""
-    longest = min(limits.max_context or max_context, max_context)
-    return -(-longest // CELLS_STEP) * CELLS_STEP
+    return -(-max_context // CELLS_STEP) * CELLS_STEP
 
 
 @dataclass(frozen=True)
