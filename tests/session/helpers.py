@@ -15,6 +15,9 @@ from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Chunk
+from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.model_text import ModelText
+from tokenmill.text.tokenizer import ByteTokenizer
 
 CONFIG = FakeConfig(vocab_size=258, max_context=1024, block_size=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -87,3 +90,16 @@ def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> 
 
 def tokens_of(service: SessionService, name: str) -> list[int]:
     return service._model().master.find(name).log.tokens.tolist()
+
+
+REWRITES = (  # past answers are shown as a star
+    "{% for m in messages %}{% if m['role'] == 'user' %}U:{{ m['content'] }};{% else %}*;{% endif %}{% endfor %}A:"
+)
+
+
+def with_template(service: SessionService, source: str) -> None:
+    loaded, tokenizer = service._model(), ByteTokenizer(258)
+    text = ModelText(tokenizer, ChatTemplate(source, tokenizer))
+    object.__setattr__(loaded.opened, "text", text)
+    loaded.intake.text = text
+    loaded._renderers.clear()

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planting import PlantedBug, plant
-from tests.session.helpers import GREEDY, make_service, read, scene
-from tests.session.test_edges import REWRITES, with_template
+from tests.session.helpers import GREEDY, REWRITES, make_service, read, scene, with_template
 from tokenmill import SessionService
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
