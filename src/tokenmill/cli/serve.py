@@ -43,7 +43,13 @@ def serve(
     ] = None,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web page at /.")] = True,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at the same time.")] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered with 429.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
+    target_tick_ms: Annotated[
+        float | None, typer.Option(help="How long a step may take while somebody is being answered.")
+    ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(help="Requests that may wait; one more is answered with 429.")
+    ] = None,
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds; a request that has not started by then is answered with 503.")
     ] = 60.0,
@@ -76,7 +82,6 @@ def serve(
         from tokenmill.server.run import serve as run
     except ImportError as error:
         raise ConfigError(f"the server needs more packages ({error.name}): pip install 'tokenmill[server]'") from None
-    from tokenmill.config import EngineConfig
 
     configure_logs(log_level, log_format)
     settings = ServerConfig(
@@ -95,7 +100,6 @@ def serve(
         drain_s=drain,
     )
     options: dict[str, Any] = {
-        "config": EngineConfig(max_queue=max_queue, queue_timeout_s=queue_timeout),
         "backend": backend,
         "extra": shared.read_extra(extra),
         "dtype": dtype,
@@ -103,6 +107,10 @@ def serve(
         "deterministic": deterministic,
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "target_tick_ms": target_tick_ms,
+        "max_queue": max_queue,
+        "queue_timeout_s": queue_timeout,
         "num_threads": threads,
     }
     specs = [] if config is None else read_catalogue(config, options, keep_alive)

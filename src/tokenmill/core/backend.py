@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill.config import EngineConfig
 from tokenmill.core.batch import Batch, IntArray
 from tokenmill.core.kv import Capabilities, KVMemory, LayerKV
 from tokenmill.core.memory import MemoryPlan
@@ -201,6 +202,11 @@ class ModelHandle(Protocol):
     @property
     def block_size(self) -> int:
         """KV cells that are handed out together."""
+        ...
+
+    @property
+    def default_config(self) -> EngineConfig:
+        """How an engine runs it where nobody says otherwise: how large its steps are, and how long."""
         ...
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill.config import EngineConfig
 from tokenmill.core.backend import (
     BackendLimits,
     DecodeOutput,
@@ -232,6 +233,10 @@ class FakeModel:
     def info(self) -> ModelInfo:
         layers = tuple(LayerKV("full" if window is None else "window", window) for window in self.config.windows)
         return ModelInfo("fake", self.config.vocab_size, self.config.hidden_size, self.config.max_context, layers)
+
+    @property
+    def default_config(self) -> EngineConfig:
+        return EngineConfig()
 
     @property
     def kv_budget_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -35,6 +36,12 @@ class EngineOptions(TypedDict, total=False):
     """Tokens in one step."""
     prefill_chunk: int | None
     """Prompt tokens one request gets in a step while others decode."""
+    target_tick_ms: float | None
+    """How long a step may take while somebody decodes."""
+    max_queue: int | None
+    """Requests that may wait."""
+    queue_timeout_s: float | None
+    """A request that has not started by then ends with `timeout`."""
     kv_cache_tokens: int | None
     """Size of the KV memory; the default takes a share of the memory that is free."""
     num_threads: int | None
@@ -42,12 +49,15 @@ class EngineOptions(TypedDict, total=False):
     extra: Mapping[str, Any] | None
     """What only one backend knows, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
     config: EngineConfig | None
-    """Everything else about scheduling; the options above go before it."""
+    """Everything about scheduling, instead of what suits the model; the options above go before it."""
 
 
 __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "open_model"]
 
-CONFIG_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk")
+CONFIG_OPTIONS = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "target_tick_ms", "max_queue",
+    "queue_timeout_s",
+)  # fmt: skip
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "extra")
 
 
@@ -73,7 +83,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
     if unknown:
         known = ", ".join(sorted(EngineOptions.__annotations__))
         raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
-    config = _config(options)
+    _check(options)
     load_options = _given(options, LOAD_OPTIONS)
     if isinstance(model, str):
         handle = open_model(model, **load_options)
@@ -82,6 +92,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
     else:
         handle = model
     try:
+        config = _config(handle, options)
         tokenizer = options.get("tokenizer")
         text = open_text(handle) if tokenizer is None else ModelText(tokenizer)
         limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
@@ -127,8 +138,14 @@ def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
     return max(1, min(wanted, affordable))
 
 
-def _config(options: EngineOptions) -> EngineConfig:
-    base = options.get("config") or EngineConfig()
+def _check(options: EngineOptions) -> None:
+    """Say what is wrong with the options before a model is loaded, as far as it does not depend on the model."""
+    base = options.get("config") or EngineConfig(max_num_batched_tokens=sys.maxsize)
+    replace(base, **_given(options, CONFIG_OPTIONS))
+
+
+def _config(model: ModelHandle, options: EngineOptions) -> EngineConfig:
+    base = options.get("config") or model.default_config
     return replace(base, **_given(options, CONFIG_OPTIONS))
 
 

@@ -24,8 +24,8 @@ from tokenmill.server.models import ModelSpec
 
 
 def _plain_type(kind: Any) -> Any:
-    """Of a table, that it is one; what is in it is checked by whoever reads it."""
-    return get_origin(kind) or kind
+    """Of a table, that it is one; what is in it is checked by whoever reads it. A whole number is a number, too."""
+    return (int, float) if kind is float else get_origin(kind) or kind
 
 
 OWN: dict[str, Any] = {"name": str, "path": str, "aliases": list, "keep_alive_s": (int, float), "at_start": bool}

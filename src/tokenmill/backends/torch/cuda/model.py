@@ -11,6 +11,7 @@ from tokenmill.backends.torch.cuda.decoder import CudaDecoder
 from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
 from tokenmill.backends.torch.cuda.memory import KV_SHARE, peak_bytes
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
 from tokenmill.core.memory import MemoryPlan
 
@@ -20,6 +21,10 @@ class CudaModel(TorchModel):
 
     decoder: CudaDecoder
     default_block_size = TILE
+    default_config = EngineConfig(
+        max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048, target_tick_ms=25.0, max_queue=1024
+    )
+    """A card is busy with many sequences only, and done with them soon."""
     default_depth = 1
     ubatch_size = 8192
     """Tokens computed at once, at least: a card needs many to be busy."""
