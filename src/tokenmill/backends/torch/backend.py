@@ -100,11 +100,15 @@ class TorchBackend(PagedBackend[TorchStep]):
     def _run(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray) -> None:
         try:
             for ubatch in self._ubatches(segment.tokens):
-                hidden = self._hidden(batch, segment, slots, ubatch)
-                self._note_bad_numbers(hidden)
-                self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
+                self._compute(step, batch, segment, slots, ubatch)
         except (RuntimeError, MemoryError) as error:
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=self._is_lost(error)) from error
+
+    def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
+        """All of some tokens."""
+        hidden = self._hidden(batch, segment, slots, ubatch)
+        self._note_bad_numbers(hidden)
+        self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
 
     def _is_lost(self, error: Exception) -> bool:  # noqa: ARG002
         """Is the backend of no use after such an error?"""

@@ -18,6 +18,7 @@ from tokenmill.backends.torch.cuda.inputs import DecodeInputs, StepInputs, capac
 from tokenmill.backends.torch.cuda.kernels import drawing
 from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES
 from tokenmill.backends.torch.cuda.transfer import InputBuffer, download
+from tokenmill.backends.torch.cuda.turns import GraphOutputs, OutputTurns
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.core import BAD_ROW, Batch, IntArray, Mask, Output, PagedKV, Sampled
 from tokenmill.core.backend import SampleRows
@@ -35,6 +36,8 @@ class CudaStep(TorchStep):
     def __init__(self, owner: CudaBackend, batch: Batch, number: int) -> None:
         super().__init__(owner, batch, number)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.largest: GraphOutputs | None = None
+        """Its logits and where the largest ones are, if a graph has found that out already."""
 
     def mark_launched(self, stream: torch.cuda.Stream) -> None:
         """All that was launched so far belongs to this step."""
@@ -59,6 +62,7 @@ class CudaBackend(TorchBackend):
         *,
         ubatch_size: int,
         num_threads: int,
+        num_running: int | None = None,
     ) -> None:
         super().__init__(decoder, kv, storage, gate, ubatch_size=ubatch_size, num_threads=num_threads)
         self._switches = decoder.switches
@@ -69,12 +73,14 @@ class CudaBackend(TorchBackend):
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
         self._layers = PagedLayers(storage, decoder.config.windows)
         self._graphs: DecodeGraphs | None = None
-        self._decodes: dict[DecodeShape, DecodeInputs] = {}
+        self._decodes: dict[int, DecodeInputs] = {}
+        self._in_order = np.arange(kv.capabilities.max_seqs, dtype=np.int32)
         self._table_rows: tuple[IntArray, Tensor] | None = None
         """The rows of the token table that were last written, here and on the card: mostly they are so again."""
         if self._switches.graphs and self._switches.attention and self._switches.islands:
-            largest_graph = min(kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
+            largest_graph = min(num_running or kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
             self._graphs = DecodeGraphs(largest_graph, self._device)
+            self._turns = OutputTurns(largest_graph, self._vocab_size, decoder.kv_dtype, self._device)
         # Our attention loads nothing that a token does not see; what gathers whole blocks needs numbers in all of them.
         storage.holds_bad_numbers = not self._switches.attention
 
@@ -92,9 +98,6 @@ class CudaBackend(TorchBackend):
         """After a failed kernel a CUDA context is lost; running out of memory leaves it as it was."""
         return not isinstance(error, torch.OutOfMemoryError)
 
-    def _note_bad_numbers(self, hidden: Tensor) -> None:
-        """Nobody waits to find out."""
-
     def _launched(self, step: TorchStep) -> None:
         assert isinstance(step, CudaStep)
         step.mark_launched(self._stream)
@@ -106,29 +109,50 @@ class CudaBackend(TorchBackend):
         except RuntimeError as error:
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
 
-    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
-        """Of the tokens that ask for anything."""
-        wanted = np.flatnonzero(batch.output[ubatch.tokens])
+    def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
+        assert isinstance(step, CudaStep)
         token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
-        tables, count = self._kv.tables, len(token)
+        output = batch.output[ubatch.tokens]
         is_decode = len(segment.lead) == len(segment.token_lead)  # one token of each sequence
-        shape = self._graphs.shape_for(count) if self._graphs and is_decode else None
-        if self._graphs is not None and shape is not None:
-            decode = self._decode_inputs(shape)
-            decode.send(tables, token, pos, slot, lead)
-            self._graphs.run(shape, lambda: self._launch(decode.on_card, self._paged(decode.on_card)))
-            state = self._state[:count]
-            return state if len(wanted) == count else state[self._to_device(wanted)]
-        inputs = mixed_inputs(self._buffer, tables, token, pos, slot, lead, QUERIES)
+        if self._graphs is not None and is_decode and len(token) <= self._graphs.largest:
+            self._decode(step, self._graphs, token, pos, slot, lead, output)
+            return
+        wanted = np.flatnonzero(output)
+        inputs = mixed_inputs(self._buffer, self._kv.tables, token, pos, slot, lead, QUERIES)
         attention = self._paged(inputs) if self._switches.attention else self._gathering(lead, pos)
-        return self._launch(inputs, attention, None if len(wanted) == count else self._to_device(wanted))
+        hidden = self._launch(inputs, attention, None if len(wanted) == len(token) else self._to_device(wanted))
+        self._keep_outputs(step, hidden, output)
 
-    def _decode_inputs(self, shape: DecodeShape) -> DecodeInputs:
-        inputs = self._decodes.get(shape)
+    def _decode(
+        self, step: CudaStep, graphs: DecodeGraphs, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray,
+        output: NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """One token each of some sequences: all that is done to them is one graph, logits and the largest ones too."""
+        count, size = len(token), graphs.size_for(len(token))
+        inputs, outputs = self._decode_inputs(size), self._turns.begin(step)
+        inputs.send(self._kv.tables, token, pos, slot, lead)
+        graphs.run(DecodeShape(size, outputs.turn), lambda: self._launch_decode(inputs.on_card, outputs.first(size)))
+        if (output == Output.LOGITS).all():
+            step.largest = outputs.first(count)
+            step.logits_parts.append(step.largest.logits)
+            return
+        logits, hidden = (self._to_device(np.flatnonzero(output & flag)) for flag in (Output.LOGITS, Output.HIDDEN))
+        if len(logits):
+            step.logits_parts.append(outputs.logits[logits])
+        if len(hidden):
+            step.hidden_parts.append(self._decoder.normed(self._state[hidden]).float())
+
+    def _decode_inputs(self, size: int) -> DecodeInputs:
+        inputs = self._decodes.get(size)
         if inputs is None:
-            inputs = self._decodes[shape] = DecodeInputs(self._buffer, shape.num_tokens)
+            inputs = self._decodes[size] = DecodeInputs(self._buffer, size)
         return inputs
+
+    def _launch_decode(self, inputs: StepInputs, outputs: GraphOutputs) -> None:
+        state = self._launch(inputs, self._paged(inputs))
+        self._decoder.logits_of(state, out=outputs.logits)
+        drawing.greedy(outputs.logits, BAD_ROW, out=outputs.ids)
 
     def _launch(self, inputs: StepInputs, attention: Attention, wanted: Tensor | None = None) -> Tensor:
         state = self._state[: len(inputs.token)]
@@ -159,18 +183,23 @@ class CudaBackend(TorchBackend):
     def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
         assert isinstance(step, CudaStep)
         logits = self._all_logits(step)
-        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
+        if not np.array_equal(rows.logits_row, self._in_order[: len(logits)]):
             logits = logits[self._to_device(rows.logits_row)]
-        sampled = self._greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
-        ids = torch.as_tensor(sampled.ids, dtype=torch.int32, device=self._device)
-        # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids.clamp(min=0))
+        sampled = rows.sampler(logits, mask) if rows.sampler is not None else self._greedy(step, logits, mask)
+        ids = sampled.ids
+        if not isinstance(ids, Tensor):
+            ids = torch.as_tensor(ids, dtype=torch.int32, device=self._device)
+        self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids)
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
         step.mark_launched(self._stream)
         return on_host
 
-    def _greedy(self, logits: Tensor, mask: Mask | None) -> Sampled:
-        return Sampled(drawing.greedy(logits, BAD_ROW)) if mask is None else greedy(logits, mask)
+    def _greedy(self, step: CudaStep, logits: Tensor, mask: Mask | None) -> Sampled:
+        if mask is not None:
+            return greedy(logits, mask)
+        if step.largest is not None and step.largest.logits is logits:
+            return Sampled(step.largest.ids)
+        return Sampled(drawing.greedy(logits, BAD_ROW))
 
     def _table_rows_on_card(self, rows: IntArray) -> Tensor:
         if self._table_rows is None or not np.array_equal(self._table_rows[0], rows):

@@ -68,11 +68,12 @@ class CudaDecoder(Decoder):
             return super().normed(hidden)
         return norm(hidden.contiguous(), self.weights.norm, self.config.rms_eps)
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
+    def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, vocab] in the weights' own type, of states that are still to be normed."""
+        head, gain = self.weights.head.weight, self.weights.norm
         if self._is_one_row(hidden):
-            return one_row_product(hidden, self.weights.head.weight, gain=self.weights.norm, eps=self.config.rms_eps)
-        return self.weights.head(self.normed(hidden))
+            return one_row_product(hidden, head, gain=gain, eps=self.config.rms_eps, out=out)
+        return torch.mm(self.normed(hidden), head.t(), out=out)
 
     def _is_one_row(self, rows: Tensor) -> bool:
         return len(rows) == 1 and self.switches.islands and self.switches.one_row

@@ -22,6 +22,8 @@ class DecodeShape:
     """What a graph is for: so many tokens, one of each sequence. Lengths and tables are data, not shape."""
 
     num_tokens: int
+    turn: int
+    """Which buffers its results go to."""
 
 
 class DecodeGraphs:
@@ -31,14 +33,14 @@ class DecodeGraphs:
         self._sizes = [size for size in SMALL_SIZES if size < largest]
         self._sizes += [size for size in range(STEP, largest, STEP) if size > SMALL_SIZES[-1]]
         self._sizes.append(largest)
+        self.largest = largest
         self._graphs: dict[DecodeShape, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def shape_for(self, num_tokens: int) -> DecodeShape | None:
-        """The smallest shape that holds so many tokens; None if there is none."""
-        place = bisect.bisect_left(self._sizes, num_tokens)
-        return DecodeShape(self._sizes[place]) if place < len(self._sizes) else None
+    def size_for(self, num_tokens: int) -> int:
+        """The smallest size that holds so many tokens, which are not more than the largest one's."""
+        return self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
 
     def run(self, shape: DecodeShape, launch: Callable[[], object]) -> None:
         """Replay the shape's graph; the first time, launch it as it is and capture it for the next."""

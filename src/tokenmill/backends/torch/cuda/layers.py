@@ -57,7 +57,7 @@ class PlainOps:
 
     def embed(self, sampled: Tensor, x: Tensor) -> None:
         token = self._inputs.token.long()
-        known = torch.where(token < 0, sampled[(-1 - token).clamp(min=0)], token)
+        known = torch.where(token < 0, sampled[(-1 - token).clamp(min=0)].clamp(min=0), token)
         x.copy_(F.embedding(known, self._weights.embed))
 
     def qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:

@@ -61,4 +61,5 @@ class CudaModel(TorchModel):
             self._gate,
             ubatch_size=max(limits.ubatch_size, self.ubatch_size),
             num_threads=limits.num_threads or self._num_threads,
+            num_running=limits.num_running,
         )

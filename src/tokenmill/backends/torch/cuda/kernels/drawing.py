@@ -134,11 +134,11 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def greedy(logits: Tensor, bad_row: int) -> Tensor:
+def greedy(logits: Tensor, bad_row: int, out: Tensor | None = None) -> Tensor:
     """Where each row's largest logit is, `bad_row` where that is not finite."""
     tops, places = _chunk_maxima(logits)
     rows, num_parts = tops.shape
-    ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    ids = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     parts = triton.next_power_of_2(num_parts)
     _greedy[(rows,)](tops, places, ids, num_parts, bad_row=bad_row, parts=parts, num_warps=1)
     return ids

@@ -18,7 +18,8 @@ def _embed(token_of, sampled, table, out, width, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_of + row)
     if token < 0:
-        token = tl.load(sampled - 1 - token)
+        # A bad row's request is over, but its next token may be in flight already, and must be some valid id.
+        token = tl.maximum(tl.load(sampled - 1 - token), 0)
     token = token.to(tl.int64)
     for at in range(0, width, block):
         column = at + tl.arange(0, block)

@@ -71,14 +71,18 @@ def one_row_product(
     eps: float = 0.0,
     gates: bool = False,
     add_to: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[1, out]: x times the matrix; x normed first where there is a `gain`, the result added to `add_to` in place.
 
-    With `gates` the matrix is gate and up, one above the other, and the result is silu(gate) * up.
+    With `gates` the matrix is gate and up, one above the other, and the result is silu(gate) * up. It is written to
+    `out` where that is given.
     """
     num_out = weight.shape[0] // 2 if gates else weight.shape[0]
     width = weight.shape[1]
-    out = add_to if add_to is not None else torch.empty(1, num_out, dtype=x.dtype, device=x.device)
+    out = add_to if add_to is not None else out
+    if out is None:
+        out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     rows, block = _tile(num_out)
     _multiply[(triton.cdiv(num_out, rows),)](
         x, weight, bias if bias is not None else x, gain if gain is not None else x, out, eps, num_out, width,
