@@ -26,7 +26,7 @@ BUGS = [
     PlantedBug("wrong window edge", fake.FakeBackend, "_hash_visible", "pos - window + 1", "pos - window"),
     PlantedBug("double free", blocks.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
     PlantedBug("blocks never freed", blocks.BlockPool, "give_back", "self.num_free += len(blocks)", "pass"),
-    PlantedBug("position gap accepted", paged.PagedKV, "_check", "!= expected).any", "< expected).any"),
+    PlantedBug("position gap accepted", paged.PagedKV, "_check", "token_pos != expected", "token_pos < expected"),
     PlantedBug("seq_cp moves positions", tables.BlockTables, "share", "+ first * self.block_size", ""),
     PlantedBug("seq_cp shares one block too few", tables.BlockTables, "share", "-(-(p1", "((p1"),
     PlantedBug("only one shift done", paged.PagedKV, "update", "del self._shifts[0]", "self._shifts.clear()"),

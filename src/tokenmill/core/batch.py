@@ -61,7 +61,7 @@ class Batch:
         for name, dtype, ndim in _LAYOUT:
             array = getattr(self, name)
             if array.dtype != dtype or array.ndim != ndim:
-                wanted = f"{ndim} of {dtype.__name__}"
+                wanted = f"{ndim} of {dtype}"
                 raise InvalidBatch(f"{name} has {array.ndim} dimensions of {array.dtype}, not {wanted}")
         n = len(self.token)
         if n == 0:
@@ -94,7 +94,7 @@ class Batch:
 
     def rows(self, kind: Output) -> IntArray:
         """Batch indices of the tokens that ask for `kind`, in order."""
-        return np.flatnonzero(self.output & np.uint8(kind)).astype(np.int32)
+        return asking_for(self.output, kind)
 
     def sequences_of(self, index: int) -> list[int]:
         """The sequences that token `index` belongs to."""
@@ -102,7 +102,13 @@ class Batch:
         return [int(seq) for seq in ids if seq >= 0]
 
 
-_LAYOUT = (("token", np.int32, 1), ("pos", np.int32, 1), ("seq_ids", np.int32, 2), ("output", np.uint8, 1))
+_INT, _BYTE = np.dtype(np.int32), np.dtype(np.uint8)
+_LAYOUT = (("token", _INT, 1), ("pos", _INT, 1), ("seq_ids", _INT, 2), ("output", _BYTE, 1))
+
+
+def asking_for(output: NDArray[np.uint8], kind: Output) -> IntArray:
+    """Where in a batch's `output` this kind is asked for."""
+    return np.flatnonzero(output & np.uint8(kind)).astype(np.int32)
 
 
 class BatchBuilder:

@@ -47,6 +47,10 @@ class Demand:
     """The blocks one segment takes: `grow` new ones per group, and a copy of its last one where `copy` is set."""
 
     segment: Segment
+    end: IntArray
+    """Where each group ends before the segment; the next three arrays go along with it."""
+    held: IntArray
+    """Blocks that it holds then."""
     grow: IntArray
     copy: BoolArray
     num_copies: int
@@ -71,8 +75,6 @@ class _Undo:
     demand: Demand
     taken: IntArray
     copied: IntArray
-    end: IntArray
-    num_blocks: IntArray
 
 
 class PagedKV:
@@ -202,14 +204,12 @@ class PagedKV:
 
     def apply(self, demand: Demand) -> IntArray:
         """Take the cells of the plan's next segment and copy what must not be shared; gives each token's slot."""
-        lead = demand.segment.lead
-        end, num_blocks = self.tables.end[lead], self.tables.num_blocks[lead]
         taken = self.tables.pool.take(demand.num_blocks)
         copies = taken[: demand.num_copies]
         if len(taken) > len(copies):
             self._storage.hand_out(taken[len(copies) :])
         copied = _place(self.tables, demand, taken)
-        self._applied.append(_Undo(demand, taken, copied, end, num_blocks))
+        self._applied.append(_Undo(demand, taken, copied))
         if len(copies):
             self._vacated.append(np.unique(copied[self.tables.pool.refs[copied] == 0]))
             self._storage.copy_blocks(copied, copies)
@@ -229,9 +229,9 @@ class PagedKV:
     def rollback(self) -> None:
         """Undo what was applied since prepare: tables, counts and the order of the free list are as they were."""
         for undo in reversed(self._applied):
-            segment, copy = undo.demand.segment, undo.demand.copy
-            self.tables.end[segment.lead], self.tables.num_blocks[segment.lead] = undo.end, undo.num_blocks
-            self.tables.table[segment.lead[copy], undo.num_blocks[copy] - 1] = undo.copied
+            segment, held, copy = undo.demand.segment, undo.demand.held, undo.demand.copy
+            self.tables.end[segment.lead], self.tables.num_blocks[segment.lead] = undo.demand.end, held
+            self.tables.table[segment.lead[copy], held[copy] - 1] = undo.copied
             np.add.at(self.tables.pool.refs, undo.copied, segment.holders[copy])
             for first, *others in segment.groups:
                 self.tables.follow(first, others)
@@ -266,17 +266,19 @@ class PagedKV:
         return PagedPlan(tuple(demands), self._steps + 1)
 
     def _demand(self, tables: BlockTables, segment: Segment, left: dict[int, int]) -> Demand:
-        self._check(tables, segment)
-        length = tables.end[segment.lead] + segment.count - tables.base[segment.lead]
-        grow = -(-length // tables.block_size) - tables.num_blocks[segment.lead]
-        copy = _must_copy(tables, segment, left)
+        end, held = tables.end[segment.lead], tables.num_blocks[segment.lead]
+        self._check(tables, segment, end)
+        length = end - tables.base[segment.lead]
+        grow = -(-(length + segment.count) // tables.block_size) - held
+        copy = _must_copy(tables, segment, length % tables.block_size, held, left)
         num_copies = int(np.count_nonzero(copy))
-        return Demand(segment, grow, copy, num_copies, int(grow.sum()) + num_copies)
+        return Demand(segment, end, held, grow, copy, num_copies, int(grow.sum()) + num_copies)
 
-    def _check(self, tables: BlockTables, segment: Segment) -> None:
-        expected = tables.end[segment.token_lead] + segment.token_rank
-        if (segment.token_pos != expected).any():
-            i = int((segment.token_pos != expected).argmax())
+    def _check(self, tables: BlockTables, segment: Segment, end: IntArray) -> None:
+        expected = end if segment.is_one_each else tables.end[segment.token_lead] + segment.token_rank
+        is_wrong = segment.token_pos != expected
+        if is_wrong.any():
+            i = int(is_wrong.argmax())
             seq, pos = segment.token_lead[i], segment.token_pos[i]
             raise InvalidBatch(f"sequence {seq} goes on at position {expected[i]}, not {pos}")
         if segment.token_pos.max() >= self.max_context:
@@ -346,16 +348,18 @@ def _read_state(state: bytes) -> tuple[int, int, memoryview]:
     return start, end, data
 
 
-def _must_copy(tables: BlockTables, segment: Segment, left: dict[int, int]) -> BoolArray:
+def _must_copy(
+    tables: BlockTables, segment: Segment, offset: IntArray, held: IntArray, left: dict[int, int]
+) -> BoolArray:
     """Which groups have to copy the block they write into: because others hold it, or because others left it.
 
-    `left` says, for each block that a group of this batch has left for a copy, how far that group's cells reach in it.
-    If the batch fails the group returns, so nobody may have written over them.
+    `offset` is where in its last block each group ends (0: with it), `held` the number of its blocks. `left` says, for
+    each block that a group of this batch has left for a copy, how far that group's cells reach in it. If the batch
+    fails the group returns, so nobody may have written over them.
     """
     if tables.block_size == 1:  # a cell is written once
         return np.zeros(len(segment.lead), dtype=bool)
-    offset = (tables.end[segment.lead] - tables.base[segment.lead]) % tables.block_size
-    last_block = tables.table[segment.lead, tables.num_blocks[segment.lead] - 1]
+    last_block = tables.table[segment.lead, held - 1]
     copy: BoolArray = (offset != 0) & (tables.pool.refs[last_block] > segment.holders)
     if left:
         copy |= (offset != 0) & np.isin(last_block, list(left))
@@ -382,17 +386,17 @@ def _place(tables: BlockTables, demand: Demand, blocks: IntArray) -> IntArray:
         tables.table[writers, last] = copies
         tables.pool.refs[copies] = holders
         np.subtract.at(tables.pool.refs, copied, holders)
-    if len(grown) == len(segment.lead) == len(segment.token_lead):  # one token each, each in a block of its own
-        tables.table[segment.lead, tables.num_blocks[segment.lead]] = grown
+    if len(grown) == len(segment.lead) and segment.is_one_each:  # each in a block of its own
+        tables.table[segment.lead, demand.held] = grown
         tables.pool.refs[grown] = segment.holders
-        tables.num_blocks[segment.lead] += 1
+        tables.num_blocks[segment.lead] = demand.held + 1
     elif len(grown):
         ordinal = np.arange(len(grown)) - np.repeat(np.cumsum(grow) - grow, grow)
-        columns = np.repeat(tables.num_blocks[segment.lead], grow) + ordinal
+        columns = np.repeat(demand.held, grow) + ordinal
         tables.table[np.repeat(segment.lead, grow), columns] = grown
         tables.pool.refs[grown] = np.repeat(segment.holders, grow)
-        tables.num_blocks[segment.lead] += grow
-    tables.end[segment.lead] += segment.count
+        tables.num_blocks[segment.lead] = demand.held + grow
+    tables.end[segment.lead] = demand.end + segment.count
     for lead, *others in segment.groups:
         tables.follow(lead, others)
     return copied

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -23,7 +24,7 @@ from tokenmill.core.backend import (
     Sampling,
     check_rows,
 )
-from tokenmill.core.batch import Batch, IntArray, Output
+from tokenmill.core.batch import Batch, IntArray, Output, asking_for
 from tokenmill.core.kv import Capabilities
 from tokenmill.core.paged import PagedKV
 from tokenmill.core.segments import Segment
@@ -38,11 +39,19 @@ class PagedStep(Step):
     def __init__(self, owner: Any, batch: Batch, number: int) -> None:
         super().__init__(number)
         self.owner = owner
-        self.output_ids = batch.rows(Output.LOGITS)
-        """Batch index of each logits row."""
-        self.hidden_ids = batch.rows(Output.HIDDEN)
+        self._output = batch.output.copy()
+        self.num_logits = int(np.count_nonzero(self._output & Output.LOGITS))
         self.sampled_rows: list[IntArray] = []
         """Rows of the token table that this step has written."""
+
+    @cached_property
+    def output_ids(self) -> IntArray:
+        """Batch index of each logits row."""
+        return asking_for(self._output, Output.LOGITS)
+
+    @cached_property
+    def hidden_ids(self) -> IntArray:
+        return asking_for(self._output, Output.HIDDEN)
 
 
 S = TypeVar("S", bound=PagedStep)
@@ -120,8 +129,11 @@ class PagedBackend(Backend, Generic[S]):
         self._steps.check_room()
         self._check_tokens(batch)
         with self._gate.computing():
-            self._version = self._gate.check(self._version, is_empty=not self._kv.tables.num_blocks.any())
+            self._version = self._gate.check(self._version, is_empty=self._is_empty)
             return self._submit(batch)
+
+    def _is_empty(self) -> bool:
+        return not self._kv.tables.num_blocks.any()
 
     def _submit(self, batch: Batch) -> S:
         """Run a batch whose tokens are fine, all or nothing."""
@@ -149,7 +161,7 @@ class PagedBackend(Backend, Generic[S]):
         if step is not self._latest or step.collected:
             raise InvalidOperation("a step is sampled before it is collected and before the next forward, not after")
         step.raise_failure()
-        check_rows(rows, len(step.output_ids), self.capabilities.max_seqs, self._vocab_size, mask)
+        check_rows(rows, step.num_logits, self.capabilities.max_seqs, self._vocab_size, mask)
         sampled = self._sample(step, rows, mask)
         self._has_sampled[rows.table_row] = True
         step.sampled_rows.append(rows.table_row)
@@ -190,12 +202,12 @@ class PagedBackend(Backend, Generic[S]):
 
     def _check_tokens(self, batch: Batch) -> None:
         """Every token is one of the vocabulary, or names a row in which something was sampled."""
-        if batch.token.max() >= self._vocab_size:
-            raise InvalidBatch(f"token {batch.token.max()} is outside the vocabulary of {self._vocab_size}")
-        pending = batch.token < 0
-        if pending.any():
-            rows = -1 - batch.token[pending]
-            if rows.max() >= len(self._has_sampled) or not self._has_sampled[rows].all():
+        lowest, highest = batch.token.min(), batch.token.max()
+        if highest >= self._vocab_size:
+            raise InvalidBatch(f"token {highest} is outside the vocabulary of {self._vocab_size}")
+        if lowest < 0:
+            pending = batch.token if highest < 0 else batch.token[batch.token < 0]
+            if -1 - lowest >= len(self._has_sampled) or not self._has_sampled[-1 - pending].all():
                 raise InvalidBatch("a token names a row in which nothing was sampled")
 
     def _own(self, forward: Any) -> S:

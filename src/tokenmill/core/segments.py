@@ -32,6 +32,11 @@ class Segment:
     groups: tuple[tuple[int, ...], ...]
     """The groups of more than one sequence, lead first."""
 
+    @property
+    def is_one_each(self) -> bool:
+        """One token of each group, in the same order: a decode step."""
+        return self.token_lead is self.lead
+
 
 def cut_into_segments(batch: Batch) -> list[Segment]:
     """The batch's segments, in order."""

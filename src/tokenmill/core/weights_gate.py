@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tokenmill.errors import StaleKV
@@ -45,8 +45,8 @@ class WeightsGate:
                 self._num_replacing -= 1
                 self._changed.notify_all()
 
-    def check(self, version: int, *, is_empty: bool) -> int:
+    def check(self, version: int, *, is_empty: Callable[[], bool]) -> int:
         """The current version, if KV of the given one may go on with it: only an empty memory may change over."""
-        if version != self.version and not is_empty:
+        if version != self.version and not is_empty():
             raise StaleKV(f"the weights were replaced: KV is of version {version}, they are of {self.version}")
         return self.version

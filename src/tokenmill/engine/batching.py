@@ -27,7 +27,7 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
     """The draft as arrays: decode tokens first, then the chunks. The draft must not be empty."""
     decodes = draft.decodes
     all_rows = sampled = decodes
-    counts, logits_rows = np.ones_like(decodes), np.arange(len(decodes), dtype=np.int32)
+    counts, logits_rows = rows.ones[: len(decodes)], rows.in_order[: len(decodes)]
     scores: tuple[PromptRows, ...] = ()
     pools: tuple[PromptRows, ...] = ()
     batch = decode_batch(rows, decodes) if len(decodes) else None
@@ -40,15 +40,16 @@ def make_plan(rows: RunningRows, draft: Draft, tick: int) -> StepPlan:
         pools = _hidden_of(rows, chunks)
         sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
         logits_rows = np.concatenate([logits_rows, np.array(completed_logits, dtype=np.int32)])
+    leases = rows.lease[all_rows]
     return StepPlan(
         tick=tick,
         batch=batch,
         rows=all_rows,
-        leases=rows.lease[all_rows],
+        leases=leases,
         counts=counts,
         sampled_rows=sampled,
         logits_rows=logits_rows,
-        sampled_leases=rows.lease[sampled],
+        sampled_leases=leases if sampled is all_rows else rows.lease[sampled],
         positions=rows.num_tokens[sampled] + rows.pending[sampled],
         num_decode=len(decodes),
         scores=scores,

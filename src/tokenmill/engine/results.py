@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,10 @@ from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
 from tokenmill.params import Pooling
 from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
+
+_TOKEN = partial(tuple.__new__, GeneratedToken)
+"""`GeneratedToken` of its values in order, without a step through Python."""
+_NONE = itertools.repeat(None)
 
 
 class Finish(Protocol):
@@ -78,21 +83,33 @@ class Results:
         rows, ids, still = self._rows.settle(plan, sampled.ids)
         if self._rows.awaits_token[rows].any():
             self._note_first_tokens(rows, plan.tick)
-        none: Iterable[TokenLogprobs | None] = itertools.repeat(None)
-        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else none
-        may_end = ((self._rows.num_tokens[rows] >= self._rows.limit[rows]) | (ids == BAD_ROW)).tolist()
-        requests, append, new = self._rows.requests, self._outputs.append, tuple.__new__
-        running = [requests[row] for row in rows.tolist()]
-        # The one loop over all rows that a decode step has: every look-up in it shows in `tokenmill bench engine`.
-        for request, token, ends, logprob in zip(running, ids.tolist(), may_end, logprobs, strict=False):
-            assert request is not None  # settle leaves out rows without
-            request.tokens.append(token)
-            if ends or token in request.stop_ids:
-                self._end_if_complete(request, token, logprob)
-            else:
-                append(new(GeneratedToken, (request.request_id, token, None, None, logprob)))
+        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else [None] * len(ids)
+        self._hand_out(rows, ids, logprobs)
         if self._sampling.has_rules[rows].any():
             self._advance_rules(rows, ids)
+
+    def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
+
+        The loops over all rows that a decode step has: every look-up in them shows in `tokenmill bench engine`.
+        """
+        tokens, requests = ids.tolist(), self._rows.requests
+        running = [one for row in rows.tolist() if (one := requests[row]) is not None]  # each has one: see `settle`
+        for request, token in zip(running, tokens, strict=True):
+            request.tokens.append(token)
+        may_end = self._rows.num_tokens[rows] >= self._rows.limit[rows]
+        may_end |= ids == BAD_ROW
+        stops = [token in request.stop_ids for request, token in zip(running, tokens, strict=True)]
+        if True in stops:
+            may_end |= stops
+        ending: list[int] = may_end.nonzero()[0].tolist()
+        names = [request.request_id for request in running]
+        told = list(map(_TOKEN, zip(names, tokens, _NONE, _NONE, logprobs, strict=False)))
+        for place in reversed(ending):
+            del told[place]
+        self._outputs += told
+        for place in ending:
+            self._end_if_complete(running[place], tokens[place], logprobs[place])
 
     def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""

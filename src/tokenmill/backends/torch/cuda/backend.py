@@ -183,7 +183,7 @@ class CudaBackend(TorchBackend):
     def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
         assert isinstance(step, CudaStep)
         logits = self._all_logits(step)
-        if not np.array_equal(rows.logits_row, self._in_order[: len(logits)]):
+        if not _are_equal(rows.logits_row, self._in_order[: len(logits)]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = rows.sampler(logits, mask) if rows.sampler is not None else self._greedy(step, logits, mask)
         ids = sampled.ids
@@ -202,7 +202,7 @@ class CudaBackend(TorchBackend):
         return Sampled(drawing.greedy(logits, BAD_ROW))
 
     def _table_rows_on_card(self, rows: IntArray) -> Tensor:
-        if self._table_rows is None or not np.array_equal(self._table_rows[0], rows):
+        if self._table_rows is None or not _are_equal(self._table_rows[0], rows):
             self._table_rows = rows.copy(), self._to_device(rows)
         return self._table_rows[1]
 
@@ -211,6 +211,10 @@ class CudaBackend(TorchBackend):
             self._graphs.clear()
         self._layers.clear()
         super()._free()
+
+
+def _are_equal(some: IntArray, others: IntArray) -> bool:
+    return len(some) == len(others) and bool((some == others).all())
 
 
 def _downloaded(value: Any) -> Any:

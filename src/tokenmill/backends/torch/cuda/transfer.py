@@ -32,6 +32,8 @@ class InputBuffer:
         self._sent = [torch.cuda.Event() for _ in range(NUM_BUFFERS)]  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.current_stream(device)
         self._turn = 0
+        self._ends: list[tuple[int, Tensor, Tensor] | None] = [None] * NUM_BUFFERS
+        """What was last sent from each buffer, as parts of it and of the card's: mostly it is as much again."""
 
     def begin(self) -> NDArray[np.int32]:
         """What a step is to be written to: a host buffer that has been sent."""
@@ -41,7 +43,10 @@ class InputBuffer:
 
     def send(self, count: int) -> None:
         """Copy the first so many numbers of this step to the same places on the card."""
-        self.card[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
+        parts = self._ends[self._turn]
+        if parts is None or parts[0] != count:
+            parts = self._ends[self._turn] = (count, self.card[:count], self._hosts[self._turn][:count])
+        parts[1].copy_(parts[2], non_blocking=True)
         self._sent[self._turn].record(self._stream)
 
 
