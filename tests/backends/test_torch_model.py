@@ -160,6 +160,8 @@ def test_an_engine_goes_on_with_new_weights_as_if_they_had_always_been(tmp_path:
         ({"device": "mps"}, "not supported; use cpu or cuda"),
         ({"deterministic": True, "dtype": "bfloat16"}, "deterministic needs float32 on the CPU"),
         ({"colour": "red"}, "unknown option colour"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype .int3. is not known; known: auto, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "for CUDA and weights of 16 bits, not torch.float32 on cpu"),
         ({"backend": "llamacpp"}, "is a directory; llama.cpp takes a .gguf file"),
     ],
 )

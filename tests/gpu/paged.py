@@ -17,6 +17,8 @@ class Shape:
     block_size: int = 16
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values, where it is another."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Paged:
         """[length, KV heads, dim] of one sequence, indexed as its row of blocks is."""
         index = torch.arange(self.length[seq], device=tensor.device)
         size = self.shape.block_size
-        return tensor[self.tables[seq, index // size].long() * size + index % size]
+        return tensor.float()[self.tables[seq, index // size].long() * size + index % size]
 
 
 def paged(shape: Shape, length: list[int], first: list[int], device: str, seed: int) -> Paged:
@@ -53,14 +55,15 @@ def paged(shape: Shape, length: list[int], first: list[int], device: str, seed: 
         at = tables[seq, index // shape.block_size].long() * shape.block_size + index % shape.block_size
         for tensor in (keys, values):
             tensor[at] = torch.randn(len(index), shape.num_kv, shape.dim, generator=generator)
-    return Paged(shape, keys.to(device, shape.dtype), values.to(device, shape.dtype), tables.to(device), first, length)
+    held_as = shape.kv_dtype or shape.dtype
+    return Paged(shape, keys.to(device, held_as), values.to(device, held_as), tables.to(device), first, length)
 
 
 def attended(memory: Paged, seq: int, q: Tensor, index: int) -> Tensor:
     """[tokens, heads, dim]: what consecutive tokens read whose own cells begin at `index`."""
     shape = memory.shape
     group = shape.num_heads // shape.num_kv
-    keys, values = (memory.cells(seq, one).float().repeat_interleave(group, 1) for one in (memory.keys, memory.values))
+    keys, values = (memory.cells(seq, one).repeat_interleave(group, 1) for one in (memory.keys, memory.values))
     own = torch.arange(index, index + len(q), device=q.device)[:, None]
     cell = torch.arange(len(keys), device=q.device)[None]
     sees = (cell <= own) & (cell >= memory.first[seq])

@@ -11,6 +11,7 @@ import torch
 
 from tests.gpu.card import DEVICE, HAS_CARD, needs_kernels
 from tests.gpu.paged import Shape, attended, error, paged
+from tokenmill.backends.torch.memory import FP8
 
 pytestmark = needs_kernels()
 
@@ -28,6 +29,12 @@ SHAPES = [
     Shape(6, 1, 16, block_size=1),
     Shape(4, 4, 96, window=70),
 ]
+if HAS_CARD:
+    SHAPES += [
+        Shape(28, 4, 128, block_size=64, dtype=HALF, kv_dtype=FP8),
+        Shape(9, 3, 64, block_size=64, dtype=HALF, kv_dtype=FP8),
+        Shape(6, 2, 80, window=70, dtype=HALF, kv_dtype=FP8),
+    ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 

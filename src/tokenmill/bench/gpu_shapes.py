@@ -34,14 +34,14 @@ SHAPES: Mapping[str, DecoderConfig] = {
 
 
 @torch.inference_mode()
-def random_model(name: str, switches: Switches, dtype: torch.dtype = torch.bfloat16) -> CudaModel:
+def random_model(name: str, switches: Switches, kv_dtype: torch.dtype | None = None) -> CudaModel:
     """A model of one of the shapes. The same weights each time."""
     config = SHAPES[name]
-    weights = DecoderWeights(config, dtype, torch.device("cuda"))
+    weights = DecoderWeights(config, torch.bfloat16, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
     for own, view in weights.views.items():
         if "norm" in own:
             view.fill_(1.0)
         else:
             view.normal_(0.0, SPREAD, generator=generator)
-    return CudaModel(name, CudaDecoder(config, weights, switches), HF_NAMES)
+    return CudaModel(name, CudaDecoder(config, weights, switches), HF_NAMES, kv_dtype=kv_dtype)

@@ -39,6 +39,18 @@ class Finish(Protocol):
     ) -> None: ...
 
 
+class _Crowd:
+    """The requests of some rows, and what is looked up of each of them when it gets a token."""
+
+    def __init__(self, num_changes: int, rows: IntArray, requests: list[Request]) -> None:
+        self.num_changes = num_changes
+        self.rows = rows
+        self.requests = requests
+        self.names = [request.request_id for request in requests]
+        self.stop_ids = [request.stop_ids for request in requests]
+        self.appends = [request.tokens.append for request in requests]
+
+
 class Results:
     """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
 
@@ -48,6 +60,7 @@ class Results:
         self._events = events
         self._finish = finish
         self._outputs: list[GeneratedToken] = []
+        self._crowd = _Crowd(0, np.zeros(0, dtype=np.int32), [])
         self._ending: set[str] = set()
         """Requests whose end is among the outputs that nobody has taken yet."""
 
@@ -93,23 +106,30 @@ class Results:
 
         The loops over all rows that a decode step has: every look-up in them shows in `tokenmill bench engine`.
         """
-        tokens, requests = ids.tolist(), self._rows.requests
-        running = [one for row in rows.tolist() if (one := requests[row]) is not None]  # each has one: see `settle`
-        for request, token in zip(running, tokens, strict=True):
-            request.tokens.append(token)
+        crowd, tokens = self._crowd_of(rows), ids.tolist()
+        for append, token in zip(crowd.appends, tokens, strict=True):
+            append(token)
         may_end = self._rows.num_tokens[rows] >= self._rows.limit[rows]
         may_end |= ids == BAD_ROW
-        stops = [token in request.stop_ids for request, token in zip(running, tokens, strict=True)]
+        stops = [token in stop_ids for token, stop_ids in zip(tokens, crowd.stop_ids, strict=True)]
         if True in stops:
             may_end |= stops
         ending: list[int] = may_end.nonzero()[0].tolist()
-        names = [request.request_id for request in running]
-        told = list(map(_TOKEN, zip(names, tokens, _NONE, _NONE, logprobs, strict=False)))
+        told = list(map(_TOKEN, zip(crowd.names, tokens, _NONE, _NONE, logprobs, strict=False)))
         for place in reversed(ending):
             del told[place]
         self._outputs += told
         for place in ending:
-            self._end_if_complete(running[place], tokens[place], logprobs[place])
+            self._end_if_complete(crowd.requests[place], tokens[place], logprobs[place])
+
+    def _crowd_of(self, rows: IntArray) -> _Crowd:
+        """Whoever is in these rows; from one decode step to the next it is mostly the same."""
+        crowd, num_changes = self._crowd, self._rows.num_changes
+        is_same = crowd.num_changes == num_changes and len(crowd.rows) == len(rows)
+        if not is_same or (crowd.rows != rows).any():
+            requests = [one for row in rows.tolist() if (one := self._rows.requests[row]) is not None]
+            crowd = self._crowd = _Crowd(num_changes, rows, requests)
+        return crowd
 
     def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""

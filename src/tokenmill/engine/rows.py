@@ -51,6 +51,8 @@ class RunningRows:
         self.in_order: IntArray = np.arange(max_rows, dtype=np.int32)
         for shared in (self.ones, self.in_order):  # parts of them are parts of plans
             shared.flags.writeable = False
+        self.num_changes = 0
+        """How often a row has got or lost its request."""
         self._free = list(range(max_rows - 1, -1, -1))
         self._leases = FREE
 
@@ -68,6 +70,7 @@ class RunningRows:
     def attach(self, request: Request, seq: int, num_computed: int, limit: int, tick: int) -> int:
         """Give the request a row."""
         row = self._free.pop()
+        self.num_changes += 1
         self._leases += 1
         self.lease[row] = self._leases
         self.seq[row] = seq
@@ -87,6 +90,7 @@ class RunningRows:
     def detach(self, request: Request) -> int:
         """Take the row back; returns the sequence it used."""
         row, request.row = request.row, NO_ROW
+        self.num_changes += 1
         self.lease[row] = FREE
         self.pending[row] = 0
         self.requests[row] = None

@@ -48,19 +48,19 @@ class TorchKV:
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put the keys and values of new tokens into their slots."""
-        self.keys[layer][slots] = keys
-        self.values[layer][slots] = values
+        for cells, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            _movable(cells)[slots] = _movable(new.to(cells.dtype))
 
     def hand_out(self, blocks: IntArray) -> None:
         """Blocks get a new owner. What a former one left in them is masked, which only helps if it is a number."""
         if self.holds_bad_numbers:
             index = self._index(blocks)
-            for tensor in (*self.keys, *self.values):
+            for tensor in self._all():
                 tensor.view(-1, self.block_size, *tensor.shape[1:])[index] = 0
 
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
         source, target = self._index(src), self._index(dst)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._all():
             blocks = tensor.view(-1, self.block_size, *tensor.shape[1:])
             blocks[target] = blocks[source]
 
@@ -70,11 +70,12 @@ class TorchKV:
         by = torch.full((1,), delta, device=self._device)
         cos, sin = rotations(by, self._inv_freq, 1.0)
         for keys in self.keys:
-            keys[index] = rotate(keys[index], cos, sin)
+            turned = rotate(_movable(keys)[index].view(keys.dtype).to(as_wide_as(keys.dtype)), cos, sin)
+            _movable(keys)[index] = _movable(turned.to(keys.dtype))
 
     def read(self, slots: IntArray) -> bytes:
         index = self._index(slots)
-        parts = [tensor[index].cpu().contiguous() for tensor in (*self.keys, *self.values)]
+        parts = [tensor[index].cpu().contiguous() for tensor in self._all()]
         return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write(self, slots: IntArray, data: memoryview) -> None:
@@ -86,13 +87,27 @@ class TorchKV:
         for tensor, size in zip(tensors, sizes, strict=True):
             raw = torch.from_numpy(np.frombuffer(data[at : at + size], dtype=np.uint8).copy())
             cells = raw.view(tensor.dtype).view(len(slots), *tensor.shape[1:])
-            if not bool(cells.isfinite().all()):
+            if not bool(cells.to(as_wide_as(tensor.dtype)).isfinite().all()):
                 raise InvalidOperation("these bytes hold keys or values that are not finite")
-            tensor[index] = cells.to(self._device)
+            _movable(tensor)[index] = _movable(cells).to(self._device)
             at += size
+
+    def _all(self) -> list[Tensor]:
+        """Keys and values of all layers, to be moved about."""
+        return [_movable(tensor) for tensor in (*self.keys, *self.values)]
 
     def _index(self, numbers: IntArray) -> Tensor:
         return upload(numbers.astype(np.int64), self._device)
+
+
+def as_wide_as(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of this type are computed in: torch can't compute with 8 bits."""
+    return dtype if dtype.itemsize > 1 else torch.float32
+
+
+def _movable(cells: Tensor) -> Tensor:
+    """As they are, or as bytes: torch has no indexing of 8-bit floats."""
+    return cells if cells.dtype.itemsize > 1 else cells.view(torch.uint8)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -102,7 +117,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     costs nothing until it is there.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype).view(shape)
     raw = np.frombuffer(_fresh_memory(math.prod(shape) * dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 

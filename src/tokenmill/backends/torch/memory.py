@@ -17,6 +17,8 @@ from tokenmill.core import BackendLimits
 from tokenmill.core.memory import MemoryPlan, free_host_bytes
 
 Form = torch.dtype | Native
+FP8 = torch.float8_e4m3fn
+"""Keys and values on a card may be held in 8 bits, as they are: without a scale."""
 MIB = 1 << 20
 OTHER_BYTES = 24 * MIB
 """Code, tables and bookkeeping, measured."""
@@ -52,10 +54,15 @@ def kv_dtype(form: Form) -> torch.dtype:
     return form if isinstance(form, torch.dtype) else KV_DTYPE
 
 
+def kv_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Of one token in all layers."""
+    return sum(layer.bytes_per_token for layer in config.layer_kv(dtype.itemsize))
+
+
 def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits, num_rows: int) -> MemoryPlan:
     """Everything, for one backend; so many rows of logits are wanted in a step."""
     itemsize = kv_dtype(form).itemsize
-    per_token = sum(layer.bytes_per_token for layer in config.layer_kv(itemsize))
+    per_token = kv_bytes(config, kv_dtype(form))
     num_tokens = min(limits.ubatch_size, limits.num_cells)
     activations = (
         _native_step(config, num_tokens)

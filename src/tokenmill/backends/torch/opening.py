@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.cuda.memory import step_bytes
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
-from tokenmill.backends.torch.memory import Form, free_bytes, kv_dtype, plan, weight_bytes
+from tokenmill.backends.torch.memory import FP8, Form, free_bytes, kv_bytes, kv_dtype, plan, weight_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.decoder import NativeDecoder
 from tokenmill.backends.torch.native.library import INT4, INT8, library
@@ -37,7 +39,9 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"int8": INT8, "int4": INT4}
 GIB = 1 << 30
-EXTRAS = frozenset({"block_size", "depth"})
+EXTRAS = frozenset({"block_size", "depth", "kv_cache_dtype"})
+KV_DTYPES = {"auto": None, "fp8": FP8, "fp8_e4m3": FP8}
+"""`auto` is as wide as the weights, or as the CPU's kernels have it."""
 
 
 def open_path(path: Path, options: LoadOptions) -> TorchModel:
@@ -46,14 +50,24 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     device = _device(options.device)
     config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
     form = _form(options.dtype, device, source.is_quantised, can_hold(config))
+    asked_kv = _kv_dtype(options, device, form)
     if isinstance(form, torch.dtype) and options.deterministic:
         _check_deterministic(form, device)
     check_tensors(source, config, names)
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
     log.info("%s: %s", path.name, decoder.about)
-    kind = _model_kind(device)
-    return kind(path.name, decoder, names, path, form=form, deterministic=options.deterministic, **options.extra)
+    return _model_kind(device)(
+        path.name,
+        decoder,
+        names,
+        path,
+        form=form,
+        deterministic=options.deterministic,
+        block_size=options.extra.get("block_size"),
+        depth=options.extra.get("depth"),
+        kv_dtype=asked_kv,
+    )
 
 
 def _model_kind(device: torch.device) -> type[TorchModel]:
@@ -80,6 +94,7 @@ class Described:
         self._config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
         check_tensors(source, self._config, names)
         self._form = _form(options.dtype, self._device, source.is_quantised, can_hold(self._config))
+        self._kv_dtype = _kv_dtype(options, self._device, self._form) or kv_dtype(self._form)
         self._weight_bytes = weight_bytes(self._config, source, names, self._form)
 
     @property
@@ -98,14 +113,19 @@ class Described:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(layer.bytes_per_token for layer in self._config.layer_kv(kv_dtype(self._form).itemsize))
+        return kv_bytes(self._config, self._kv_dtype)
 
     @property
     def free_bytes(self) -> int:
         return free_bytes(self._device)
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
-        return plan(self._config, self._weight_bytes, self._form, limits, num_rows)
+        planned = plan(self._config, self._weight_bytes, self._form, limits, num_rows)
+        if self._device.type != "cuda":
+            return planned
+        kv = limits.num_cells * self.kv_bytes_per_token
+        itemsize = kv_dtype(self._form).itemsize
+        return replace(planned, kv=kv, activations=step_bytes(self._config, limits.ubatch_size, num_rows, itemsize))
 
 
 def describe(path: Path, options: LoadOptions) -> Described:
@@ -203,6 +223,17 @@ def _form(name: str, device: torch.device, is_quantised: bool, fits: bool) -> Fo
     if library() is None:
         raise ConfigError(f"dtype {name!r} needs the CPU kernels, which are not there")
     return Native(BITS[name])
+
+
+def _kv_dtype(options: LoadOptions, device: torch.device, form: Form) -> torch.dtype | None:
+    """What was asked for keys and values; None: what goes with the weights."""
+    name = options.extra.get("kv_cache_dtype", "auto")
+    if name not in KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype {name!r} is not known; known: {', '.join(KV_DTYPES)}")
+    dtype = KV_DTYPES[name]
+    if dtype is not None and (device.type != "cuda" or kv_dtype(form).itemsize != 2):
+        raise ConfigError(f"kv_cache_dtype {name!r} is for CUDA and weights of 16 bits, not {form} on {device.type}")
+    return dtype
 
 
 def _check_deterministic(dtype: torch.dtype, device: torch.device) -> None:

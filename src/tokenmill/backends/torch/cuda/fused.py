@@ -9,12 +9,11 @@ from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.cuda.inputs import StepInputs
 from tokenmill.backends.torch.cuda.kernels.islands import embed, gate, norm, turn_and_store
 from tokenmill.backends.torch.cuda.kernels.one_row import one_row_product
+from tokenmill.backends.torch.cuda.memory import GATED_BYTES
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.matmul import Linear
 from tokenmill.backends.torch.weights import DecoderWeights, LayerWeights
 
-GATED_BYTES = 160 << 20
-"""Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
 TILE_ROWS = 256
 """Whole tiles of cuBLAS's."""
 

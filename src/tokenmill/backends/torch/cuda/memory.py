@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.core import BackendLimits, Batch, Output
 
 if TYPE_CHECKING:
@@ -14,8 +15,25 @@ if TYPE_CHECKING:
 
 KV_SHARE = 0.95
 """Of what is free beside the largest step, how much KV may take by default. The rest is for what nobody has counted."""
+UBATCH_SIZE = 8192
+"""Tokens computed at once, at least: a card needs many to be busy."""
+GATED_BYTES = 160 << 20
+"""Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
+NUM_TURNS = 2
+"""Buffers for the logits of decode steps."""
 NUM_ROWS = 256
 """Sequences of the step that is measured, each of which wants logits."""
+
+
+def step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: int) -> int:
+    """What `peak_bytes` will find, before there is a model: so many tokens, and rows of logits."""
+    num_tokens = max(num_tokens, UBATCH_SIZE)
+    qkv = config.query_size + 2 * config.kv_size
+    state = 2 * config.hidden_size  # itself, and normed
+    layer = num_tokens * (state + max(qkv + config.query_size, config.intermediate_size))
+    gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
+    logits = NUM_TURNS * max(num_rows, NUM_ROWS) * config.vocab_size
+    return itemsize * (layer + logits) + gated
 
 
 def peak_bytes(model: CudaModel) -> int:

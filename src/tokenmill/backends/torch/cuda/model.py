@@ -9,11 +9,13 @@ import torch
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
 from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
-from tokenmill.backends.torch.cuda.memory import KV_SHARE, peak_bytes
+from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, peak_bytes
+from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
 from tokenmill.core.memory import MemoryPlan
+from tokenmill.errors import ConfigError
 
 
 class CudaModel(TorchModel):
@@ -26,8 +28,7 @@ class CudaModel(TorchModel):
     )
     """A card is busy with many sequences only, and done with them soon."""
     default_depth = 1
-    ubatch_size = 8192
-    """Tokens computed at once, at least: a card needs many to be busy."""
+    ubatch_size = UBATCH_SIZE
     _peak_bytes: int | None = None
 
     @property
@@ -44,7 +45,8 @@ class CudaModel(TorchModel):
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
         planned = super().memory(limits, num_rows)
-        return replace(planned, activations=self.step_bytes)
+        kv = limits.num_cells * self.info.kv_bytes_per_token
+        return replace(planned, kv=kv, activations=self.step_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -53,6 +55,8 @@ class CudaModel(TorchModel):
         return super().free_bytes + cached
 
     def new_backend(self, limits: BackendLimits) -> CudaBackend:
+        if self._dtype is FP8 and not self.decoder.switches.attention:
+            raise ConfigError("kv_cache_dtype fp8 needs attention that reads paged KV")
         kv, storage = self._new_memory(limits)
         return CudaBackend(
             self.decoder,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.backend import TorchStep
-
-NUM_TURNS = 2
+from tokenmill.backends.torch.cuda.memory import NUM_TURNS
 
 
 @dataclass(frozen=True)

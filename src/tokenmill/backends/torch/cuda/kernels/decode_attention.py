@@ -57,8 +57,8 @@ def _attend(
             block = tl.load(table + cell // block_size, mask=sees, other=0).to(tl.int64)
         place = (block * block_size + cell % block_size) * cell_stride + kv_head * dim
         wanted = sees[:, None] & (d < dim)[None, :]
-        key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0)
-        value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0)
+        key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
+        value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         scores = tl.where(sees[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1) * scale)

@@ -54,7 +54,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _turn_and_store(
     qkv, pos_of, slot_of, cos_of, sin_of, q_gain, k_gain, keys, values, eps,
     num_heads: tl.constexpr, num_kv: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
-    normed: tl.constexpr, heads: tl.constexpr,
+    normed: tl.constexpr, heads: tl.constexpr, largest: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
@@ -87,6 +87,9 @@ def _turn_and_store(
     queries = inside & is_query[:, None]
     tl.store(at, low, mask=queries)
     tl.store(at + dim // 2, high, mask=queries)
+    if keys.dtype.element_ty.is_fp8():  # a number too large would become none
+        low = tl.clamp(low.to(tl.float32), -largest, largest)
+        high = tl.clamp(high.to(tl.float32), -largest, largest)
     slot = tl.load(slot_of + token).to(tl.int64)
     is_kept = inside & (slot >= 0)
     cell = slot * (num_kv * dim) + d[None, :]
@@ -113,7 +116,7 @@ def turn_and_store(
         qkv, pos, slot, cos, sin, q_gain if q_gain is not None else qkv, k_gain if k_gain is not None else qkv,
         keys, values, eps,
         num_heads=num_heads, num_kv=num_kv, dim=dim, half=triton.next_power_of_2(dim // 2),
-        normed=q_gain is not None, heads=HEADS, num_warps=2,
+        normed=q_gain is not None, heads=HEADS, largest=torch.finfo(keys.dtype).max, num_warps=2,
     )  # fmt: skip
 
 

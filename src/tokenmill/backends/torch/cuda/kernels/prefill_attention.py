@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,12 +31,12 @@ def _read(
         held = (cell >= first) & (cell < end)
         if by_block:
             block = tl.load(table + at // tile)
-            key = keys.load([block * tile, column])
+            key = keys.load([block * tile, column]).to(query.dtype)
         else:
             block = tl.load(table + cell // block_size, mask=held, other=0).to(tl.int64)
             place = (block * block_size + cell % block_size) * cell_stride + column
             wanted = held[:, None] & (d < dim)[None, :]
-            key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0)
+            key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if masked:
             sees = held[None, :] & (cell[None, :] <= own[:, None])
@@ -52,11 +51,11 @@ def _read(
         total = total * fade + tl.sum(share, 1)
         found = found * fade[:, None]
         if by_block:
-            value = values.load([block * tile, column])
+            value = values.load([block * tile, column]).to(query.dtype)
             if masked:  # what nobody has written yet may be no number
                 value = tl.where(held[:, None], value, 0.0)
         else:
-            value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0)
+            value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         found = tl.dot(share.to(value.dtype), value, found, input_precision="ieee")
         best = higher
     return best, total, found
@@ -113,7 +112,7 @@ def by_block(cells: Tensor, block_size: int) -> Any | None:
     """Keys or values as the copy engine reads them, a block and head at a time; None where it can't."""
     num_kv, dim = cells.shape[1:]
     is_power = dim == max(SMALLEST_DOT, triton.next_power_of_2(dim))
-    if block_size != TILE or not is_power or cells.dtype not in (torch.bfloat16, torch.float16):
+    if block_size != TILE or not is_power or cells.dtype.itemsize > 2:
         return None
     return TensorDescriptor.from_tensor(cells.view(-1, num_kv * dim), [TILE, dim])
 
