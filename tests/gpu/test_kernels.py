@@ -187,7 +187,8 @@ def test_drawing() -> None:
     temperature[::7] = 0
     keys = torch.randint(0, 1 << 31, (64, 4), generator=generator)
     keys[:, 0] = torch.randint(0, 1 << 62, (64,), generator=generator)
-    found = draw(logits.to(DEVICE), temperature.to(DEVICE), keys.to(DEVICE), -1).cpu().long()
+    told = torch.cat([keys, temperature.view(torch.int32)[:, None]], dim=1)
+    found = draw(logits.to(DEVICE), told.to(DEVICE), -1).cpu().long()
     uniform = uniforms(*keys.T)[0]
     wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
     wanted = torch.where(temperature == 0, logits.argmax(dim=-1), wanted)

@@ -43,3 +43,18 @@ def test_too_much_is_refused_with_numbers(tmp_path: Path) -> None:
     model = open_model(str(save("qwen3", tmp_path)), device="cuda")
     with refused(ConfigError, "8,589,934,592 tokens"):
         check_memory(model, BackendLimits(num_cells=1 << 33), 8)
+
+
+def test_what_is_planned_for_a_step_is_what_it_takes() -> None:
+    """`tokenmill fit` can run none, so it works it out."""
+    from tokenmill.backends.torch.cuda.memory import step_bytes
+    from tokenmill.backends.torch.cuda.switches import Switches
+    from tokenmill.bench.gpu_shapes import SHAPES, random_model
+
+    for name in SHAPES:
+        model = random_model(name, Switches())
+        planned, taken = step_bytes(SHAPES[name], 8192, 256, 2), model.step_bytes
+        assert 0.9 * taken < planned < 1.4 * taken, (name, planned, taken)
+        model.close()
+        del model
+        torch.cuda.empty_cache()

@@ -7,14 +7,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+DRAW_FIELDS = ("seed", "choice", "attempt", "position", "temperature")
+"""The first four are the key, as `philox.uniforms` takes it; a temperature is given by the bits of a float32."""
+
 
 class FusedDraw(Protocol):
     """Rows that have a temperature and nothing else."""
 
-    def __call__(self, logits: Tensor, temperature: Tensor, keys: Tensor, bad_row: int) -> Tensor:
+    def __call__(self, logits: Tensor, told: Tensor, bad_row: int) -> Tensor:
         """The id that each row's random number falls on; the largest logit's at temperature 0.
 
-        keys: int64, [rows, 4]: seed, choice, attempt and position, as `philox.uniforms` takes them.
+        told: int64, [rows, fields]: `DRAW_FIELDS` of each row, in one piece, since every upload costs the host.
         """
         ...
 

@@ -18,7 +18,7 @@ from tokenmill.backends.torch.largest import largest
 from tokenmill.backends.torch.upload import upload
 from tokenmill.core import BAD_ROW, IntArray, Sampled, unpack_mask
 from tokenmill.sampling import ops
-from tokenmill.sampling.fused import FusedDraw, fused_draw
+from tokenmill.sampling.fused import DRAW_FIELDS, FusedDraw, fused_draw
 from tokenmill.sampling.philox import uniforms
 from tokenmill.sampling.state import SamplingState
 
@@ -107,9 +107,12 @@ class StepSampler:
     def _draw_fused(self, draw: FusedDraw, raw: Tensor) -> Tensor:
         """All rows at once; those of temperature 0 take their largest logit."""
         state, rows = self.state, self.rows
-        keys = np.stack((state.seed[rows], state.choice[rows], state.attempt[rows], self.positions), axis=1)
-        temperature = state.floats["temperature"][rows]
-        return draw(raw, upload(temperature, raw.device), upload(keys, raw.device), BAD_ROW)
+        told = np.zeros((len(rows), len(DRAW_FIELDS)), dtype=np.int64)
+        for field, values in enumerate((state.seed, state.choice, state.attempt)):
+            told[:, field] = values[rows]
+        told[:, DRAW_FIELDS.index("position")] = self.positions
+        told[:, DRAW_FIELDS.index("temperature")] = state.floats["temperature"][rows].view(np.int32)
+        return draw(raw, upload(told, raw.device), BAD_ROW)
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
         if self.state.floats["min_p"][self.rows[index]].any():

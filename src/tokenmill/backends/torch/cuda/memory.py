@@ -20,7 +20,9 @@ UBATCH_SIZE = 8192
 GATED_BYTES = 160 << 20
 """Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
 NUM_TURNS = 2
-"""Buffers for the logits of decode steps."""
+"""Buffers for the logits of decode steps; other steps have their own."""
+WORKSPACE_BYTES = 32 << 20
+"""cuBLAS's."""
 NUM_ROWS = 256
 """Sequences of the step that is measured, each of which wants logits."""
 
@@ -32,8 +34,8 @@ def step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: 
     state = 2 * config.hidden_size  # itself, and normed
     layer = num_tokens * (state + max(qkv + config.query_size, config.intermediate_size))
     gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
-    logits = NUM_TURNS * max(num_rows, NUM_ROWS) * config.vocab_size
-    return itemsize * (layer + logits) + gated
+    logits = (NUM_TURNS + 1) * max(num_rows, NUM_ROWS) * config.vocab_size
+    return itemsize * (layer + logits) + gated + WORKSPACE_BYTES
 
 
 def peak_bytes(model: CudaModel) -> int:

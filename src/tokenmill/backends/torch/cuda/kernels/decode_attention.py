@@ -26,6 +26,7 @@ def _attend(
     q_stride, cell_stride, scale, num_splits,
     dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr,
     block_size: tl.constexpr, window: tl.constexpr, is_split: tl.constexpr, tile: tl.constexpr,
+    is_fp8: tl.constexpr,
 ):  # fmt: skip
     kv_head, run, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv = tl.num_programs(0)
@@ -45,6 +46,8 @@ def _attend(
     heads = kv_head * group + member
     is_query = (member < group)[:, None] & (d < dim)[None, :]
     query = tl.load(q + row * q_stride + heads[:, None] * dim + d[None, :], mask=is_query, other=0.0)
+    if is_fp8:  # widened to float16 in one instruction, to bfloat16 in many
+        query = query.to(tl.float16)
     best = tl.full([group_padded], float("-inf"), tl.float32)
     total = tl.zeros([group_padded], tl.float32)
     found = tl.zeros([group_padded, dim_padded], tl.float32)
@@ -128,6 +131,7 @@ def decode_attention(
         dim=dim, dim_padded=dim_padded,
         group=group, group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
         block_size=block_size, window=window or 0, is_split=num_splits > 1, tile=TILE,
+        is_fp8=keys.itemsize == 1,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:

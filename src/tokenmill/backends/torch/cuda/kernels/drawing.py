@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
+NUM_TOLD = tl.constexpr(5)
+"""Numbers that are told of a row that is drawn."""
 LEAST = tl.constexpr(-85.0)
 """As `sampling.ops.LEAST`: logits this far below the largest weigh nothing."""
 NEGLIGIBLE = tl.constexpr(2.4321986e-37)
@@ -66,9 +68,15 @@ def _weights(logits, top, temperature):
 
 
 @triton.jit
-def _masses(logits, temperature_of, tops, masses, vocab, stride, num_parts, chunk: tl.constexpr, parts: tl.constexpr):
+def _temperature(told, row):
+    bits = tl.load(told + row * NUM_TOLD + NUM_TOLD - 1)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _masses(logits, told, tops, masses, vocab, stride, num_parts, chunk: tl.constexpr, parts: tl.constexpr):
     part, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_of + row)
+    temperature = _temperature(told, row)
     if temperature > 0:
         each = tl.arange(0, parts)
         top = tl.max(tl.load(tops + row * num_parts + each, mask=each < num_parts, other=float("-inf")), 0)
@@ -89,18 +97,18 @@ def _uniform(key_of):
 
 @triton.jit
 def _draw(
-    logits, temperature_of, keys, tops, places, masses, ids, vocab, stride, num_parts,
+    logits, told, tops, places, masses, ids, vocab, stride, num_parts,
     bad_row: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    temperature = tl.load(temperature_of + row)
+    temperature = _temperature(told, row)
     top, best = _best(tops, places, num_parts, parts, row)
     is_bad = (top == float("inf")) | (top == float("-inf"))
     chosen = tl.where(is_bad, bad_row, best)
     if (temperature > 0) & (is_bad == 0):
         each = tl.arange(0, parts)
         mass = tl.load(masses + row * num_parts + each, mask=each < num_parts, other=0.0).to(tl.float64)
-        wanted = _uniform(keys + row * 4) * tl.sum(mass, 0)
+        wanted = _uniform(told + row * NUM_TOLD) * tl.sum(mass, 0)
         running = tl.cumsum(mass, 0)
         part = tl.sum((running <= wanted).to(tl.int32), 0)
         part = tl.minimum(part, tl.max(tl.where(mass > 0, each, 0), 0))
@@ -144,19 +152,19 @@ def greedy(logits: Tensor, bad_row: int, out: Tensor | None = None) -> Tensor:
     return ids
 
 
-def draw(logits: Tensor, temperature: Tensor, keys: Tensor, bad_row: int) -> Tensor:
+def draw(logits: Tensor, told: Tensor, bad_row: int) -> Tensor:
     """The id each row's random number falls on, its largest logit at temperature 0, `bad_row` without a finite one.
 
-    temperature: float32; keys: int64, [rows, 4]: seed, choice, attempt and position.
+    told: int64, [rows, 5]: seed, choice, attempt, position and the bits of the temperature, a float32.
     """
     tops, places = _chunk_maxima(logits)
     (rows, vocab), num_parts = logits.shape, tops.shape[1]
     masses = torch.empty(rows, num_parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
     sizes = {"chunk": CHUNK, "parts": triton.next_power_of_2(num_parts), "num_warps": 8}
-    _masses[(num_parts, rows)](logits, temperature, tops, masses, vocab, logits.stride(0), num_parts, **sizes)
+    _masses[(num_parts, rows)](logits, told, tops, masses, vocab, logits.stride(0), num_parts, **sizes)
     _draw[(rows,)](
-        logits, temperature, keys, tops, places, masses, ids, vocab, logits.stride(0), num_parts,
+        logits, told, tops, places, masses, ids, vocab, logits.stride(0), num_parts,
         bad_row=bad_row, **sizes,
     )  # fmt: skip
     return ids

@@ -67,7 +67,7 @@ def _attend_runs(
     order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
     q_stride, out_stride, cell_stride, scale,
     dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, block_size: tl.constexpr,
-    window: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, by_block: tl.constexpr,
+    window: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, by_block: tl.constexpr, is_fp8: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)
     run = tl.load(tile_run + number)
@@ -83,6 +83,8 @@ def _attend_runs(
     d = tl.arange(0, dim_padded)
     is_query = is_real[:, None] & (d < dim)[None, :]
     query = tl.load(q + row[:, None] * q_stride + head * dim + d[None, :], mask=is_query, other=0.0)
+    if is_fp8:  # as in `decode_attention`
+        query = query.to(tl.float16)
     best = tl.full([queries], float("-inf"), tl.float32)
     total = tl.zeros([queries], tl.float32)
     found = tl.zeros([queries, dim_padded], tl.float32)
@@ -135,5 +137,6 @@ def prefill_attention(
         q.stride(0), out.stride(0), keys.stride(0), dim**-0.5 * LOG2_E,
         dim=dim, dim_padded=max(SMALLEST_DOT, triton.next_power_of_2(dim)), group=num_heads // num_kv,
         block_size=block_size, window=window or 0, queries=QUERIES, tile=TILE, by_block=blocks is not None,
+        is_fp8=keys.itemsize == 1,
         num_warps=4, num_stages=3,
     )  # fmt: skip
