@@ -106,9 +106,18 @@ _INT, _BYTE = np.dtype(np.int32), np.dtype(np.uint8)
 _LAYOUT = (("token", _INT, 1), ("pos", _INT, 1), ("seq_ids", _INT, 2), ("output", _BYTE, 1))
 
 
+_BIT = {kind: np.uint8(kind) for kind in (Output.LOGITS, Output.HIDDEN)}
+"""As numpy wants it: to make one of an `Output` takes longer than all that is done with it."""
+
+
+def num_asking_for(output: NDArray[np.uint8], kind: Output) -> int:
+    """How often in a batch's `output` this kind is asked for."""
+    return int(np.count_nonzero(output & _BIT[kind]))
+
+
 def asking_for(output: NDArray[np.uint8], kind: Output) -> IntArray:
     """Where in a batch's `output` this kind is asked for."""
-    return np.flatnonzero(output & np.uint8(kind)).astype(np.int32)
+    return (output & _BIT[kind]).nonzero()[0].astype(np.int32)
 
 
 class BatchBuilder:

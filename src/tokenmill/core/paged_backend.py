@@ -24,7 +24,7 @@ from tokenmill.core.backend import (
     Sampling,
     check_rows,
 )
-from tokenmill.core.batch import Batch, IntArray, Output, asking_for
+from tokenmill.core.batch import Batch, IntArray, Output, asking_for, num_asking_for
 from tokenmill.core.kv import Capabilities
 from tokenmill.core.paged import PagedKV
 from tokenmill.core.segments import Segment
@@ -40,7 +40,8 @@ class PagedStep(Step):
         super().__init__(number)
         self.owner = owner
         self._output = batch.output.copy()
-        self.num_logits = int(np.count_nonzero(self._output & Output.LOGITS))
+        self.num_logits = num_asking_for(self._output, Output.LOGITS)
+        self.num_hidden = num_asking_for(self._output, Output.HIDDEN)
         self.sampled_rows: list[IntArray] = []
         """Rows of the token table that this step has written."""
 

@@ -63,13 +63,13 @@ class LlamaBackend(PagedBackend[LlamaStep]):
     def _launched(self, step: LlamaStep) -> None:
         batch, step.batch = step.batch, None
         assert batch is not None, "a step is launched once"
-        gives_hidden = len(step.hidden_ids) > 0
+        gives_hidden = step.num_hidden > 0
         self._context.give_hidden(gives_hidden)
         if gives_hidden or len(batch) > self._context.n_batch:
             self._compute_in_parts(step, batch, gives_hidden)
             return
         self._context.decode(self._tokens(batch), batch.pos, batch.seq_ids, batch.output)
-        step.logits, step.call = self._context.logits(len(step.output_ids)), self._context.num_calls
+        step.logits, step.call = self._context.logits(step.num_logits), self._context.num_calls
 
     def _compute_in_parts(self, step: LlamaStep, batch: Batch, gives_hidden: bool) -> None:
         """Batches that are larger than a call, or give hidden rows: all rows are kept."""

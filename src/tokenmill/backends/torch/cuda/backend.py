@@ -26,6 +26,7 @@ from tokenmill.core.segments import Segment
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ForwardFailed
 
+LOGITS_ALONE = np.uint8(Output.LOGITS)
 LARGEST_GRAPH = 512
 """Decode steps of more sequences are launched kernel by kernel: the host keeps up with them."""
 
@@ -133,7 +134,7 @@ class CudaBackend(TorchBackend):
         inputs, outputs = self._decode_inputs(size), self._turns.begin(step)
         inputs.send(self._kv.tables, token, pos, slot, lead)
         graphs.run(DecodeShape(size, outputs.turn), lambda: self._launch_decode(inputs.on_card, outputs.first(size)))
-        if (output == Output.LOGITS).all():
+        if (output == LOGITS_ALONE).all():
             step.largest = outputs.first(count)
             step.logits_parts.append(step.largest.logits)
             return
