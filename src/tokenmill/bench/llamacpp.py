@@ -68,13 +68,15 @@ class Stopwatch:
 class Decoding(Tokenmill):
     """The engine on llama.cpp, as `bench compare` runs it, with a look inside."""
 
-    def __init__(self, model: str, num_threads: int) -> None:
-        super().__init__(model, num_threads, backend="llamacpp")
+    def __init__(self, model: str, num_threads: int, num_streams: int = 0) -> None:
+        """With streams, so many sequences have memories of their own."""
+        super().__init__(model, num_threads, backend="llamacpp", slots=str(num_streams) if num_streams else "")
         self.decoding, self.sampling = Stopwatch(), Stopwatch()
         self.decode_s = self.sample_s = 0.0
         """What they said when the clock was stopped."""
         executor: Any = self.engine._executor
         context: Any = executor.backend._context
+        context = getattr(context, "_native", context)  # the one in which streams are
         context._decode, context.logits = self.decoding.timed(context._decode), self.decoding.timed(context.logits)
         executor._sampler = self.sampling.timed(executor._sampler)
         executor.backend.sample = self.sampling.timed(executor.backend.sample)
@@ -169,10 +171,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--parked", type=int, nargs="+", default=[2000, 4000, 8000, 12_000], help="tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--streams", action="store_true", help="sequences have memories of their own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    ours = Decoding(options.model, options.threads)
+    if options.streams and "parked" in options.parts:
+        parser.error("--streams is for --parts steps: what is parked then has no part in a step")
+    ours = Decoding(options.model, options.threads, max(options.sequences) if options.streams else 0)
     shares, parked = [], []
     if "steps" in options.parts:
         shares = measure_steps(ours, options.sequences, options.rounds)

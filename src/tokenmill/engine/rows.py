@@ -6,6 +6,7 @@ number; a plan remembers the leases it was made for, so what comes back for a ro
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 import numpy as np
@@ -53,7 +54,8 @@ class RunningRows:
             shared.flags.writeable = False
         self.num_changes = 0
         """How often a row has got or lost its request."""
-        self._free = list(range(max_rows - 1, -1, -1))
+        self._free = list(range(max_rows))
+        """A heap: the first rows are taken first, so that those in use lie together."""
         self._leases = FREE
 
     @property
@@ -69,7 +71,7 @@ class RunningRows:
 
     def attach(self, request: Request, seq: int, num_computed: int, limit: int, tick: int) -> int:
         """Give the request a row."""
-        row = self._free.pop()
+        row = heapq.heappop(self._free)
         self.num_changes += 1
         self._leases += 1
         self.lease[row] = self._leases
@@ -94,7 +96,7 @@ class RunningRows:
         self.lease[row] = FREE
         self.pending[row] = 0
         self.requests[row] = None
-        self._free.append(row)
+        heapq.heappush(self._free, row)
         return int(self.seq[row])
 
     # -- who wants what -----------------------------------------------------------------------------------------------

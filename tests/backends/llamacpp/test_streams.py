@@ -79,6 +79,31 @@ def test_those_that_run_are_moved_side_by_side(model: Any, backend: Any) -> None
     assert np.abs(step(backend, {2: 40})[0] - fresh(model, [*TEXTS[2], 1])).max() < 0.05
 
 
+@pytest.mark.req("R8")
+def test_the_same_crowd_again_and_again_until_one_of_them_changes(model: Any, backend: Any) -> None:
+    """Three in another order than their streams; a step like the one before looks nothing up."""
+    context, told = backend._context, {2: list(TEXTS[2]), 0: list(TEXTS[0]), 1: list(TEXTS[1])}
+    for seq in range(3):
+        backend.decode(BatchBuilder().add_run(TEXTS[seq], 0, seq).build())
+
+    def goes_on() -> bool:
+        before = context._crowd
+        rows = step(backend, {seq: len(tokens) for seq, tokens in told.items()})
+        for row, tokens in zip(rows, told.values(), strict=True):
+            tokens.append(1)
+            assert np.abs(row - fresh(model, tokens)).max() < 0.05
+        return before is context._crowd
+
+    assert [goes_on() for _ in range(3)] == [False, True, True]
+    backend.kv.seq_rm(0)  # it comes back as another, in another stream
+    backend.kv.seq_cp(1, 3)
+    told = {2: told[2], 3: list(told[1]), 1: told[1]}
+    assert [goes_on() for _ in range(3)] == [False, True, True]
+    backend.kv.seq_rm(3, 20)
+    told[3] = told[3][:20]
+    assert goes_on()
+
+
 @pytest.mark.req("R4", "R8")
 def test_whoever_has_no_stream_left_is_kept_as_bytes(model: Any, backend: Any) -> None:
     """Six sequences on four streams, one of them a copy of part of another; all go on, even in one step."""

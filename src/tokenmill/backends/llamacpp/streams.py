@@ -51,6 +51,22 @@ class Kept:
         return Kept(self.state, max(begin, self.begin), min(end, self.end), is_whole)
 
 
+@dataclass(frozen=True)
+class Crowd:
+    """Sequences whose streams lie side by side, one token each: what a decode step finds as the one before left it."""
+
+    num_moves: int
+    """Sequences had been moved so often when it was made."""
+    seqs: IntArray
+    streams: list[int]
+    order: IntArray
+    """The tokens by stream, which is how llama.cpp takes them."""
+    named: IntArray
+    """[tokens, 1]: their streams, in that order."""
+    back: IntArray | None
+    """The rows that llama.cpp gives by token; None where they are in order."""
+
+
 class StreamedContext:
     """A context with one stream for each of its own sequences, behind the interface of `NativeContext`."""
 
@@ -66,7 +82,10 @@ class StreamedContext:
         self._num_steps = 0
         self._num_apart = 0
         """Steps in a row whose sequences did not lie side by side."""
+        self._num_moves = 0
+        self._crowd: Crowd | None = None
         self._rows: FloatArray | None = None
+        self._row_buffer = NO_ROWS
         self._hidden: FloatArray = NO_ROWS
         self._gives_hidden = False
         self.n_batch = native.n_batch
@@ -79,6 +98,10 @@ class StreamedContext:
 
     def decode(self, token: IntArray, pos: IntArray, seq_ids: IntArray, wanted: NDArray[np.uint8]) -> None:
         """As `NativeContext.decode`. A token of several sequences is computed once for each of them."""
+        crowd = self._same_crowd(seq_ids, wanted)
+        if crowd is not None:
+            self._decode_crowd(crowd, token, pos, wanted)
+            return
         index, rank = (seq_ids >= 0).nonzero()
         seqs = seq_ids[index, rank]
         gives_row = np.where(rank == 0, wanted[index], 0).astype(np.uint8)
@@ -92,6 +115,8 @@ class StreamedContext:
             given = np.ones(len(order), dtype=np.uint8) if self._gives_hidden else gives_row[order]
             self._native.decode(token[source], pos[source], named, given)
             self._has_shifts = False
+            if len(calls) == 1 and seq_ids.shape[1] == 1:
+                self._note_crowd(seqs, streams)
             if len(calls) == 1 and len(seqs) == len(seq_ids) and (order[1:] > order[:-1]).all():
                 return  # rows are where llama.cpp has them
             ranked, is_ours = order[given > 0], gives_row[order][given > 0] > 0
@@ -100,6 +125,37 @@ class StreamedContext:
                 hidden.append((ranked[is_ours], self._native.hidden(len(ranked))[is_ours]))
         self._rows = _in_order(rows)
         self._hidden = _in_order(hidden) if hidden else NO_ROWS
+
+    def _same_crowd(self, seq_ids: IntArray, wanted: NDArray[np.uint8]) -> Crowd | None:
+        """The last step's, if these are its sequences, where they were, and a row is wanted of each."""
+        crowd = self._crowd
+        if crowd is None or crowd.num_moves != self._num_moves or self._gives_hidden:
+            return None
+        is_same = seq_ids.shape == crowd.named.shape and bool((seq_ids[:, 0] == crowd.seqs).all())
+        return crowd if is_same and bool(wanted.all()) else None
+
+    def _note_crowd(self, seqs: IntArray, streams: IntArray) -> None:
+        self._crowd, all_streams = None, streams.tolist()
+        if self._num_apart or len(set(all_streams)) < len(all_streams):
+            return
+        order = np.argsort(streams).astype(np.int32)
+        back = None if (order[1:] > order[:-1]).all() else np.argsort(order).astype(np.int32)
+        self._crowd = Crowd(self._num_moves, seqs.copy(), all_streams, order, streams[order][:, None], back)
+
+    def _decode_crowd(self, crowd: Crowd, token: IntArray, pos: IntArray, wanted: NDArray[np.uint8]) -> None:
+        self._num_steps += 1
+        for stream in crowd.streams:
+            self._last_used[stream] = self._num_steps
+        self._rows = None
+        if crowd.back is None:
+            self._native.decode(token, pos, crowd.named, wanted)
+        else:
+            self._native.decode(token[crowd.order], pos[crowd.order], crowd.named, wanted)
+            rows = self._native.logits(len(token))
+            if self._row_buffer.shape != rows.shape:
+                self._row_buffer = np.empty_like(rows)
+            self._rows = rows.take(crowd.back, axis=0, out=self._row_buffer, mode="clip")
+        self._has_shifts = False
 
     def _calls(self, seqs: IntArray) -> Iterator[IntArray]:
         """Which tokens go into one call: not more than it takes, and of no more sequences than there are streams."""
@@ -167,10 +223,12 @@ class StreamedContext:
         self._native.clear(data=True)
 
     def _settle_in(self, seq: int, stream: int) -> None:
+        self._num_moves += 1
         self._stream_of[seq], self._owner[stream] = stream, seq
         self._last_used[stream] = self._num_steps
 
     def _leave(self, seq: int) -> None:
+        self._num_moves += 1
         stream = self._stream_of.pop(seq)
         self._native.seq_rm(stream, ANY, ANY)
         self._owner[stream] = None
@@ -269,6 +327,7 @@ class StreamedContext:
         return self._native.seq_pos_max(self._stream_of[seq]) if seq in self._stream_of else -1
 
     def clear(self) -> None:
+        self._num_moves += 1
         self._native.clear()
         self._owner = [None] * len(self._owner)
         self._stream_of.clear()
