@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,4 +93,20 @@ def open_llm(model: str, **options: Any) -> LLM:
     """The model; torch and what it needs are imported only now, so that `--help` is quick."""
     from tokenmill.engine.llm import LLM
 
-    return LLM(model, seed=None, **options)
+    with _telling_which_backend():
+        return LLM(model, seed=None, **options)
+
+
+@contextmanager
+def _telling_which_backend() -> Iterator[None]:
+    """On standard error, where answers are not: which backend the model's files go to, and why."""
+    log, handler = logging.getLogger("tokenmill.backends.loading"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("tokenmill: %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
