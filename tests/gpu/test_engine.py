@@ -134,3 +134,20 @@ def test_many_sequences_decode_as_one_alone_does(tmp_path: Path) -> None:
     for i in (0, 7, 31, 59):
         assert run(alone, request(f"r{i}", asked[i], 5 + i)) == [together[i]]
     alone.close()
+
+
+def test_nothing_waits_but_collect(tmp_path: Path) -> None:
+    """Prompts, decodes and draws of several kinds, a step ahead: no copy or look at a number holds the host up."""
+    model = opened(tmp_path)
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=0.6), SamplingParams(top_k=20, top_p=0.8)]
+    engine = engine_of(model)
+    requests = []
+    for i, prompt in enumerate(prompts(5, 70, 33, 20, 45, 12)):
+        draw = Draw(params=params[i % 3], seed=i)
+        requests.append(Request(f"r{i}", prompt, Limits(max_new_tokens=30 + i), draw=draw))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert [len(ids) for ids in run(engine, *requests)] == [30, 31, 32, 33, 34, 35]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.close()

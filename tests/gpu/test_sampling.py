@@ -62,3 +62,22 @@ def test_a_bad_row_fails_alone() -> None:
     logits[2, 100] = torch.nan
     found, _ = sampled(PLAIN, logits.cuda(), 0)
     assert found.tolist() == [*wanted[:2], -1, *wanted[3:]]
+
+
+WITHOUT_WAITING = [*PLAIN, *(one for one in OTHERS if one.top_k > 0 or one.min_p or one.repetition_penalty != 1)]
+
+
+def test_nothing_waits_for_the_card() -> None:
+    """Draws that filter by a top-k, and all that filter nothing; others look at probabilities on the way."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (4 * torch.randn(len(WITHOUT_WAITING), VOCAB, generator=generator)).cuda()
+    state = SamplingState(len(logits), VOCAB)
+    for row, one in enumerate(WITHOUT_WAITING):
+        state.attach(row, one, [1, 2, 3, 2, 1, 7], 3, seed=row)
+    rows = np.arange(len(logits), dtype=np.int32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = StepSampler(state, rows, rows)(logits, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (drawn.ids >= 0).all()

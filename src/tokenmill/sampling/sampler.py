@@ -99,8 +99,7 @@ class StepSampler:
         for kind, place in ((self._draw_plain, drawn & ~filtered), (self._draw_filtered, drawn & filtered)):
             index = place.nonzero()[0]
             if len(index):
-                chosen = logits if len(index) == len(logits) else logits[index]
-                scaled = ops.cool(chosen, self._floats("temperature", index, logits))
+                scaled = ops.cool(_rows(logits, index), self._floats("temperature", index, logits))
                 ids[upload(index, ids.device)] = kind(scaled, index)
         return ids
 
@@ -123,8 +122,23 @@ class StepSampler:
     def _draw_filtered(self, logits: Tensor, index: np.ndarray) -> Tensor:
         typical = (self.state.floats["typical_p"][self.rows[index]] < 1).nonzero()[0]
         if len(typical):
+            kept = ops.keep_typical(_rows(logits, typical), self._floats("typical_p", index[typical], logits))
             logits = logits.clone()
-            logits[typical] = ops.keep_typical(logits[typical], self._floats("typical_p", index[typical], logits))
+            logits[upload(typical, logits.device)] = kept
+        ids = torch.empty(len(index), dtype=torch.int64, device=logits.device)
+        left, top_k = np.arange(len(index)), self.state.top_k[self.rows[index]]
+        for few in FEW:
+            enough = left[top_k[left] <= few]
+            if len(enough):
+                found, _ = self._draw_among(_rows(logits, enough), index[enough], min(few, logits.shape[-1]))
+                ids[upload(enough, ids.device)] = found
+                left = left[top_k[left] > few]
+        if len(left):
+            ids[upload(left, ids.device)] = self._draw_by_mass(_rows(logits, left), index[left])
+        return ids
+
+    def _draw_by_mass(self, logits: Tensor, index: np.ndarray) -> Tensor:
+        """Without a small top-k, how many tokens are enough depends on their probabilities: a card is waited for."""
         ids = torch.empty(len(index), dtype=torch.int64, device=logits.device)
         left = torch.arange(len(index), device=logits.device)
         for few in (*FEW, logits.shape[-1]):
@@ -173,6 +187,11 @@ class StepSampler:
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _rows(logits: Tensor, index: np.ndarray) -> Tensor:
+    """Some rows, in order; all of them are not copied."""
+    return logits if len(index) == len(logits) else logits[upload(index, logits.device)]
 
 
 def _chosen(raw: Tensor, ids: Tensor) -> Tensor:
