@@ -61,11 +61,13 @@ def test_gaps_count_where_they_overlap_the_span() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_has_a_bar() -> None:
-    row = Row("clients-16", SPEED, ours=[100, 300, 200], theirs=[50, 100, 100], again=[110, 300, 180])
+    row = Row(
+        "clients-16", SPEED, ours=[100, 300, 200], theirs=[50, 100, 100], again=[110, 300, 180], asked=(">=", 2.5)
+    )
     assert row.ratio == 2.0
     assert row.noise == 1.0
     assert (row.bar, row.is_met) == (">= 2.5", False)
-    quick = Row("clients-16", FIRST, ours=[40], theirs=[100], again=[44])
+    quick = Row("clients-16", FIRST, ours=[40], theirs=[100], again=[44], asked=("<=", 0.4))
     assert (quick.bar, quick.is_met) == ("<= 0.4", True)
     free = Row("clients-4", SPEED, ours=[1], theirs=[2], again=[1])
     assert (free.bar, free.is_met) == ("", None)

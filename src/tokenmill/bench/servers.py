@@ -29,6 +29,9 @@ from tokenmill.bench.processes import ServerProcess, server_process, serving
 from tokenmill.bench.server_tasks import CONTEXT, SPEED, TASKS, Axis, Subject, Task, Work, clients
 from tokenmill.bench.workloads import IdPrompts, Word, learn_words
 
+EQUAL_KERNELS: Mapping[str, tuple[str, float]] = {SPEED: (">=", 1.0)}
+"""What is asked where llama.cpp computes for both."""
+
 
 @dataclass(frozen=True)
 class LlamaSettings:
@@ -51,6 +54,8 @@ class Row:
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
+    asked: tuple[str, float] = ("", 0.0)
+    """What the ratio should be: `>=`, `<=` or `<` than what; empty where nothing is asked."""
 
     @property
     def ratio(self) -> float:
@@ -63,13 +68,13 @@ class Row:
 
     @property
     def bar(self) -> str:
-        sign, limit = TASKS[self.task].bars.get(self.measure, ("", 0.0))
+        sign, limit = self.asked
         return f"{sign} {limit:g}" if sign else ""
 
     @property
     def is_met(self) -> bool | None:
         """Is the ratio where it should be? None where nothing is asked."""
-        sign, limit = TASKS[self.task].bars.get(self.measure, ("", 0.0))
+        sign, limit = self.asked
         return {"": None, ">=": self.ratio >= limit, "<=": self.ratio <= limit, "<": self.ratio < limit}[sign]
 
 
@@ -90,8 +95,11 @@ def llama_serving(python: str, model: Path, settings: LlamaSettings) -> Iterator
 class Contest:
     """Our server, and whichever of llama.cpp's is wanted; both asleep but while they work."""
 
-    def __init__(self, ours: ServerProcess, words: Sequence[Word], python: str, model: Path, num_threads: int) -> None:
+    def __init__(
+        self, ours: ServerProcess, words: Sequence[Word], python: str, model: Path, num_threads: int, backend: str
+    ) -> None:
         self._ours = ours
+        self._backend = backend
         self._words = words
         self._python = python
         self._model = model
@@ -115,12 +123,15 @@ class Contest:
             for number in range(num_rounds):
                 found = [self._do(server, task.work) for server in (self._ours, theirs, self._ours)]
                 for measure in found[0]:
-                    row = rows.setdefault(measure, Row(name, measure))
+                    row = rows.setdefault(measure, Row(name, measure, asked=self._bars(task).get(measure, ("", 0.0))))
                     for values, one in zip((row.ours, row.theirs, row.again), found, strict=True):
                         values.append(one[measure])
                     said = f"{row.ours[-1]:.1f}, llama.cpp {row.theirs[-1]:.1f}, again {row.again[-1]:.1f}"
                     _say(f"round {number + 1}, {name}: {measure} {said}")
         return list(rows.values()), settings
+
+    def _bars(self, task: Task) -> Mapping[str, tuple[str, float]]:
+        return EQUAL_KERNELS if self._backend == "llamacpp" else task.bars
 
     def _choose(self, name: str, settings: LlamaSettings) -> LlamaSettings:
         """One axis after the other, the best of each is kept."""
@@ -208,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         _say(ours.said.rstrip())
         words = asyncio.run(_words(Target(ours.base_url)))
         ours.sleep()
-        contest = Contest(ours, words, options.server_python, path, options.threads)
+        contest = Contest(ours, words, options.server_python, path, options.threads, options.backend)
         for name in options.tasks:
             found, settings[name] = contest.measure(name, options.rounds, tries=not options.no_trials)
             rows += found

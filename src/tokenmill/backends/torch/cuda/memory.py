@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,7 @@ def step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: 
 def peak_bytes(model: CudaModel) -> int:
     """Bytes of the largest step beyond weights and KV."""
     num_tokens = min(model.ubatch_size, NUM_ROWS * model.info.max_context)
+    gc.collect()  # else what others have left might be freed meanwhile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
