@@ -67,3 +67,14 @@ def test_a_block_with_a_new_owner_is_empty_after_bad_numbers() -> None:
     kv.holds_bad_numbers = True
     kv.hand_out(slots(0))
     assert not any(part.any() for part in held(kv, WRITTEN[:BLOCK]))
+
+
+def test_numbers_that_are_too_large_stop_at_the_largest() -> None:
+    kv, keys, values = filled()
+    kv.store(0, WRITTEN, 1e6 * keys, torch.full_like(values, -500.0))
+    stored, others = held(kv, WRITTEN)
+    assert stored.abs().max() == 448.0
+    assert torch.equal(others, torch.full_like(values, -448.0))
+    kv.keys[0].view(torch.uint8)[:] = 0x7E
+    kv.shift(slots(0, 1, 2, 3, 4, 5), 3)
+    assert bool(held(kv, WRITTEN)[0].isfinite().all())

@@ -1,6 +1,8 @@
 """What is the fake backend's own: its hash, its faults, its cost."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -106,3 +108,17 @@ def test_rows_with_no_sampling_are_fine() -> None:
         output = backend.decode(BatchBuilder().add(1, 0, 0).build())
         assert output.logits.shape == (0, 256)
         assert output.hidden.dtype == np.float32
+
+
+def test_a_closed_backend_is_gone_with_its_last_user() -> None:
+    """Without anybody looking for things that know only each other: it may hold most of a card's memory."""
+    backend = FakeBackend()
+    backend.decode(BatchBuilder().add(1, 0, 0, Output.LOGITS).build())
+    gone = weakref.ref(backend)
+    gc.disable()
+    try:
+        backend.close()
+        del backend
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -64,6 +64,29 @@ def test_wrong_options_are_named(options: dict[str, Any], saying: str) -> None:
         LLM("fake", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "seqs", "tokens"),
+    [
+        ({}, 32, 2048),
+        ({"max_num_batched_tokens": 8}, 8, 8),
+        ({"max_num_seqs": 4096}, 4096, 4096),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 64}, 4, 64),
+        ({"config": EngineConfig(max_num_seqs=3), "max_num_batched_tokens": 8}, 3, 8),
+    ],
+)
+def test_what_nobody_has_given_goes_along_with_what_somebody_has(
+    options: EngineOptions, seqs: int, tokens: int
+) -> None:
+    config = open_for_engine("fake", options).config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_an_idle_engine_keeps_no_request() -> None:
+    with LLM("fake") as llm:
+        llm.generate(["one", "two"], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert llm.engine.scheduler.results._crowd.requests == []
+
+
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ModelNotFound, match="no model 'nowhere'"):
         LLM("nowhere")

@@ -15,6 +15,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
+from tokenmill.core import BackendLimits, BatchBuilder, Output, Sampled, SampleRows
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams
@@ -73,3 +74,17 @@ def test_bfloat16_is_the_default(tmp_path: Path) -> None:
     logits = all_logits(model, TOKENS, 64)
     wanted = logits_of("qwen2", TOKENS).numpy()
     assert np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < BFLOAT16_TOLERANCE
+
+
+def test_a_sampler_may_give_ids_of_any_kind_for_any_rows(tmp_path: Path) -> None:
+    """More rows of logits than the token table has, and ids in torch's own type."""
+    model = opened("llama", tmp_path, device="cuda", dtype="float32")
+    with model.new_backend(BackendLimits(num_cells=512, max_seqs=4)) as backend:
+        batch = BatchBuilder()
+        for i in range(6):
+            batch.add(TOKENS[i], i, 0, Output.LOGITS)
+        forward = backend.forward(batch.build())
+        chosen = np.arange(4, dtype=np.int32)
+        rows = SampleRows(chosen, chosen, lambda logits, _: Sampled(logits.argmax(dim=-1)))
+        found = backend.collect(backend.sample(forward, rows)).ids
+        assert found.tolist() == backend.collect(forward).logits[:4].argmax(axis=1).tolist()

@@ -77,6 +77,18 @@ def test_large_numbers_stay_numbers() -> None:
     assert torch.equal(values.float()[0], torch.full((1, 64), 448.0, device="cuda"))
 
 
+def test_turned_keys_stay_numbers(tmp_path: Path) -> None:
+    """Two numbers of 440 may become one of 622 when they are turned."""
+    with opened(tmp_path).new_backend(LIMITS) as backend:
+        backend.decode(BatchBuilder().add_run(TOKENS[:70], 0, 0).build())
+        for keys in backend._storage.keys:
+            keys.view(torch.uint8).fill_(0x7E)  # 448
+        backend.kv.seq_rm(0, 0, 5)
+        backend.kv.seq_add(0, 5, 70, -5)
+        backend.kv.update()
+        assert all(bool(keys.float().isfinite().all()) for keys in backend._storage.keys)
+
+
 def test_it_is_for_weights_of_16_bits(tmp_path: Path) -> None:
     with refused(ConfigError, "weights of 16 bits"):
         opened(tmp_path, dtype="float32")

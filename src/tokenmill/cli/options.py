@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,20 +93,28 @@ def open_llm(model: str, **options: Any) -> LLM:
     """The model; torch and what it needs are imported only now, so that `--help` is quick."""
     from tokenmill.engine.llm import LLM
 
-    with _telling_which_backend():
-        return LLM(model, seed=None, **options)
-
-
-@contextmanager
-def _telling_which_backend() -> Iterator[None]:
-    """On standard error, where answers are not: which backend the model's files go to, and why."""
-    log, handler = logging.getLogger("tokenmill.backends.loading"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("tokenmill: %(message)s"))
-    before = log.level
-    log.addHandler(handler)
+    log, told = logging.getLogger("tokenmill.backends.loading"), _Told()
+    level = log.level
+    log.addHandler(told)
     log.setLevel(logging.INFO)
     try:
-        yield
+        llm = LLM(model, seed=None, **options)
     finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
+        log.removeHandler(told)
+        log.setLevel(level)
+    for (
+        line
+    ) in told.lines:  # on standard error, where answers are not; a model that can't be opened says one line alone
+        print(f"tokenmill: {line}", file=sys.stderr)
+    return llm
+
+
+class _Told(logging.Handler):
+    """Keeps what is told while a model is opened: which backend its files go to, and why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

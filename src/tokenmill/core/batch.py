@@ -106,7 +106,7 @@ _INT, _BYTE = np.dtype(np.int32), np.dtype(np.uint8)
 _LAYOUT = (("token", _INT, 1), ("pos", _INT, 1), ("seq_ids", _INT, 2), ("output", _BYTE, 1))
 
 
-_BIT = {kind: np.uint8(kind) for kind in (Output.LOGITS, Output.HIDDEN)}
+_BIT = {kind: np.uint8(kind) for kind in (Output.NONE, Output.LOGITS, Output.HIDDEN, Output.LOGITS | Output.HIDDEN)}
 """As numpy wants it: to make one of an `Output` takes longer than all that is done with it."""
 
 

@@ -197,6 +197,7 @@ class PagedBackend(Backend, Generic[S]):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._latest = None  # it knows its backend: together they would stay until somebody looks for such pairs
             self._free()
 
     # -- checks -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class EngineOptions(TypedDict, total=False):
     target_tick_ms: float | None
     """How long a step may take while somebody decodes."""
     max_queue: int | None
-    """Requests that may wait."""
+    """Requests that may wait; `LLM` takes all that it is given."""
     queue_timeout_s: float | None
     """A request that has not started by then ends with `timeout`."""
     kv_cache_tokens: int | None
@@ -140,13 +140,19 @@ def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
 
 def _check(options: EngineOptions) -> None:
     """Say what is wrong with the options before a model is loaded, as far as it does not depend on the model."""
-    base = options.get("config") or EngineConfig(max_num_batched_tokens=sys.maxsize)
+    base = options.get("config") or EngineConfig(max_num_seqs=1, max_num_batched_tokens=sys.maxsize)
     replace(base, **_given(options, CONFIG_OPTIONS))
 
 
 def _config(model: ModelHandle, options: EngineOptions) -> EngineConfig:
-    base = options.get("config") or model.default_config
-    return replace(base, **_given(options, CONFIG_OPTIONS))
+    given, config = _given(options, CONFIG_OPTIONS), options.get("config")
+    if config is not None:
+        return replace(config, **given)
+    base = model.default_config
+    # What nobody has given goes along with what somebody has.
+    given.setdefault("max_num_seqs", min(base.max_num_seqs, given.get("max_num_batched_tokens", base.max_num_seqs)))
+    tokens = max(base.max_num_batched_tokens, given["max_num_seqs"])
+    return replace(base, **{"max_num_batched_tokens": tokens, **given})
 
 
 def _given(options: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class _Crowd:
         self.appends = [request.tokens.append for request in requests]
 
 
+_NOBODY = _Crowd(0, np.zeros(0, dtype=np.int32), [])
+
+
 class Results:
     """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
 
@@ -60,7 +63,7 @@ class Results:
         self._events = events
         self._finish = finish
         self._outputs: list[GeneratedToken] = []
-        self._crowd = _Crowd(0, np.zeros(0, dtype=np.int32), [])
+        self._crowd = _NOBODY
         self._ending: set[str] = set()
         """Requests whose end is among the outputs that nobody has taken yet."""
 
@@ -68,6 +71,8 @@ class Results:
         """What is to be told, once."""
         outputs, self._outputs = self._outputs, []
         self._ending.clear()
+        if self._rows.num_running == 0:
+            self._crowd = _NOBODY  # else it would keep requests that have ended
         return outputs
 
     def __len__(self) -> int:

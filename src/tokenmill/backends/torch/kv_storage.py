@@ -49,7 +49,7 @@ class TorchKV:
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put the keys and values of new tokens into their slots."""
         for cells, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            _movable(cells)[slots] = _movable(new.to(cells.dtype))
+            _movable(cells)[slots] = _movable(_narrowed(new, cells.dtype))
 
     def hand_out(self, blocks: IntArray) -> None:
         """Blocks get a new owner. What a former one left in them is masked, which only helps if it is a number."""
@@ -71,7 +71,7 @@ class TorchKV:
         cos, sin = rotations(by, self._inv_freq, 1.0)
         for keys in self.keys:
             turned = rotate(_movable(keys)[index].view(keys.dtype).to(as_wide_as(keys.dtype)), cos, sin)
-            _movable(keys)[index] = _movable(turned.to(keys.dtype))
+            _movable(keys)[index] = _movable(_narrowed(turned, keys.dtype))
 
     def read(self, slots: IntArray) -> bytes:
         index = self._index(slots)
@@ -103,6 +103,14 @@ class TorchKV:
 def as_wide_as(dtype: torch.dtype) -> torch.dtype:
     """What numbers of this type are computed in: torch can't compute with 8 bits."""
     return dtype if dtype.itemsize > 1 else torch.float32
+
+
+def _narrowed(cells: Tensor, dtype: torch.dtype) -> Tensor:
+    """As numbers of this type. What is too large for 8 bits stops at their largest number: some casts make it NaN."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        cells = cells.clamp(-largest, largest)
+    return cells.to(dtype)
 
 
 def _movable(cells: Tensor) -> Tensor:

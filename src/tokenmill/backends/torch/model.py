@@ -53,7 +53,7 @@ class TorchModel:
         if deterministic and isinstance(decoder, Decoder) and not rows_are_independent(_matrices(decoder)):
             raise ConfigError("deterministic: on this machine a row of a matrix product depends on the rows around it")
         config, self._device, self._dtype = decoder.config, decoder.device, kv_dtype or decoder.kv_dtype
-        self._form: Form = self._dtype if form is None else form
+        self._form: Form = decoder.kv_dtype if form is None else form
         layers, held_as = config.layer_kv(self._dtype.itemsize), f"torch {self._form} {self._dtype}"
         self.info = ModelInfo(name, config.vocab_size, config.hidden_size, config.max_context, layers, form=held_as)
         self._own_names = {in_file(own, names): own for own in decoder.names}

@@ -184,12 +184,10 @@ class CudaBackend(TorchBackend):
     def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
         assert isinstance(step, CudaStep)
         logits = self._all_logits(step)
-        if not _are_equal(rows.logits_row, self._in_order[: len(logits)]):
+        if len(rows.logits_row) != len(logits) or not _are_equal(rows.logits_row, self._in_order[: len(logits)]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = rows.sampler(logits, mask) if rows.sampler is not None else self._greedy(step, logits, mask)
-        ids = sampled.ids
-        if not isinstance(ids, Tensor):
-            ids = torch.as_tensor(ids, dtype=torch.int32, device=self._device)
+        ids = torch.as_tensor(sampled.ids, dtype=torch.int32, device=self._device)
         self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids)
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
         step.mark_launched(self._stream)
@@ -210,6 +208,9 @@ class CudaBackend(TorchBackend):
     def _free(self) -> None:
         if self._graphs is not None:
             self._graphs.clear()
+            self._turns.clear()
+        self._decodes.clear()
+        self._state = self._state[:0].clone()
         self._layers.clear()
         super()._free()
 

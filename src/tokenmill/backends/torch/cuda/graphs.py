@@ -1,4 +1,4 @@
-"""`DecodeGraphs`: decode steps as CUDA graphs, one for each padded batch size.
+"""`DecodeGraphs`: decode steps as CUDA graphs, one for each padded batch size and each turn of the buffers.
 
 A size is captured after the first step that needs it has run, so that everything it launches is compiled and warm. All
 graphs share one pool of memory: they run one after the other, and none keeps anything in it between steps.

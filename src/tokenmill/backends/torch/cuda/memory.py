@@ -35,8 +35,14 @@ def step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: 
     state = 2 * config.hidden_size  # itself, and normed
     layer = num_tokens * (state + max(qkv + config.query_size, config.intermediate_size))
     gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
-    logits = (NUM_TURNS + 1) * max(num_rows, NUM_ROWS) * config.vocab_size
-    return itemsize * (layer + logits) + gated + WORKSPACE_BYTES
+    logits = (NUM_TURNS + 1) * NUM_ROWS * config.vocab_size
+    more_rows = more_rows_bytes(config, num_rows, itemsize)
+    return itemsize * (layer + logits) + gated + WORKSPACE_BYTES + more_rows
+
+
+def more_rows_bytes(config: DecoderConfig, num_rows: int, itemsize: int) -> int:
+    """Of logits, beyond the rows of the step that is measured."""
+    return itemsize * (NUM_TURNS + 1) * max(0, num_rows - NUM_ROWS) * config.vocab_size
 
 
 def peak_bytes(model: CudaModel) -> int:

@@ -9,7 +9,7 @@ import torch
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
 from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
-from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, peak_bytes
+from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, more_rows_bytes, peak_bytes
 from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
@@ -46,7 +46,8 @@ class CudaModel(TorchModel):
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
         planned = super().memory(limits, num_rows)
         kv = limits.num_cells * self.info.kv_bytes_per_token
-        return replace(planned, kv=kv, activations=self.step_bytes)
+        more_rows = more_rows_bytes(self.decoder.config, num_rows, self.decoder.kv_dtype.itemsize)
+        return replace(planned, kv=kv, activations=self.step_bytes + more_rows)
 
     @property
     def free_bytes(self) -> int:

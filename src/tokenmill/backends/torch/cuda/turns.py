@@ -46,6 +46,10 @@ class OutputTurns:
         self._owners: list[weakref.ref[TorchStep] | None] = [None] * NUM_TURNS
         self._turn = 0
 
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._outputs.clear()
+
     def begin(self, step: TorchStep) -> GraphOutputs:
         """The buffers for what this step computes next."""
         self._turn = (self._turn + 1) % NUM_TURNS
