@@ -18,7 +18,6 @@ from typing import Any, Protocol, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.config import EngineConfig
 from tokenmill.core.batch import Batch, IntArray
 from tokenmill.core.kv import Capabilities, KVMemory, LayerKV
 from tokenmill.core.memory import MemoryPlan
@@ -173,6 +172,17 @@ class BackendLimits:
     """Processor threads one forward may use; None leaves it to the backend."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """How large and how long the steps are that suit a model where it is: settings of an engine. None: its own."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefill_chunk: int | None = None
+    target_tick_ms: float | None = None
+    max_queue: int | None = None
+
+
 class ModelHandle(Protocol):
     """A loaded model: weights once, shared by the backends of all engine cores."""
 
@@ -205,8 +215,8 @@ class ModelHandle(Protocol):
         ...
 
     @property
-    def default_config(self) -> EngineConfig:
-        """How an engine runs it where nobody says otherwise: how large its steps are, and how long."""
+    def step_sizes(self) -> StepSizes:
+        """How an engine runs it where nobody says otherwise."""
         ...
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.config import EngineConfig
 from tokenmill.core.backend import (
     BackendLimits,
     DecodeOutput,
@@ -23,6 +22,7 @@ from tokenmill.core.backend import (
     ModelInfo,
     Sampled,
     SampleRows,
+    StepSizes,
     greedy,
 )
 from tokenmill.core.batch import Batch, IntArray, Output
@@ -235,8 +235,8 @@ class FakeModel:
         return ModelInfo("fake", self.config.vocab_size, self.config.hidden_size, self.config.max_context, layers)
 
     @property
-    def default_config(self) -> EngineConfig:
-        return EngineConfig()
+    def step_sizes(self) -> StepSizes:
+        return StepSizes()
 
     @property
     def kv_budget_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
 from tokenmill.backends.loading import open_model
@@ -148,7 +148,7 @@ def _config(model: ModelHandle, options: EngineOptions) -> EngineConfig:
     given, config = _given(options, CONFIG_OPTIONS), options.get("config")
     if config is not None:
         return replace(config, **given)
-    base = model.default_config
+    base = replace(EngineConfig(), **_given(asdict(model.step_sizes), CONFIG_OPTIONS))
     # What nobody has given goes along with what somebody has.
     given.setdefault("max_num_seqs", min(base.max_num_seqs, given.get("max_num_batched_tokens", base.max_num_seqs)))
     tokens = max(base.max_num_batched_tokens, given["max_num_seqs"])

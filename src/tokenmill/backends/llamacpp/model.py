@@ -21,8 +21,7 @@ from tokenmill.backends.llamacpp.options import LlamaOptions
 from tokenmill.backends.llamacpp.parking import parked_cells
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
 from tokenmill.backends.llamacpp.vocab import LlamaVocab
-from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, Capabilities, ModelInfo
+from tokenmill.core import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.core.memory import KV_SHARE, MemoryPlan, free_host_bytes
 from tokenmill.errors import Unsupported
 
@@ -37,7 +36,7 @@ class LlamaModel:
 
     block_size = 1
     weights_version = 0
-    default_config = EngineConfig(target_tick_ms=500.0)
+    step_sizes = StepSizes(target_tick_ms=500.0)
     """llama.cpp computes a prompt in chunks of a hundred tokens and more up to twice as fast as in smaller ones."""
 
     def __init__(self, path: Path, native: NativeModel, header: Header, options: LlamaOptions) -> None:

@@ -16,8 +16,7 @@ from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.memory import Form, free_bytes, plan
 from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
-from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV
+from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV, StepSizes
 from tokenmill.core.memory import KV_SHARE, MemoryPlan
 from tokenmill.core.weights_gate import WeightsGate
 from tokenmill.errors import ConfigError, InvalidOperation
@@ -30,7 +29,7 @@ class TorchModel:
     """A `ModelHandle`. `names` are what the model's files call its tensors."""
 
     default_block_size = BLOCK_SIZE
-    default_config = EngineConfig()
+    step_sizes = StepSizes()
     default_depth = 0
     """Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor."""
 

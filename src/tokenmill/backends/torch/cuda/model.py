@@ -12,8 +12,7 @@ from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
 from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, more_rows_bytes, peak_bytes
 from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits
+from tokenmill.core import BackendLimits, StepSizes
 from tokenmill.core.memory import MemoryPlan
 from tokenmill.errors import ConfigError
 
@@ -23,7 +22,7 @@ class CudaModel(TorchModel):
 
     decoder: CudaDecoder
     default_block_size = TILE
-    default_config = EngineConfig(
+    step_sizes = StepSizes(
         max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048, target_tick_ms=25.0, max_queue=1024
     )
     """A card is busy with many sequences only, and done with them soon."""
