@@ -18,6 +18,10 @@ MIN_SHARE = 0.5
 """Where decoding alone takes most of the target, prefill may take this part of its time."""
 FIRST_CHUNK = 32
 FORGET = 0.98
+HELD_UP = 10.0
+"""A step that took longer than so many times what was to be expected was held up: the machine was busy or asleep."""
+SURE_AFTER = 16
+"""Steps before anything is to be expected."""
 TOKENS, CELLS = 1e3, 1e6
 
 
@@ -38,11 +42,22 @@ class CostModel:
         if num_prefill:
             self._check_prediction(num_tokens, attention, seconds)
             self.largest_prefill = max(self.largest_prefill, num_prefill)
+        seconds = self._without_delay(num_tokens, attention, seconds)
         t, c = num_tokens / TOKENS, attention / CELLS
         self._moments = [FORGET * m + x for m, x in zip(self._moments, (1.0, t, c, t * t, t * c, c * c), strict=True)]
         self._products = [FORGET * p + x * seconds for p, x in zip(self._products, (1.0, t, c), strict=True)]
         self._num_observed += 1
         self._coefficients = None
+
+    def _without_delay(self, num_tokens: int, attention: float, seconds: float) -> float:
+        """One step that was held up for long must not make a hundred others seem slow; many that are slow still do."""
+        is_sure = self._num_observed >= SURE_AFTER
+        if (
+            not is_sure or seconds * self._moments[0] <= HELD_UP * self._products[0]
+        ):  # not long beside the average, either
+            return seconds
+        expected = self.predict(num_tokens, attention)
+        return min(seconds, HELD_UP * expected) if expected else seconds
 
     def _check_prediction(self, num_tokens: int, attention: float, seconds: float) -> None:
         predicted = self.predict(num_tokens, attention)
