@@ -102,9 +102,8 @@ def open_llm(model: str, **options: Any) -> LLM:
     finally:
         log.removeHandler(told)
         log.setLevel(level)
-    for (
-        line
-    ) in told.lines:  # on standard error, where answers are not; a model that can't be opened says one line alone
+    # Not at once: of a model that can't be opened only the reason is told. And where answers are not.
+    for line in told.lines:
         print(f"tokenmill: {line}", file=sys.stderr)
     return llm
 

@@ -174,7 +174,7 @@ class BackendLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """How large and how long the steps are that suit a model where it is: settings of an engine. None: its own."""
+    """Settings of an engine that suit a model where it is: how large steps are, how long. None: the engine's own."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -51,10 +51,8 @@ class CostModel:
 
     def _without_delay(self, num_tokens: int, attention: float, seconds: float) -> float:
         """One step that was held up for long must not make a hundred others seem slow; many that are slow still do."""
-        is_sure = self._num_observed >= SURE_AFTER
-        if (
-            not is_sure or seconds * self._moments[0] <= HELD_UP * self._products[0]
-        ):  # not long beside the average, either
+        is_long = seconds * self._moments[0] > HELD_UP * self._products[0]  # beside the average: quick to find out
+        if not is_long or self._num_observed < SURE_AFTER:
             return seconds
         expected = self.predict(num_tokens, attention)
         return min(seconds, HELD_UP * expected) if expected else seconds

@@ -1,4 +1,4 @@
-"""How much memory of the card a step takes: found out by running the largest one there is."""
+"""How much memory of the card a step takes: found out by running the largest one, or worked out before that can be."""
 
 from __future__ import annotations
 
