@@ -100,6 +100,7 @@ def test_a_server_that_is_full_says_so_and_is_asked_again(browser: Browser) -> N
             hold.step()  # it looks into its inbox
             hold.step()  # it tells what it found there
             expect(alert).to_contain_text("busy with others")
+        server.wait_until_idle()  # it has noticed that the others left
         with visit.answered():
             visit.page.get_by_role("button", name="Try again").click()
         expect(alert).to_have_count(0)
