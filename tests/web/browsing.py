@@ -205,7 +205,7 @@ class Visit:
 
     def wait_for_words(self, num_chars: int = 1) -> None:
         """The answer on its way has begun."""
-        script = "least => document.querySelector('article[aria-busy=true] .prose')?.textContent.length >= least"
+        script = "least => document.querySelector('article[aria-busy=true] .prose')?.textContent.trim().length >= least"
         self.page.wait_for_function(script, arg=num_chars)
 
     def act(self, message: Locator, label: str) -> None:
