@@ -11,8 +11,10 @@ from tests.planting import PlantedBug, plant
 from tokenmill.core import blocks, fake, paged, segments, tables
 
 BUGS = [
-    PlantedBug("seq_rm off by one", paged.PagedKV, "seq_rm", "cut_tail(s, lo)", "cut_tail(s, lo + 1)"),
-    PlantedBug("shared block written without a copy", paged, "_must_copy", "refs > holders or", "False or"),
+    PlantedBug(
+        "seq_rm off by one", paged.PagedKV, "seq_rm", "self.tables.cut_tail(s, lo)", "self.tables.cut_tail(s, lo + 1)"
+    ),
+    PlantedBug("shared block written without a copy", paged, "_must_copy", "refs > holders", "False"),
     PlantedBug(
         "last holder of a block copies it too", paged, "_must_copy", "refs_left[block] = refs - holders", "pass"
     ),
@@ -20,27 +22,57 @@ BUGS = [
     PlantedBug("block left by all never freed", paged.PagedKV, "commit", "self.tables.pool.give_back(blocks)", "pass"),
     PlantedBug("missing rollback", paged.PagedKV, "rollback", "reversed(self._applied)", "()"),
     PlantedBug(
-        "rollback forgets copied blocks", paged.PagedKV, "rollback", "undo.copied, segment", "undo.copied[:0], segment"
+        "rollback forgets copied blocks",
+        paged.PagedKV,
+        "rollback",
+        "np.add.at(self.tables.pool.refs, undo.copied, segment.holders[copy])",
+        "pass",
     ),
-    PlantedBug("stale tail", tables.BlockTables, "cut_tail", "= keep, end", "= keep, self.end[seq]"),
+    PlantedBug("stale tail", tables.BlockTables, "cut_tail", "keep, end", "keep, self.end[seq]"),
     PlantedBug("wrong window edge", fake.FakeBackend, "_hash_visible", "pos - window + 1", "pos - window"),
     PlantedBug("double free", blocks.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
     PlantedBug("blocks never freed", blocks.BlockPool, "give_back", "self.num_free += len(blocks)", "pass"),
-    PlantedBug("position gap accepted", paged.PagedKV, "_check", "token_pos != expected", "token_pos < expected"),
-    PlantedBug("seq_cp moves positions", tables.BlockTables, "share", "+ first * self.block_size", ""),
-    PlantedBug("seq_cp shares one block too few", tables.BlockTables, "share", "-(-(p1", "((p1"),
+    PlantedBug(
+        "position gap accepted",
+        paged.PagedKV,
+        "_check",
+        "segment.token_pos != expected",
+        "segment.token_pos < expected",
+    ),
+    PlantedBug(
+        "seq_cp moves positions",
+        tables.BlockTables,
+        "share",
+        "self.base[src] + first * self.block_size",
+        "self.base[src]",
+    ),
+    PlantedBug(
+        "seq_cp shares one block too few",
+        tables.BlockTables,
+        "share",
+        "-(-(p1 - int(self.base[src])) // self.block_size)",
+        "(p1 - int(self.base[src])) // self.block_size",
+    ),
     PlantedBug("only one shift done", paged.PagedKV, "update", "del self._shifts[0]", "self._shifts.clear()"),
     PlantedBug("shift never reaches the data", paged.PagedKV, "update", "self._storage.shift(slots, delta)", "pass"),
     PlantedBug(
         "shared cells shifted",
         tables.BlockTables,
         "shares_cells",
-        "for other in self.active() if",
-        "for other in () if",
+        "self.active()",
+        "()",
     ),
-    PlantedBug("failed step kept", paged.PagedKV, "forget", ">= step", "> step"),
+    PlantedBug(
+        "failed step kept",
+        paged.PagedKV,
+        "forget",
+        "self._step_of_slot[self.tables.slots_of(seq)] >= step",
+        "self._step_of_slot[self.tables.slots_of(seq)] > step",
+    ),
     PlantedBug("companions left behind", paged, "_place", "tables.follow(lead, others)", "pass"),
-    PlantedBug("parting sequences not cut", segments, "cut_into_segments", "!= group for", "== () for"),
+    PlantedBug(
+        "parting sequences not cut", segments, "cut_into_segments", "companions.get(seq, group) != group", "False"
+    ),
     PlantedBug(
         "head cut frees nothing", tables.BlockTables, "cut_head", "self.pool.release(self.table[seq, :gone])", "pass"
     ),

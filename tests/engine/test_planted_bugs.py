@@ -10,14 +10,26 @@ from tests.planting import PlantedBug, plant
 from tokenmill.engine import kv_manager, plan, prefix, results, rows, scheduler
 
 BUGS = [
-    PlantedBug("tokens given to a row's next tenant", rows.RunningRows, "settle", "== plan.sampled_leases", "!= -1"),
+    PlantedBug(
+        "tokens given to a row's next tenant",
+        rows.RunningRows,
+        "settle",
+        "self.lease[plan.sampled_rows] == plan.sampled_leases",
+        "self.lease[plan.sampled_rows] != -1",
+    ),
     PlantedBug("sampled token not awaited", rows.RunningRows, "input_tokens", "self.pending[rows] > 0", "rows < 0"),
     PlantedBug(
         "undo forgets the tokens", rows.RunningRows, "undo", "self.num_computed[rows] -= plan.counts[still]", "pass"
     ),
-    PlantedBug("undo forgets the samples", rows.RunningRows, "undo", "] -= 1", "] -= 0"),
+    PlantedBug(
+        "undo forgets the samples",
+        rows.RunningRows,
+        "undo",
+        "self.pending[plan.sampled_rows[self.lease[plan.sampled_rows] == plan.sampled_leases]] -= 1",
+        "pass",
+    ),
     PlantedBug("budget never used up", plan.Draft, "_give", "self.budget -= count", "pass"),
-    PlantedBug("prefill before decode", scheduler.Scheduler, "schedule", "self._decode(draft", "self._prefill(draft"),
+    PlantedBug("prefill before decode", scheduler.Scheduler, "schedule", "self._decode", "self._prefill"),
     PlantedBug("prompt matched to its last token", kv_manager.KVManager, "match", "tokens[:-1]", "tokens"),
     PlantedBug(
         "prefix one token too long",
@@ -46,12 +58,18 @@ BUGS = [
         "matched",
     ),
     PlantedBug("split edge loses its entries", prefix.PrefixIndex, "_split", "dict(node.entries)", "{}"),
-    PlantedBug("stop token before its time", results.Results, "_end_if_complete", "> limits.min_new_tokens", "> 0"),
+    PlantedBug(
+        "stop token before its time",
+        results.Results,
+        "_end_if_complete",
+        "len(request.tokens) - request.num_prompt > limits.min_new_tokens",
+        "len(request.tokens) - request.num_prompt > 0",
+    ),
     PlantedBug("cells promised twice", scheduler.Scheduler, "_make_room_before", "draft.cells + cells", "0"),
     PlantedBug(
         "parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked, FAILURE)", "pass"
     ),
-    PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length(", "int("),
+    PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length", "int"),
 ]
 
 

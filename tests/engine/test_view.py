@@ -128,14 +128,16 @@ def test_a_view_does_not_drift(depth: int) -> None:
 
 
 BUGS = [
-    PlantedBug("drawn tokens are forgotten", view.CoreView, "_add_up", "drawn, 1", "drawn, 0"),
+    PlantedBug("drawn tokens are forgotten", view.CoreView, "_add_up", "np.add.at(self._num_tokens, drawn, 1)", "pass"),
     PlantedBug("a row's next tenant gets its steps", view.CoreView, "_take_row", "self._add_up()", "pass"),
-    PlantedBug("rows that changed hands are counted", view.CoreView, "_tick", "if event.is_whole:", "if True:"),
-    PlantedBug("shortened KV keeps its length", view.CoreView, "_change_parked", ", ParkedChange.SHORTENED", ""),
-    PlantedBug("preempted requests are lost", view.CoreView, "_change", "is Phase.PREEMPTED", "is Phase.ENDED"),
-    PlantedBug("nobody is ever generating", view.CoreView, "_change", '"generating"', '"prefilling"'),
-    PlantedBug("steps in flight are counted", stats, "slot_views", "num_collected(in_flight)", "num_computed"),
-    PlantedBug("cells are told only with steps", EngineCore, "_tell_cells", "if free != self._told_cells", "if False"),
+    PlantedBug("rows that changed hands are counted", view.CoreView, "_tick", "event.is_whole", "True"),
+    PlantedBug("shortened KV keeps its length", view.CoreView, "_change_parked",
+               "(ParkedChange.PARKED, ParkedChange.SHORTENED)", "(ParkedChange.PARKED,)"),
+    PlantedBug("preempted requests are lost", view.CoreView, "_change", "event.phase is Phase.PREEMPTED", "False"),
+    PlantedBug("nobody is ever generating", view.CoreView, "_change", "'generating'", "'prefilling'"),
+    PlantedBug("steps in flight are counted", stats, "slot_views",
+               "rows.num_collected(in_flight)", "rows.num_computed"),
+    PlantedBug("cells are told only with steps", EngineCore, "_tell_cells", "free != self._told_cells", "False"),
     PlantedBug("what is released is not told", events.EventBus, "emit", "list(self._subscribers)",
                "([] if getattr(event, 'change', None) is ParkedChange.RELEASED else list(self._subscribers))"),
 ]  # fmt: skip

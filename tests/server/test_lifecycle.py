@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import tests
+from tests.planting import PlantedBug, plant
 from tests.server import serving
 from tests.server.serving import KEY, WAIT_S, Child, Reply, child, raw_request, request
 from tests.server.wire import LONG, Wire, chat_request, until
@@ -122,13 +123,22 @@ def test_l05_what_runs_is_done_to_the_end(tmp_path: Path) -> None:
     drain(tmp_path / "log")
 
 
+NO_DRAIN = PlantedBug(
+    "no drain",
+    Server,
+    "_drain",
+    "self._until_empty(self._served.config.drain_s, lambda: self._is_hurried)",
+    "self._until_empty(0, lambda: self._is_hurried)",
+)
+
+
 def test_l05_a_server_that_cuts_streams_off_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug = 'PlantedBug("no drain", Server, "_drain", "_until_empty(self._served.config.drain_s, ", "_until_empty(0, ")'
-    program = f"""
+    plant(NO_DRAIN, monkeypatch)  # says here if its target is gone; the child's failure could be taken for the bug
+    program = """
         import pytest
-        from tests.planting import PlantedBug, plant
-        from tokenmill.server.run import Server
-        plant({bug}, pytest.MonkeyPatch())
+        from tests.planting import plant
+        from tests.server.test_lifecycle import NO_DRAIN
+        plant(NO_DRAIN, pytest.MonkeyPatch())
     """
     change_program(tmp_path / "program", program, monkeypatch)
     with pytest.raises(AssertionError, match="error"):

@@ -184,8 +184,11 @@ def test_models_that_nobody_uses_make_room_and_others_do_not() -> None:
 # -- the suite can fail -----------------------------------------------------------------------------------------------
 
 
+EACH_LOADS_ITS_OWN = PlantedBug("each loads its own", Models, "load", "place.loading is None", "True")
+
+
 def test_loading_it_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(PlantedBug("each loads its own", Models, "load", "if place.loading is None:", "if True:"), monkeypatch)
+    plant(EACH_LOADS_ITS_OWN, monkeypatch)
     store = Store()
     with two_models(store) as server, pytest.raises(AssertionError):
         load_once(server, store)

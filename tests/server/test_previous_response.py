@@ -393,7 +393,8 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (PlantedBug("instructions stay", StoredResponse, "conversation", "said[1:]", "said"),
      lambda server: other_instructions(server, stream=False)),
     (PlantedBug("sessions stay", ResponseStore, "add", "self.forget(oldest)", "pass"), forget),
-    (PlantedBug("the newest is forgotten", ResponseStore, "add", "last=False", "last=True"), forget),
+    (PlantedBug("the newest is forgotten", ResponseStore, "add", "self._stored.popitem(last=False)",
+                "self._stored.popitem(last=True)"), forget),
     (PlantedBug("what is cut off stays", responses, "_turn", "store.forget(StoredResponse(*made))", "pass"),
      leave_early),
 ]  # fmt: skip

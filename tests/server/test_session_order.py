@@ -137,12 +137,12 @@ def test_p06_a_session_deleted_during_a_stream_ends_it(server: Running) -> None:
 
 
 BUGS = [
-    PlantedBug("the last comes first", master.Master, "_go_on", "waiting.popleft()", "waiting.pop()"),
+    PlantedBug("the last comes first", master.Master, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
     PlantedBug(
         "input and answer are two operations", SessionService, "answer",
         "return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel)",
         "given = given and await self.append_input(session_id, given) and None\n"
-        "    return await loaded.master.ask(session_id, operation)",
+        "return await loaded.master.ask(session_id, operation)",
     ),
 ]  # fmt: skip
 

@@ -415,7 +415,8 @@ BUGS = [
     PlantedBug("ids are those of the beginning", session_turns.AnswerStream, "_event",
                "chunk.offset + len(chunk.token_ids)", "chunk.offset"),
     PlantedBug("the text of a finished answer from the wrong place", live.Answer, "read",
-               "self.ends[offset - 1] if offset", "self.ends[offset] if 0 < offset < len(self.ends)"),
+               "self.ends[offset - 1] if offset else 0",
+               "self.ends[offset] if 0 < offset < len(self.ends) else 0"),
     PlantedBug("the end comes twice", session_turns, "resume_at", "None if is_end else int(place)",
                "0 if is_end else int(place)"),
 ]  # fmt: skip

@@ -119,10 +119,10 @@ def test_keep_alive_of_the_command_line(tmp_path: Path) -> None:
 # -- the suite can fail -----------------------------------------------------------------------------------------------
 
 
+NOBODY_COUNTS = PlantedBug("nobody counts", Models, "users", "self._calls.of(model.llm) + len(model.sessions)", "0")
+
+
 def test_unloading_what_is_used_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(
-        PlantedBug("nobody counts", Models, "users", "self._calls.of(model.llm) + len(model.sessions)", "0"),
-        monkeypatch,
-    )
+    plant(NOBODY_COUNTS, monkeypatch)
     with pytest.raises(AssertionError):
         test_a_model_in_use_is_not_unloaded_unless_forced()

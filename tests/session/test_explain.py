@@ -252,10 +252,11 @@ BUGS = {
         "a cut goes unnoticed", TokenLog, "_cut", "self.low = min(self.low, keep)", "pass"
     ): test_an_edit_is_named_with_both_texts_and_the_message,
     PlantedBug(
-        "texts from a token too late", PrefixIndex, "divergence", "slice(matched, ", "slice(matched + 1, "
+        "texts from a token too late", PrefixIndex, "divergence",
+        "slice(matched, matched + num_shown)", "slice(matched + 1, matched + num_shown)"
     ): test_an_edit_is_named_with_both_texts_and_the_message,
     PlantedBug(
-        "a loss is forgotten when the core looks", KVManager, "verdict", 'request.hints.owner or ""', '""'
+        "a loss is forgotten when the core looks", KVManager, "verdict", "request.hints.owner or ''", "''"
     ): test_an_eviction_is_named_with_when_and_for_whom,
 }  # fmt: skip
 

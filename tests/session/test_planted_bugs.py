@@ -16,7 +16,10 @@ from tokenmill.session.upkeep import Upkeep
 
 BUGS = [
     PlantedBug("forks share one log", TokenLog, "copy", "self.tokens[:], list(self.turns)", "self.tokens, self.turns"),
-    PlantedBug("a cut keeps one token too many", TokenLog, "cut_at_turn", "else end)", "else end + 1)"),
+    PlantedBug(
+        "a cut keeps one token too many", TokenLog, "cut_at_turn",
+        "0 if end is None else end", "0 if end is None else end + 1",
+    ),
     PlantedBug("regenerate repeats itself", Session, "drop_answer", "self.attempt += 1", "self.attempt += 0"),
     PlantedBug(
         "the stop token is not in the log", Session, "take_answer",
@@ -31,7 +34,7 @@ BUGS = [
     ),
     PlantedBug(
         "a fork draws with its parent's seed and attempt forgotten", SessionService, "answer",
-        '"attempt": session.attempt', '"attempt": 0',
+        "session.attempt", "0",
     ),
 ]  # fmt: skip
 
