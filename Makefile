@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test soak clients screenshots check format requirements clean
+.PHONY: help serve tour test flaky soak clients screenshots check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 
 test: $(VENV)/.dev  ## run all tests, on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
+	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test
 
 soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
