@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter that makes it.
+# Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter; TORCH the build of torch, cpu or cuda
+# (default: the one that is installed, else cuda on a machine with an NVIDIA GPU); TORCH_INDEX an index to take it from.
 PYTHON ?= python3
 VENV   := .venv
 MINUTES ?= 5
@@ -6,6 +7,10 @@ MODEL  ?= smollm2-135m
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+GPU    := $(strip $(shell nvidia-smi -L 2>/dev/null | grep '^GPU') $(wildcard /proc/driver/nvidia/gpus/*))
+TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*))),$(if $(GPU),cuda,cpu))
+$(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
 
 .DEFAULT_GOAL := help
 .PHONY: help serve tour test flaky soak clients screenshots check format requirements clean
@@ -15,11 +20,20 @@ help:  ## show this list
 
 KERNELS := $(wildcard src/tokenmill/backends/torch/native/*.c src/tokenmill/backends/torch/native/*.h)
 
-$(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+$(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
-	@echo "setting up $(VENV): torch and what engine and server need, about a minute"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+
+# One stamp for each build, so that another TORCH replaces what is there.
+$(VENV)/.torch-$(TORCH): constraints.txt tools/install_torch.py | $(BIN)/python
+	@echo "setting up $(VENV): torch"
+	@rm -f $(VENV)/.torch-*
+	@$(BIN)/python tools/install_torch.py $(TORCH)
+	@touch $@
+
+$(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV)/.torch-$(TORCH)
+	@echo "setting up $(VENV): what engine and server need, about a minute"
 	@$(PIP) -e '.[server]'
 	@touch $@
 
@@ -29,7 +43,7 @@ $(VENV)/.dev: $(VENV)/.base
 	@sh tools/chromium.sh
 	@touch $@
 
-serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API
+serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API; TORCH=cpu|cuda
 	@exec $(BIN)/tokenmill serve $(MODEL) --port $(PORT) $(ARGS)
 
 tour: $(VENV)/.base  ## see the contract and the engine at work on the fake backend, tick by tick

@@ -53,6 +53,8 @@ def environment(name: str) -> Path:
     print(f"setting up .clients/{name}: {' '.join(CLIENTS[name].requirements)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False)
+    if any(one.startswith("torch==") for one in CLIENTS[name].requirements):  # the CPU build is all that a client needs
+        _run([sys.executable, str(ROOT / "tools" / "install_torch.py"), "cpu", "--python", str(python)])
     _install(python, CLIENTS[name].requirements)
     stamp.write_text(wanted)
     return python
@@ -66,6 +68,10 @@ def _fingerprint(client: Client) -> str:
 def _install(python: Path, requirements: tuple[str, ...]) -> None:
     """With the pip of this interpreter; what is never imported is never compiled."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "-qq", "--no-compile", *requirements], capture_output=True, text=True)
+    _run([*pip, "-qq", "--no-compile", *requirements])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise InstallFailed(done.stderr.strip()[-600:])
