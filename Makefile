@@ -13,7 +13,7 @@ TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(V
 $(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test flaky soak clients screenshots check format requirements clean
+.PHONY: help serve tour test flaky soak clients screenshots docs check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -64,6 +64,9 @@ clients: $(VENV)/.dev  ## real clients, each in its own environment
 
 screenshots: $(VENV)/.dev  ## pictures of the web page, for the README
 	@$(BIN)/python -m tests.web.screenshots
+
+docs: $(VENV)/.dev  ## write the generated parts of docs/
+	@$(BIN)/python -m tests.generated_docs
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	@$(BIN)/ruff check .

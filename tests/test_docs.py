@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.generated_docs import pages
 from tests.server.serving import child
 from tokenmill import errors
 from tokenmill.engine.lifecycle import ENDINGS
@@ -87,3 +88,8 @@ def test_every_error_and_every_ending_is_in_the_table() -> None:
             assert f"`{name}`" in page
     for reason, ending in ENDINGS.items():
         assert f"| `{reason.value}` | {ending.state.value} | {ending.openai or '-'} | {ending.http_status} |" in page
+
+
+def test_21_5_generated_parts_of_the_docs_are_what_the_code_says() -> None:
+    for page, text in pages():
+        assert page.read_text() == text, f"{page.name} is not what `make docs` writes"

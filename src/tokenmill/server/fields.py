@@ -30,16 +30,6 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def refused(words: str) -> AfterValidator:
-    """A field that others have and we don't: better said than ignored."""
-
-    def check(value: Any) -> Any:
-        if value is not None:
-            raise ValueError(words)
-
-    return AfterValidator(check)
-
-
 def list_of(kind: type, words: str) -> AfterValidator:
     """A list of one kind of things, with one complaint for all that are not."""
 
@@ -59,7 +49,6 @@ def _array(items: str) -> WithJsonSchema:
 
 Ids = Annotated[Any, list_of(int, "token ids"), _array("integer")]
 Texts = Annotated[Any, list_of(str, "texts"), _array("string")]
-Objects = Annotated[Any, list_of(dict, "objects"), _array("object")]
 
 
 def _stop(value: Any) -> Any:

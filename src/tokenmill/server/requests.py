@@ -1,18 +1,29 @@
 """Bodies of requests, checked by pydantic; from their fields to `SamplingParams`.
 
-Unknown fields are ignored, as OpenAI does. What is wrong in type is refused here, what is wrong in value by
-`SamplingParams` itself; the limits of this server are in `ServerConfig`.
+A body declares the fields it supports; `compatibility.py` decides about the others that clients are known to send, and
+unknown ones are ignored. Types are checked here, values by `SamplingParams`; the limits are in `ServerConfig`.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tokenmill.engine.request import Hints
 from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
+from tokenmill.server.compatibility import Endpoint, check_fields
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import (
@@ -20,27 +31,36 @@ from tokenmill.server.fields import (
     Flag,
     Ids,
     Number,
-    Objects,
     Stop,
     Texts,
     TextsOrIds,
     at_most,
     list_of,
-    refused,
 )
 
 log = logging.getLogger(__name__)
 
 
 class Body(BaseModel):
-    """Unknown fields are kept apart, so that the log can name them."""
+    """Fields that it does not declare are kept apart, so that the log can name them."""
 
     model_config = ConfigDict(extra="allow")
+
+    endpoint: ClassVar[Endpoint | None] = None
+    """Whose fields are checked; None: all that are not declared are ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, body: Any) -> Any:
+        """Before anything else: with a field that is rejected, nothing else in the body matters."""
+        if cls.endpoint is not None and isinstance(body, dict):
+            check_fields(cls.endpoint, body, cls.model_fields)
+        return body
 
     def model_post_init(self, _: Any) -> None:
         if self.model_extra:
             names = ", ".join(f"{name!r:.40}" for name in list(self.model_extra)[:20])
-            log.debug("fields that are not known: %s", names)
+            log.debug("fields without effect: %s", names)
 
 
 class StreamOptions(Body):
@@ -76,7 +96,6 @@ class Shared(Hinted):
     top_k: StrictInt | None = None
     min_p: Number | None = None
     seed: StrictInt | None = None
-    prompt_embeds: Annotated[Any, refused("is not taken: a prompt is a text or token ids")] = None
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
@@ -186,6 +205,8 @@ class ChatMessage(BaseModel):
 class ChatFields(SamplingFields):
     """What chats and answers of sessions understand."""
 
+    endpoint = Endpoint.SESSIONS
+
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     logprobs: Flag = None
@@ -219,11 +240,10 @@ class ChatFields(SamplingFields):
 
 
 class ChatRequest(ChatFields):
+    endpoint = Endpoint.CHAT
+
     model: StrictStr
     messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
-    response_format: dict[str, Any] | None = None
-    tools: Objects = None
-    functions: Objects = None
     # Extensions.
     session_id: StrictStr | None = Field(
         None, max_length=256, description="Go on with this session: messages are only what is new."
@@ -231,7 +251,6 @@ class ChatRequest(ChatFields):
     add_generation_prompt: Flag = None
     continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Annotated[Any, refused("is not taken from a request")] = None
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -258,11 +277,6 @@ class ChatRequest(ChatFields):
                 raise ApiError(400, what, param="messages")
             if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
                 raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise ApiError(400, f"{name} are not supported", param=name)
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise ApiError(400, "only the response format text is supported", param="response_format")
         if self.continue_final_message and self.add_generation_prompt:
             what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
             raise ApiError(400, f"{what}: not both", param="continue_final_message")
@@ -283,13 +297,13 @@ class ChatRequest(ChatFields):
 
 
 class CompletionRequest(SamplingFields):
+    endpoint = Endpoint.COMPLETIONS
+
     model: StrictStr
     prompt: TextsOrIds
     max_tokens: StrictInt | None = None
     echo: Flag = None
     logprobs: StrictInt | None = None
-    best_of: StrictInt | None = None
-    suffix: str | None = None
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 16}]},
@@ -304,13 +318,11 @@ class CompletionRequest(SamplingFields):
         super().check(config)
         if self.logprobs is not None and not 0 <= self.logprobs <= config.max_completion_logprobs:
             raise ApiError(400, f"logprobs must be 0 to {config.max_completion_logprobs}", param="logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of other than n is not supported", param="best_of")
-        if self.suffix:
-            raise ApiError(400, "suffix is not supported", param="suffix")
 
 
 class EmbeddingRequest(Hinted):
+    endpoint = Endpoint.EMBEDDINGS
+
     model: StrictStr
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
@@ -348,6 +360,8 @@ class DetokenizeRequest(Body):
 class ResponsesRequest(Shared):
     """OpenAI's newer form of a chat. With `previous_response_id` a request brings only what is new."""
 
+    endpoint = Endpoint.RESPONSES
+
     model: StrictStr
     input: Annotated[
         Any,
@@ -362,9 +376,6 @@ class ResponsesRequest(Shared):
     store: Flag = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    text: dict[str, Any] | None = None
-    tools: Objects = None
-    background: Flag = None
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -373,16 +384,9 @@ class ResponsesRequest(Shared):
     )
 
     def check(self, config: ServerConfig) -> None:
-        """Limits of this server, and what it does not do."""
+        """Limits of this server."""
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
-        if self.tools:
-            raise ApiError(400, "tools are not supported", param="tools")
-        if self.background:
-            raise ApiError(400, "background responses are not supported", param="background")
-        form = (self.text or {}).get("format")
-        if isinstance(form, dict) and form.get("type", "text") != "text":
-            raise ApiError(400, "only the text format text is supported", param="text")
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         return super().sampling(defaults, max_tokens=_positive("max_output_tokens", self.max_output_tokens), **more)
