@@ -167,6 +167,17 @@ def test_a_top_k_beyond_the_first_look_still_bounds_the_mass(top_k: int, top_p: 
     assert np.isin(drawn, least_likely_half).any()
 
 
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("vocab", [2, 8, 32, 128])
+def test_top_p_stops_where_its_sum_is_reached_and_equal_logits_go_by_id(vocab: int) -> None:
+    """Of 8 equally likely tokens, a top-p of 3/8 keeps 3: binary fractions, so that no rounding is in the way."""
+    equal = np.full(vocab, 1.7, dtype=np.float32)
+    for kept in {1, vocab // 4 or 1, vocab // 2, vocab // 2 + 1, vocab - 1}:
+        for top_k in (0, vocab, vocab + 1):
+            params = SamplingParams(top_p=kept / vocab, top_k=top_k, temperature=0.7)
+            assert set(draws(equal, params, 10 * vocab).tolist()) == set(range(kept)), params
+
+
 @pytest.mark.req("G20")
 def test_choices_attempts_and_positions_differ() -> None:
     logits = np.zeros((1, 1000), dtype=np.float32)

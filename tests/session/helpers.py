@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
+
+import pytest
 
 from tokenmill import SessionService
 from tokenmill.config import EngineConfig
@@ -86,6 +89,18 @@ def scene(play: Callable[[SessionService], Awaitable[None]], **options: Any) -> 
             await play(service)
 
     asyncio.run(run())
+
+
+class SteppedClock:
+    """Real time plus `ahead`: for event loops, for when a session was last used, and for what a store writes down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        for name in ("monotonic", "time"):
+            monkeypatch.setattr(time, name, self._stepped(getattr(time, name)))
+
+    def _stepped(self, real: Callable[[], float]) -> Callable[[], float]:
+        return lambda: real() + self.ahead
 
 
 def tokens_of(service: SessionService, name: str) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tokenmill import SessionService
 from tokenmill.errors import SessionEnded
 from tokenmill.params import SamplingParams
 from tokenmill.session import keeping
+from tokenmill.session.kv_files import HEADER, KVFiles
 from tokenmill.session.store import SessionStore
 
 
@@ -78,6 +81,24 @@ def test_kv_files_are_evicted_by_size(tmp_path: Path, monkeypatch: pytest.Monkey
     play(store, scene)
     assert 0 < store.kv.num_bytes <= 5000
     store.close()
+
+
+def test_kv_files_are_evicted_by_last_use_and_reading_is_use(tmp_path: Path) -> None:
+    ids, form, another = array("i", [1, 2, 3]), "f" * 32, "g" * 32
+    files = KVFiles(tmp_path, max_bytes=3 * (HEADER.size + 10))
+
+    def held() -> set[str]:
+        return {name for name in ("read", "looked at", "younger", "new", "newer") if files.num_tokens(name)}
+
+    for age, name in ((30, "read"), (20, "looked at"), (10, "younger")):
+        files.write(name, form, ids, bytes(10))
+        os.utime(files._path(name), (1e9 - age, 1e9 - age))
+    assert files.read("read", form, ids) is not None
+    assert files.read("looked at", another, ids) is None, "it was of no use"
+    files.write("new", form, ids, bytes(10))
+    assert held() == {"read", "younger", "new"}
+    files.write("newer", form, ids, bytes(10))
+    assert held() == {"read", "new", "newer"}
 
 
 def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
+from tests.session.helpers import GREEDY, SteppedClock, continuation, make_service, read, scene, tokens_of
+from tests.session.storing import ask
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
 from tokenmill.errors import EngineDead, ModelNotLoaded, Overloaded, SessionEnded, SessionNotFound
@@ -49,6 +50,23 @@ def test_sessions_expire() -> None:
             service.get(name)
 
     scene(play, limits=SessionLimits(ttl_s=0.05))
+
+
+@pytest.mark.req("R4")
+def test_reading_an_answer_again_counts_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteppedClock(monkeypatch)
+
+    async def play(service: SessionService) -> None:
+        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(3)]
+        for name in names:
+            await ask(service, name)
+        clock.ahead += 20
+        await read(await service.attach(names[1]))
+        clock.ahead += 20
+        assert service.end_idle(30) == 2
+        assert [info.session_id for info in service.list()] == [names[1]]
+
+    scene(play)
 
 
 @pytest.mark.req("R1")

@@ -145,6 +145,17 @@ def test_the_least_loaded_core_counts_forks_and_forgets_openings() -> None:
     assert routing.choose("x", [1]) == 1
 
 
+def test_a_session_that_ends_leaves_the_load_of_its_core() -> None:
+    async def play(service: SessionService) -> None:
+        names = [await service.create_session() for _ in range(6)]
+        assert [service.get(name).core for name in names] == [0, 1] * 3
+        for name in names[::2]:
+            await service.end_session(name)
+        assert [service.get(await service.create_session()).core for _ in range(4)] == [0, 0, 0, 0]
+
+    scene(play, num_workers=2, routing="least_loaded")
+
+
 def test_expiry_lives_as_long_as_the_service() -> None:
     async def play(service: SessionService) -> None:
         for _ in range(2):

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.session.helpers import GREEDY, read, scene, tokens_of
+from tests.session.helpers import GREEDY, SteppedClock, read, scene, tokens_of
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.inputs import Generation
+from tokenmill.engine.request import Hints
 from tokenmill.errors import InvalidRequest
+from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
+from tokenmill.session.live import LiveTurn
+from tokenmill.text.tokenizer import ByteTokenizer
 
 
 @pytest.mark.req("R43", "B8")
@@ -38,6 +44,33 @@ def test_reading_again_from_an_offset() -> None:
             assert last.finish_reason == "stop"
         with pytest.raises(InvalidRequest, match="nothing at 999"):
             await anext(await service.attach(name, 999))
+
+    scene(play)
+
+
+@pytest.mark.req("R43", "B8")
+def test_logprobs_go_along_with_the_tokens_of_a_reader_that_comes_back() -> None:
+    async def play(service: SessionService) -> None:
+        client: Any = service._model().client
+        hold = Fault(FaultKind.STALL, after=10)
+        client.pool.cores[0].core._executor.backend.faults.add(hold)
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        live = await service.answer(name, 30, given="a", ignore_eos=True, logprobs=2)
+        reader, seen = live.read(), 0
+        while seen < 6:
+            seen += len((await anext(reader)).token_ids)
+        scores: Any = live.generation.output.outputs[0].logprobs
+        resumed = live.read(4)
+        first = await anext(resumed)
+        hold.release.set()
+        assert first.offset == 4
+        assert first.logprobs == scores[4 : 4 + len(first.token_ids)]
+        async for chunk in resumed:
+            assert chunk.logprobs == scores[chunk.offset : chunk.offset + len(chunk.token_ids)]
+        assert len(scores) == 30
+        for offset in range(31):  # it is over
+            (chunk,) = [chunk async for chunk in await service.attach(name, offset)]
+            assert chunk.logprobs == scores[offset:]
 
     scene(play)
 
@@ -76,3 +109,58 @@ def test_a_reader_that_stalls_for_too_long() -> None:
         assert (await read(stream))[2].finish_reason == "timeout"
 
     scene(play, limits=SessionLimits(stall_timeout_s=0.05))
+
+
+class TwoCharacters(ByteTokenizer):
+    """Every token says "xa"."""
+
+    def decode(self, ids: Any, *, skip_special: bool = True) -> str:  # noqa: ARG002
+        return "xa" * len(ids)
+
+
+class Cancelled:
+    """In place of an engine: what was cancelled, and why."""
+
+    def __init__(self) -> None:
+        self.reasons: list[FinishReason] = []
+
+    def cancel(self, _: str, reason: FinishReason) -> None:
+        self.reasons.append(reason)
+
+    def finish(self, *_: object) -> None:
+        raise AssertionError("no stop string is complete")
+
+
+@pytest.mark.req("R43")
+def test_a_read_that_can_not_take_everything_restarts_the_stall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An "a" may begin the stop string, so of the last token only the "x" is there, which no reader gets yet."""
+    clock = SteppedClock(monkeypatch)
+
+    async def play() -> None:
+        client: Any = Cancelled()
+        params = SamplingParams(stop=("ab",), max_tokens=100)
+        generation = Generation(
+            "r", None, [1], params, TwoCharacters(),
+            engine_id="r", vocab_size=256, max_model_len=200, seed=1, hints=Hints(), timeout_s=None,
+        )  # fmt: skip
+        live = LiveTurn(generation, client, lambda _: None, stall_timeout_s=10, max_unread_bytes=1 << 20)
+
+        async def pass_time(seconds: float) -> None:
+            clock.ahead += seconds
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        live.hear(GeneratedToken("r", 1))
+        await pass_time(0)
+        reader = live.read()
+        for _ in range(4):
+            live.hear(GeneratedToken("r", 1))
+            await pass_time(0)
+            assert (await anext(reader)).text == "xa"
+            assert live._unread() == "x"
+            await pass_time(6)
+            assert client.reasons == []
+        await pass_time(6)
+        assert client.reasons == [FinishReason.TIMEOUT]
+
+    asyncio.run(asyncio.wait_for(play(), 60))

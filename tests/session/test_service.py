@@ -132,6 +132,33 @@ def test_fork_rewind_edit_regenerate() -> None:
     scene(play)
 
 
+@pytest.mark.req("B2")
+def test_a_cut_at_a_token_that_ends_a_turn_keeps_that_turn_whole() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, "one")
+        free = continuation([*b"user: one\nassistant: "], GREEDY, seed=1)
+        await read(await service.generate_stream(name, stop_token_ids=(free[3],)))
+        await service.append_input(name, "two")
+        await read(await service.generate_stream(name))
+        turns = service._model().master.find(name).log.turns
+        assert turns[1].ended_with is not None
+        for count in range(len(turns) + 1):
+            end = turns[count - 1].end if count else 0
+            by_turn = await service.fork(name, at_turn=count)
+            by_token = await service.fork(name, at_token=end)
+            cuts = [service._model().master.find(one) for one in (by_turn, by_token)]
+            assert cuts[0].log.turns == cuts[1].log.turns == turns[:count]
+            assert cuts[0].log.tokens == cuts[1].log.tokens
+            assert cuts[0].state == cuts[1].state
+        await service.rewind(name, at_token=turns[1].end)
+        assert service._model().master.find(name).log.turns == turns[:2]
+        with pytest.raises(InvalidRequest, match="append some input first"):  # the answer is complete
+            await service.generate_stream(name)
+
+    scene(play)
+
+
 @pytest.mark.req("R3", "R9", "R10")
 def test_sessions_are_routed_for_life_and_not_limited_by_workers() -> None:
     async def play(service: SessionService) -> None:

@@ -15,6 +15,7 @@ from tests.session.storing import ask, converse, play, stored
 from tokenmill import SessionService
 from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.errors import SessionNotFound
+from tokenmill.params import SamplingParams
 from tokenmill.session.store import DATABASE, SessionStore
 
 
@@ -81,6 +82,56 @@ def test_every_verb_is_durable_when_it_returns(tmp_path: Path) -> None:
         assert stored(tmp_path / "store", children[1]) is None
 
     play(tmp_path / "store", scene)
+
+
+def test_a_rewind_to_exactly_the_start_of_a_stored_piece_survives_a_restart(tmp_path: Path) -> None:
+    async def first(service: SessionService) -> tuple[list[int], Any]:
+        name = await converse(service, "one", "two", "three")
+        ends = [turn.end for turn in service._model().master.find(name).log.turns]
+        await service.rewind(name, at_turn=4)
+        with sqlite3.connect(tmp_path / DATABASE) as connection:
+            begins = [begin for (begin,) in connection.execute("SELECT begin FROM tokens ORDER BY begin")]
+        assert begins == [0, ends[1]], "each question and its answer are a piece, and the third is gone"
+        assert stored(tmp_path, name) == tokens_of(service, name)
+        return tokens_of(service, name), service.get(name).turns
+
+    async def second(service: SessionService) -> tuple[list[int], Any]:
+        (info,) = service.list()
+        log = tokens_of(service, info.session_id)
+        ids = await ask(service, info.session_id, "four")
+        whole = tokens_of(service, info.session_id)
+        assert ids == continuation(whole[: -len(ids)], GREEDY, seed=1)
+        assert stored(tmp_path, info.session_id) == whole
+        return log, info.turns
+
+    before, after = play(tmp_path, first, second)
+    assert after == before
+
+
+def test_forks_and_regenerations_after_a_restart_draw_differently(tmp_path: Path) -> None:
+    drawn = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    async def first(service: SessionService) -> list[list[int]]:
+        name = await service.create_session(sampling_params=drawn, seed=7)
+        answer = await ask(service, name, "hello")
+        return [answer, *await again(service, name)]
+
+    async def later(service: SessionService) -> list[list[int]]:
+        (info,) = service.list()
+        return await again(service, info.session_id)
+
+    async def again(service: SessionService, name: str) -> list[list[int]]:
+        """A regeneration and two forks of the same question; only the regeneration changes the session itself."""
+        said = [(await read(await service.regenerate(name)))[1]]
+        for _ in range(2):
+            child = await service.fork(name, at_turn=1)
+            said.append((await read(await service.generate_stream(child)))[1])
+            await service.end_session(child)
+        return said
+
+    answers = [tuple(answer) for answers in play(tmp_path, first, later, later) for answer in answers]
+    assert len(answers) == 10
+    assert len(set(answers)) == 10
 
 
 def test_what_differs_is_written_and_nothing_else(tmp_path: Path) -> None:

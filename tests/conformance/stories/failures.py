@@ -96,6 +96,25 @@ def a_failure_found_late_takes_later_steps_along(subject: Subject) -> None:
 
 
 @proves("R24", needs_faults=True)
+def an_import_into_cells_of_a_step_in_flight_outlives_that_step(subject: Subject) -> None:
+    """A step's sequence is removed, an import reuses its cells, and then the step turns out to have failed."""
+    with subject.make(replace(SMALL, depth=1)) as backend:
+        if backend.capabilities.depth == 0 or not backend.capabilities.state_bytes:
+            return
+        prefill(backend, [1, 2, 3])
+        state = backend.kv.export(0)
+        others = BatchBuilder().add_run(list(range(backend.kv.free())), 0, 1).build()
+        backend.faults.add(Fault(FaultKind.LATE_FAIL))  # type: ignore[attr-defined]
+        step = backend.forward(others)
+        backend.kv.seq_rm(1)
+        backend.kv.import_(2, state)
+        with refused(ForwardFailed):
+            backend.collect(step)
+        assert [backend.kv.seq_pos_max(seq) for seq in range(3)] == [2, -1, 2]
+        assert same(subject, prefill(backend, [7], seq=2, start=3), fresh(subject, [1, 2, 3, 7]))
+
+
+@proves("R24", needs_faults=True)
 def a_fatal_failure_ends_the_backend(subject: Subject) -> None:
     for kind in (FaultKind.FATAL, FaultKind.LATE_FATAL):
         with subject.make(SMALL) as backend:
