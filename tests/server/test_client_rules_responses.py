@@ -169,7 +169,7 @@ def test_c28_a_stream_that_fails_before_its_first_token_is_created_first(server:
 @pytest.mark.parametrize(
     ("change", "status", "param"),
     [
-        ({"previous_response_id": "resp_1"}, 404, "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ({"model": "other"}, 404, "model"),
         ({"background": True}, 400, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, 400, "text"),

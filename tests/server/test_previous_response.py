@@ -71,7 +71,7 @@ def told_all(server: Running, *said: tuple[str, str], **changes: Any) -> str:
 
 def assert_not_found(reply: Reply) -> None:
     """P07."""
-    assert_error(reply, 404, "previous_response_id")
+    assert_error(reply, 400, "previous_response_id")
     assert reply.error["code"] == "previous_response_not_found"
 
 
@@ -150,7 +150,7 @@ def test_p07_the_official_client_in_streams(server: Running) -> None:
         last = final.id
     said = [("user", "one"), ("assistant", texts[0]), ("user", "two"), ("assistant", texts[1]), ("user", "three")]
     assert texts[2] == told_all(server, *said)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         server.client.responses.create(model="fake", input="x", previous_response_id="resp_nobody")
     assert caught.value.code == "previous_response_not_found"
 

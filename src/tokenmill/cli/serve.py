@@ -34,13 +34,32 @@ def serve(
         list[str] | None, typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="A key that may load and unload models.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL.")] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name in requests for MODEL; '*' accepts any name. Default: its file or directory name."
+        ),
+    ] = None,
+    default_model: Annotated[
+        bool,
+        typer.Option(
+            "--default-model/--no-default-model",
+            help="Accept requests that name no model if the server has only one.",
+        ),
+    ] = True,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A name by which clients may call this machine, where there is no key.")
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Let web pages of this origin use the server. None may by default.")
     ] = None,
+    clamp_max_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--clamp-max-tokens",
+            help="Cut max_tokens to what fits into the context beside the prompt, instead of rejecting the request.",
+        ),
+    ] = False,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web page at /.")] = True,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at the same time.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
@@ -79,6 +98,7 @@ def serve(
         from tokenmill.server.catalogue import named, read_catalogue, short_name, spec
         from tokenmill.server.config import ServerConfig, hash_key
         from tokenmill.server.logs import configure_logs
+        from tokenmill.server.models import ANY_NAME
         from tokenmill.server.run import serve as run
     except ImportError as error:
         raise ConfigError(f"the server needs more packages ({error.name}): pip install 'tokenmill[server]'") from None
@@ -92,6 +112,8 @@ def serve(
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        default_model=default_model,
+        clamp_max_tokens=clamp_max_tokens,
         web=web,
         spans_url=otlp,
         session_ttl_s=session_ttl,
@@ -116,7 +138,10 @@ def serve(
     specs = [] if config is None else read_catalogue(config, options, keep_alive)
     if model is not None or not (specs or more):
         path = model or shared.DEFAULT
-        specs.insert(0, spec(served_model_name or short_name(path), path, options, keep_alive_s=keep_alive))
+        any_name = served_model_name == ANY_NAME
+        name = short_name(path) if any_name or not served_model_name else served_model_name
+        aliases = [ANY_NAME] if any_name else []
+        specs.insert(0, spec(name, path, options, aliases=aliases, keep_alive_s=keep_alive))
     elif served_model_name is not None:
         raise ConfigError("--served-model-name is for MODEL; --model NAME=PATH has its name")
     specs += [spec(*named(one), options, keep_alive_s=keep_alive) for one in more or ()]

@@ -11,15 +11,15 @@ from tokenmill.server.chat import check_room
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.deltas import Delta, usage, whole
 from tokenmill.server.errors import ApiError
+from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.sse import event
-from tokenmill.server.tokens import TokenForms
 
 Prompt = str | list[int]
 
 
 async def start_completions(
-    call: Call, body: CompletionRequest, config: ServerConfig, forms: TokenForms
+    call: Call, body: CompletionRequest, model: ServedModel, config: ServerConfig
 ) -> CompletionAnswer:
     """Check it, and add a generation for each prompt to the call."""
     body.check(config)
@@ -33,9 +33,9 @@ async def start_completions(
     wanted = None if body.scores_only else body.max_tokens
     for prompt in prompts:
         ids = await call.tokens(len(prompt), lambda prompt=prompt: call.llm.prompt_ids(prompt))  # type: ignore[misc]
-        check_room(ids, wanted, call.llm.max_model_len)
+        check_room(ids, wanted, call.llm.max_model_len, config)
         call.generate(ids, params)
-    return CompletionAnswer(call, body, prompts, params.n, forms)
+    return CompletionAnswer(call, body, prompts, params.n, model)
 
 
 def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
@@ -52,13 +52,19 @@ class CompletionAnswer:
     """The answer to one call: choice i of prompt p has the index p * n + i."""
 
     def __init__(
-        self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt], n: int, forms: TokenForms
+        self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt], n: int, model: ServedModel
     ) -> None:
         self._body = body
         self._prompts = prompts
         self._n = n
-        self._forms = forms
-        self._head = {"id": call.id, "object": "text_completion", "created": call.created, "model": body.model}
+        self._forms = model.forms
+        self._head = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": body.model or model.name,
+            "system_fingerprint": model.system_fingerprint,
+        }
         self._offsets: dict[tuple[int, int], int] = {}
         """Characters of each choice that have been shown, where offsets are asked for."""
 

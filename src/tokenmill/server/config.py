@@ -30,6 +30,8 @@ class ServerConfig:
     """Names by which clients may call the server, beside those of this machine; of use only where there is no key."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server from a browser."""
+    default_model: bool = True
+    """A request of OpenAI's API that names no model is for the only one of the server; else it is rejected."""
     web: bool = True
     """Serve the web page, at /."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
@@ -46,6 +48,8 @@ class ServerConfig:
     max_body_bytes: int = 8 * MIB
 
     # What it may ask for.
+    clamp_max_tokens: bool = False
+    """A `max_tokens` that does not fit beside the prompt is cut to what does; else the request is rejected."""
     max_n: int = 8
     max_stops: int = 4
     max_stop_chars: int = 256

@@ -15,13 +15,14 @@ from tokenmill.server.calls import Call, off_the_loop, together
 from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 AT_A_TIME = 16
 """Inputs of one request that are in the engine at the same time."""
 
 
-async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -> dict[str, Any]:
+async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
     """One vector for each input, as numbers or as base64 of little-endian float32."""
     inputs = as_prompts(body.input, config.max_inputs, "input")
     prompts = [
@@ -47,7 +48,7 @@ async def embeddings(call: Call, body: EmbeddingRequest, config: ServerConfig) -
         data.append({"object": "embedding", "index": index, "embedding": vector})
     num_tokens = sum(output.usage.prompt_tokens for output in outputs)
     used = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": body.model, "usage": used}
+    return {"object": "list", "data": data, "model": body.model or model.name, "usage": used}
 
 
 def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:

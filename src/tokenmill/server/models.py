@@ -31,6 +31,8 @@ from tokenmill.session.store import SessionStore
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+ANY_NAME = "*"
+"""As a name of the only model of a server: clients may call it what they like."""
 T = TypeVar("T")
 
 
@@ -45,6 +47,7 @@ class ModelSpec:
     fit: Callable[[], Fit] | None = None
     """What it would take in memory; None: not known before it is loaded."""
     aliases: frozenset[str] = frozenset()
+    """Other names; `ANY_NAME` stands for all that there are."""
     keep_alive_s: float | None = None
     """Unloaded when it was not used for so long; None: never."""
     at_start: bool = True
@@ -58,7 +61,7 @@ class State(Enum):
 
 
 class ServedModel:
-    """A model that is loaded: its engine, and the sessions that share it."""
+    """A model that is loaded: its engine, and the sessions that share it. Made on a thread: its files are read."""
 
     def __init__(self, spec: ModelSpec, llm: AsyncLLM, limits: SessionLimits, store: SessionStore | None) -> None:
         self.spec = spec
@@ -66,7 +69,14 @@ class ServedModel:
         self.llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
         self.sessions = SessionService(llm, limits=limits, store=store)
+        self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()
+
+    @property
+    def system_fingerprint(self) -> str:
+        """The same as long as the same request gives the same answer: the model's files, and replaced weights."""
+        version = self.llm.opened.model.weights_version
+        return f"{self._fingerprint}_{version}" if version else self._fingerprint
 
     async def close(self) -> None:
         await self.sessions.close()
@@ -119,6 +129,8 @@ class Models:
                 raise ConfigError(f"two models are called {name!r}")
             self._names[name] = spec.name
         place = self._places[spec.name] = Place(spec)
+        if ANY_NAME in self._names and len(self._places) > 1:
+            raise ConfigError(f"the model name {ANY_NAME!r} is for a server with one model, not {len(self._places)}")
         return place
 
     # -- which there are ----------------------------------------------------------------------------------------------
@@ -133,7 +145,7 @@ class Models:
 
     def place(self, name: str | None) -> Place:
         """Where the model of this name is; the first one, where none is named."""
-        own = next(iter(self._places)) if name is None else self._names.get(name)
+        own = next(iter(self._places)) if name is None else self._names.get(name, self._names.get(ANY_NAME))
         if own is None:
             raise model_not_found(name or "")
         return self._places[own]
@@ -177,7 +189,7 @@ class Models:
                 if self._closing.is_set():
                     await llm.close()
                     raise stopping()
-                # On a thread: with a store, the model's files are read to know whose sessions are its own.
+                # On a thread: the model's files are read for its fingerprint.
                 try:
                     model = await asyncio.to_thread(ServedModel, place.spec, llm, self._limits, self._store)
                 except BaseException:

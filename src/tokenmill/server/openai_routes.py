@@ -34,7 +34,7 @@ def openai_routes(served: Served) -> APIRouter:
     @api.post("/chat/completions", responses=schemas.generated(schemas.ChatCompletion), tags=["generation"])
     async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
         """An answer to a conversation; with `session_id`, to what is new in one."""
-        model = await served.model(body.model)
+        model = await served.requested_model(body.model)
         if body.session_id is not None and served.session(caller_of(http.scope), body.session_id)[0] is not model:
             raise ApiError(400, "the session is one with another model", param="model")
         with served.call(http, body, model, "chatcmpl-") as call:
@@ -44,15 +44,15 @@ def openai_routes(served: Served) -> APIRouter:
     @api.post("/completions", responses=schemas.generated(schemas.Completion), tags=["generation"])
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
-        model = await served.model(body.model)
+        model = await served.requested_model(body.model)
         with served.call(http, body, model, "cmpl-") as call:
-            answer = await start_completions(call, body, config, model.forms)
+            answer = await start_completions(call, body, model, config)
             return await call.stream(answer) if body.stream else JSONResponse(answer.whole(await call.finish()))
 
     @api.post("/responses", responses=schemas.generated(schemas.ResponseObject), tags=["generation"])
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
-        model = await served.model(body.model)
+        model = await served.requested_model(body.model)
         with served.call(http, body, model, "resp_") as call:
             answer = await start_response(call, body, model, served.responses, config)
             return await call.stream(answer) if body.stream else JSONResponse(answer.whole(await call.finish()))
@@ -64,9 +64,9 @@ def openai_routes(served: Served) -> APIRouter:
     )
     async def create_embedding(http: Request, body: EmbeddingRequest) -> Response:
         """Texts as vectors."""
-        model = await served.model(body.model)
+        model = await served.requested_model(body.model)
         with served.call(http, body, model, "embd-") as call:
-            return JSONResponse(await embeddings(call, body, config))
+            return JSONResponse(await embeddings(call, body, model, config))
 
     @api.post(
         "/requests/{request_id}/cancel",

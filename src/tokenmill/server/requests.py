@@ -69,6 +69,11 @@ class StreamOptions(Body):
     """Usage so far in every chunk."""
 
 
+ModelName = Annotated[
+    StrictStr | None, Field(description="May be left out where the server has one model (--no-default-model: never).")
+]
+
+
 class Hinted(Body):
     """What all endpoints that use the engine understand."""
 
@@ -242,7 +247,7 @@ class ChatFields(SamplingFields):
 class ChatRequest(ChatFields):
     endpoint = Endpoint.CHAT
 
-    model: StrictStr
+    model: ModelName = None
     messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
     # Extensions.
     session_id: StrictStr | None = Field(
@@ -299,7 +304,7 @@ class ChatRequest(ChatFields):
 class CompletionRequest(SamplingFields):
     endpoint = Endpoint.COMPLETIONS
 
-    model: StrictStr
+    model: ModelName = None
     prompt: TextsOrIds
     max_tokens: StrictInt | None = None
     echo: Flag = None
@@ -323,7 +328,7 @@ class CompletionRequest(SamplingFields):
 class EmbeddingRequest(Hinted):
     endpoint = Endpoint.EMBEDDINGS
 
-    model: StrictStr
+    model: ModelName = None
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = None
@@ -362,7 +367,7 @@ class ResponsesRequest(Shared):
 
     endpoint = Endpoint.RESPONSES
 
-    model: StrictStr
+    model: ModelName = None
     input: Annotated[
         Any,
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}),

@@ -57,7 +57,7 @@ class ResponseStore:
                 self._stored.move_to_end(response_id)
                 return stored
         what = f"the response {response_id!r:.80} is not stored here"
-        raise ApiError(404, what, code="previous_response_not_found", param="previous_response_id")
+        raise ApiError(400, what, code="previous_response_not_found", param="previous_response_id")
 
     def forget(self, stored: StoredResponse) -> None:
         """End its session, in a while."""

@@ -21,7 +21,6 @@ from tokenmill.server.requests import ResponsesRequest, Role
 from tokenmill.server.response_store import ResponseStore, StoredResponse
 from tokenmill.server.session_turns import SessionTurn, check_length
 from tokenmill.server.sse import event
-from tokenmill.server.tokens import TokenForms
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
@@ -36,13 +35,13 @@ async def start_response(
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:
         ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids([*system, *messages]))
-        check_room(ids, body.max_output_tokens, call.llm.max_model_len)
+        check_room(ids, body.max_output_tokens, call.llm.max_model_len, config)
         call.generate(ids, params)
     else:
         await check_length(model, call.body_size, [*system, *messages])
-        turn = _turn(call, body, model, store, messages, params)
+        turn = _turn(call, body, model, store, messages, params, must_fit=not config.clamp_max_tokens)
         call.follow(turn.outputs(), turn.cancel)
-    return ResponseAnswer(call, body, params.temperature, params.top_p, model.forms)
+    return ResponseAnswer(call, body, params.temperature, params.top_p, model)
 
 
 def _turn(
@@ -52,6 +51,8 @@ def _turn(
     store: ResponseStore,
     messages: list[dict[str, str]],
     params: SamplingParams,
+    *,
+    must_fit: bool,
 ) -> SessionTurn:
     """A session of its own for the answer: new, or a fork of the one it goes on from."""
     before, hints = None, call.hints
@@ -81,7 +82,7 @@ def _turn(
     # All of a request's parameters are its own; the seed of an unseeded one is drawn anew.
     changes = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "attempt"}
     own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": call.next_name, **changes}
-    return SessionTurn(model, session, on_end=end, given=messages, must_fit=True, **own)
+    return SessionTurn(model, session, on_end=end, given=messages, must_fit=must_fit, **own)
 
 
 def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, str]]:
@@ -116,11 +117,14 @@ def as_message(item: Any, most_parts: int, param: str = "input") -> dict[str, st
 class ResponseAnswer:
     """One response: whole, or as a sequence of numbered events."""
 
-    def __init__(self, call: Call, body: ResponsesRequest, temperature: float, top_p: float, forms: TokenForms) -> None:
+    def __init__(
+        self, call: Call, body: ResponsesRequest, temperature: float, top_p: float, model: ServedModel
+    ) -> None:
         self._call = call
         self._body = body
         self._temperature, self._top_p = temperature, top_p
-        self._forms = forms
+        self._forms = model.forms
+        self._model_name = body.model or model.name
         self._item_id = f"msg_{call.id.removeprefix('resp_')}"
         self._number = -1
 
@@ -202,7 +206,7 @@ class ResponseAnswer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": body.model,
+            "model": self._model_name,
             "output": items,
             "usage": None if output is None else _usage(output),
             "instructions": body.instructions,

@@ -71,8 +71,15 @@ class Served:
         """Does it take requests, and do the engines' steps end?"""
         return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
 
+    async def requested_model(self, name: str | None) -> ServedModel:
+        """The model that a request of OpenAI's API names, or the only one where it names none."""
+        if name is None and not (self.config.default_model and len(self.models.places) == 1):
+            names = ", ".join(place.spec.name for place in self.models.places)
+            raise ApiError(400, f"model is missing; this server has {names:.200}", param="model")
+        return await self.model(name)
+
     async def model(self, name: str | None) -> ServedModel:
-        """The model of this name; loaded now, if it is not."""
+        """The model of this name, or the first one; loaded now, if it is not."""
         try:
             return await self.models.use(name)
         except TokenmillError as error:

@@ -81,7 +81,7 @@ class TokenForms:
     def _likeliest(self, token: int, score: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that was drawn, by their texts."""
         likeliest = {self.text(one): finite(value) for one, value in score.top}
-        return {**likeliest, self.text(token): finite(score.logprob)} if score.top else likeliest
+        return {**likeliest, self.text(token): finite(score.logprob)}
 
     def _ranked(self, token: int, score: TokenLogprobs) -> dict[str, Any]:
         ranked = {

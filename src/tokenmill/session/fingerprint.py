@@ -40,6 +40,11 @@ class Fingerprint:
         """What a log is of."""
         return f"{self.weights}-{self.text}"
 
+    @property
+    def of_answers(self) -> str:
+        """What answers depend on: weights, how they are computed with, tokenizer and chat template. Short."""
+        return _digest(self.text.encode(), self.form.encode())[:12]
+
     def why_not(self, other: str) -> str | None:
         """Why a log of another fingerprint is not this model's; None if it is."""
         weights, _, text = other.partition("-")

@@ -19,6 +19,7 @@ from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDura
 from tokenmill.params import SamplingParams
 from tokenmill.session.answering import begin_answer
 from tokenmill.session.explain import TurnCost
+from tokenmill.session.fingerprint import Fingerprint
 from tokenmill.session.info import SessionInfo, SessionLimits, info_of
 from tokenmill.session.lifecycle import Lifecycle
 from tokenmill.session.live import Answer, Chunk, LiveTurn
@@ -356,6 +357,11 @@ class SessionService:
         found = self._model().master.sessions.values()
         has_store = self._lifecycle.store is not None
         return [info_of(one, has_store=has_store) for one in found if key is None or one.options.key == key]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Which model it has. Reads its files the first time: not for an event loop."""
+        return self._model().fingerprint
 
     def explain(self, session_id: str) -> tuple[TurnCost, ...]:
         """What its latest answers cost before their first token, and why; oldest first."""
