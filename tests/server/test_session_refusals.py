@@ -75,6 +75,31 @@ def test_p05_the_oldest_turns_go_where_that_is_wanted(small: Running) -> None:
     assert any(one.startswith("5x") for one in said)
 
 
+@pytest.mark.req("R36")
+def test_21_3_turns_that_are_left_stay_turns_and_the_low_water_mark_is_a_field(small: Running) -> None:
+    talk = converse(small, overflow="drop_oldest_turns", overflow_keep=0.75, system="be brief")
+    cached = []
+    for turn in range(12):
+        usage = talk.ask(f"{turn}" + "x" * 20)["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    kinds = [turn["kind"] for turn in talk.turns()]
+    assert kinds == ["input", "answer"] * (len(kinds) // 2)
+    assert all(turn["num_tokens"] for turn in talk.turns())
+    assert [one["cause"] for one in talk.get("explain").json()["turns"]].count("dropped_turns") >= 2
+    assert sorted(cached)[len(cached) // 2] > CONTEXT // 3, "most turns compute only what is new"
+    for wrong in (-0.1, 1.5, "0.5", True, None):
+        body = {"overflow": "drop_oldest_turns", "overflow_keep": wrong}
+        assert_error(small.post(SESSIONS, body), 400, "overflow_keep")
+
+
+def test_21_3_a_chat_that_asks_for_a_length_gets_it_where_turns_may_go(small: Running) -> None:
+    talk = converse(small, overflow="drop_oldest_turns")
+    for turn in range(8):
+        reply = talk.chat(f"{turn}" + "x" * 60, max_tokens=40)
+        assert reply.status == 200, reply.body
+        assert reply.json()["usage"]["completion_tokens"] == 40
+
+
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 

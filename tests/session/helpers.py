@@ -113,8 +113,13 @@ REWRITES = (  # past answers are shown as a star
 
 
 def with_template(service: SessionService, source: str) -> None:
-    loaded, tokenizer = service._model(), ByteTokenizer(258)
-    text = ModelText(tokenizer, ChatTemplate(source, tokenizer))
+    tokenizer = ByteTokenizer(258)
+    with_text(service, ModelText(tokenizer, ChatTemplate(source, tokenizer)))
+
+
+def with_text(service: SessionService, text: ModelText) -> None:
+    """Let the service's model have another tokenizer and template."""
+    loaded = service._model()
     object.__setattr__(loaded.opened, "text", text)
     loaded.intake.text = text
     loaded._renderers.clear()

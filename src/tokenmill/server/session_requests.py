@@ -8,10 +8,10 @@ from pydantic import ConfigDict, Field, StrictInt, StrictStr, WithJsonSchema
 
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
-from tokenmill.server.fields import Flag
+from tokenmill.server.fields import Flag, Number
 from tokenmill.server.requests import Body, ChatFields
 from tokenmill.server.responses import as_message
-from tokenmill.session.session import Input, Overflow
+from tokenmill.session.session import OVERFLOW_KEEP, Input, Overflow
 
 Given = Annotated[
     Any,
@@ -48,6 +48,9 @@ class CreateSession(ChatFields):
     system: StrictStr | None = Field(None, description="The system prompt.")
     messages: Given = Field(None, description="What was said before, if anything was.")
     overflow: Overflow = Field("error", description="What happens when the conversation outgrows the context.")
+    overflow_keep: Annotated[Number, Field(ge=0, le=1)] = Field(
+        OVERFLOW_KEEP, description="With `drop_oldest_turns`: the fraction of the context that is kept when turns go."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
     model_config = ConfigDict(

@@ -63,6 +63,7 @@ def session_routes(served: Served) -> APIRouter:
             system=body.system,
             sampling_params=params,
             overflow=body.overflow,
+            overflow_keep=body.overflow_keep,
             template_options=body.template_options(config),
             key=hints.key,
             namespace=hints.namespace,

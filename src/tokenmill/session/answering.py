@@ -27,8 +27,11 @@ def begin_answer(
     timeout_s: float | None,
 ) -> LiveTurn:
     """Ask the engine for an answer to what a session has taken in. If it raises, its log may have changed."""
-    session.commit_input(loaded.opened.text)
     longest = loaded.client.max_model_len
+    wanted = params.max_tokens or 1
+    # Where it is only an upper bound, a large `max_tokens` must not drive out the conversation.
+    session.reserve(loaded.opened.text, longest, wanted if must_fit else min(wanted, longest // 2))
+    session.commit_input(loaded.opened.text)
     if must_fit and params.max_tokens is not None and len(session.log) + params.max_tokens > longest:
         raise ContextOverflow(context_overflow(longest, len(session.log), params.max_tokens))
     name = request_id or f"answer-{secrets.token_hex(12)}"

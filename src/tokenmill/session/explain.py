@@ -38,6 +38,8 @@ class Cause(Enum):
     FIRST = "first_turn"
     CHANGED = "changed"
     """The log is another from some token on: it was edited, rewound, or its template has rewritten it."""
+    DROPPED_TURNS = "dropped_turns"
+    """The oldest turns were dropped to fit the context: what is left was computed once more."""
     EVICTED = "evicted"
     """Others needed the room."""
     RESTART = "restart"
@@ -131,8 +133,11 @@ def cost_of(
     if lost > SLACK:
         return _lost(base, mark, session.core, verdict, weights, at, lost)
     if same < held - SLACK:
+        again = held - max(same, cached)
+        if session.log.has_dropped_turns:
+            return TurnCost(*base, Cause.DROPPED_TURNS, again)
         difference = _difference(session, verdict.divergence, cached, tokenizer)
-        return TurnCost(*base, Cause.CHANGED, held - max(same, cached), difference)
+        return TurnCost(*base, Cause.CHANGED, again, difference)
     return TurnCost(*base, Cause.NEW, lost)
 
 
@@ -190,6 +195,7 @@ SENTENCES = {
     Cause.NEW: "only what is new was computed",
     Cause.FIRST: "it was the first answer of the session here",
     Cause.CHANGED: "the conversation is another one{where}",
+    Cause.DROPPED_TURNS: "the oldest turns were dropped to fit the context",
     Cause.EVICTED: "its KV was evicted{when}{whom}",
     Cause.RESTART: "its KV went with a process or an engine core that was restarted",
     Cause.OTHER_WORKER: "it has moved to another engine core",

@@ -13,7 +13,7 @@ from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.sampling import changed, of_fork
-from tokenmill.session.session import Overflow, Session, SessionOptions, check_template_options
+from tokenmill.session.session import Overflow, Session, SessionOptions, check_overflow_keep, check_template_options
 
 NAME_BYTES = 16
 """Of a session's name: nobody guesses one."""
@@ -30,6 +30,7 @@ def new_session(
     sampling_params: SamplingParams | None,
     seed: int | None,
     overflow: Overflow,
+    overflow_keep: float,
     template_options: Mapping[str, Any] | None,
     key: str,
     namespace: Hashable,
@@ -47,6 +48,7 @@ def new_session(
     options = SessionOptions(
         sampling=changed(sampling, {"seed": secrets.randbits(63) if chosen is None else chosen}),
         overflow=overflow,
+        overflow_keep=check_overflow_keep(overflow_keep),
         template_options=check_template_options(template_options),
         key=key,
         namespace=namespace,

@@ -13,7 +13,15 @@ from typing import Any, get_args
 
 from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.params import SamplingParams
-from tokenmill.session.session import Overflow, Session, SessionOptions, SessionState, check_template_options
+from tokenmill.session.session import (
+    OVERFLOW_KEEP,
+    Overflow,
+    Session,
+    SessionOptions,
+    SessionState,
+    check_overflow_keep,
+    check_template_options,
+)
 from tokenmill.session.turns import Kind, TokenLog, Turn
 from tokenmill.text.messages import Message, check_messages
 
@@ -38,6 +46,7 @@ def record_of(session: Session) -> SessionRecord:
         "system": session.system,
         "sampling": options.sampling,
         "overflow": options.overflow,
+        "overflow_keep": options.overflow_keep,
         "template_options": options.template_options,
         "key": options.key,
         "namespace": options.namespace,
@@ -45,6 +54,7 @@ def record_of(session: Session) -> SessionRecord:
         "inbox": session.inbox,
         "attempt": session.attempt,
         "num_forks": session.num_forks,
+        "replayable_from": session.log.replayable_from,
     }
     return SessionRecord(session.session_id, head, session.log.tokens[:], tuple(session.log.turns))
 
@@ -93,6 +103,7 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     options = SessionOptions(
         sampling=head["sampling"],
         overflow=head["overflow"],
+        overflow_keep=head["overflow_keep"],
         template_options=head["template_options"],
         key=head["key"],
         namespace=head["namespace"],
@@ -101,6 +112,7 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     session = Session(record.session_id, core, options, head["system"], now)
     session.log = TokenLog()
     session.log.tokens, session.log.turns = record.tokens[:], list(record.turns)
+    session.log.replayable_from = head["replayable_from"]
     session.log.note_length()
     session.inbox = head["inbox"]
     session.attempt, session.num_forks = head["attempt"], head["num_forks"]
@@ -131,6 +143,7 @@ def _head(head: Mapping[str, Any]) -> Json:
         "system": _text_or_none("system", head["system"]),
         "sampling": SamplingParams(**sampling),
         "overflow": _one_of("overflow", head["overflow"], get_args(Overflow)),
+        "overflow_keep": check_overflow_keep(head.get("overflow_keep", OVERFLOW_KEEP)),  # older records have none
         "template_options": check_template_options(head["template_options"]),
         "key": str(head["key"]),
         "namespace": _hashable(head["namespace"]),
@@ -138,6 +151,7 @@ def _head(head: Mapping[str, Any]) -> Json:
         "inbox": _messages(head["inbox"]),
         "attempt": _count("attempt", head["attempt"]),
         "num_forks": _count("num_forks", head["num_forks"]),
+        "replayable_from": _count("replayable_from", head.get("replayable_from", 0)),
     }
 
 

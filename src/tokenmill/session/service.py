@@ -28,7 +28,7 @@ from tokenmill.session.making import new_fork, new_name, new_session
 from tokenmill.session.portable import write_whole
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed
-from tokenmill.session.session import Input, Overflow, Session, whole_number
+from tokenmill.session.session import OVERFLOW_KEEP, Input, Overflow, Session, whole_number
 from tokenmill.session.store import SessionStore
 from tokenmill.session.transfer import exported, imported
 from tokenmill.session.upkeep import Upkeep, save
@@ -122,13 +122,18 @@ class SessionService:
         sampling_params: SamplingParams | None = None,
         seed: int | None = None,
         overflow: Overflow = "error",
+        overflow_keep: float = OVERFLOW_KEEP,
         template_options: Mapping[str, Any] | None = None,
         key: str = "",
         namespace: Hashable = None,
         priority: int = 0,
         is_kept: bool = True,
     ) -> str:
-        """A new conversation, routed to one engine core for life; its name. Unless `is_kept` it is in no store."""
+        """A new conversation, routed to one engine core for life; its name. Unless `is_kept` it is in no store.
+
+        With `overflow="drop_oldest_turns"` a conversation that outgrows the context is cut down to the fraction
+        `overflow_keep` of it.
+        """
         loaded = self._model()
         self._upkeep.room.check()
         session = new_session(
@@ -137,6 +142,7 @@ class SessionService:
             sampling_params=sampling_params,
             seed=seed,
             overflow=overflow,
+            overflow_keep=overflow_keep,
             template_options=template_options,
             key=key,
             namespace=namespace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,6 +31,9 @@ EMPTY_BYTES = 1024
 BIAS_BYTES = 64
 """Of a token in a `logit_bias`."""
 Overflow = Literal["error", "drop_oldest_turns"]
+OVERFLOW_KEEP = 0.5
+"""Dropping less would be paid for more often: what is kept is computed once more each time."""
+SYSTEM_ROLES = ("system", "developer")
 Input = str | Sequence[int] | Sequence[Message]
 
 
@@ -48,6 +52,8 @@ class SessionOptions:
     sampling: SamplingParams
     """With a seed: the same conversation draws the same answers."""
     overflow: Overflow = "error"
+    overflow_keep: float = OVERFLOW_KEEP
+    """Low-water mark of `drop_oldest_turns`: the fraction of the context that is left when turns are dropped."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
     """Whose session it is, for fairness between keys."""
@@ -58,6 +64,15 @@ class SessionOptions:
     """Shared by the sessions of a service that have the same template options."""
     is_kept: bool = True
     """Does it outlive the process, where there is a store?"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A place at which a conversation could begin."""
+
+    turn: int
+    messages: tuple[Message, ...]
+    """The system prompt, and what is left of the turn's messages."""
 
 
 class Session:
@@ -151,14 +166,12 @@ class Session:
         self._reopen_input()
         self.inbox = (*self._opening(), *self.inbox, *checked)
         try:
-            step = self._continuation(self.inbox, text)
-            if step.keep + len(step.ids) >= max_model_len:
-                step = self._make_room(self.inbox, text, max_model_len, step)
+            num_prompt = self._fit(text, max_model_len, 1)
         except BaseException:
             self.log, self.inbox = before
             raise
         self.state = SessionState.APPENDING
-        return step.keep + len(step.ids)
+        return num_prompt
 
     def _reopen_input(self) -> None:
         """Messages that are in the log and not answered go back to the inbox: more come, and all are one turn."""
@@ -191,7 +204,7 @@ class Session:
             raise InvalidRequest("the input is empty")
         if self._opening():
             raise InvalidRequest("a session with a system prompt begins with a message, not with ids or raw text")
-        waiting = self._continuation(self.inbox, text) if self.inbox else Continuation(len(self.log), [])
+        waiting = self._continuation(text) if self.inbox else Continuation(len(self.log), [])
         total = waiting.keep + len(waiting.ids) + len(ids)
         if total >= max_model_len:
             raise ContextOverflow(context_overflow(max_model_len, total, 1))
@@ -204,37 +217,18 @@ class Session:
         self.state = SessionState.APPENDING
         return len(self.log)
 
-    def _continuation(self, inbox: Sequence[Message], text: ModelText) -> Continuation:
-        renderer = self.options.renderer or DeltaRenderer(text.chat_template(), **self.options.template_options)
+    def _continuation(self, text: ModelText) -> Continuation:
         # Where something went in as it was, the messages are not all there is: nothing may be rendered anew from them.
         past = [] if self.log.has_raw_input else self.log.messages
-        return renderer.extend(self.log.tokens, past, inbox, self.log.ended_with)
+        return self._renderer(text).extend(self.log.tokens, past, self.inbox, self.log.ended_with)
 
-    def _make_room(
-        self, inbox: Sequence[Message], text: ModelText, max_model_len: int, step: Continuation
-    ) -> Continuation:
-        """The conversation has outgrown the context: an error, or the oldest turns go."""
-        total = step.keep + len(step.ids)
-        if self.options.overflow == "error":
-            raise ContextOverflow(context_overflow(max_model_len, total, 1))
-        template = text.chat_template()
-        past = self.log.messages
-        system = [message for message in past[:1] if message["role"] == "system"]
-        rest = past[len(system) :]
-        while rest:
-            rest = rest[next((i for i in range(1, len(rest)) if rest[i]["role"] == "user"), len(rest)) :]
-            ids = template.encode([*system, *rest, *inbox], **self.options.template_options)
-            total = len(ids)
-            if total < max_model_len:
-                self.log = TokenLog()
-                self.log.turns = [Turn("input", (*system, *rest), None)] if system or rest else []
-                return Continuation(0, ids)
-        raise ContextOverflow(context_overflow(max_model_len, total, 1))
+    def _renderer(self, text: ModelText) -> DeltaRenderer:
+        return self.options.renderer or DeltaRenderer(text.chat_template(), **self.options.template_options)
 
     def commit_input(self, text: ModelText) -> None:
         """Put the messages that wait into the log: an answer is asked for."""
         if self.inbox:
-            self._commit(self._continuation(self.inbox, text))
+            self._commit(self._continuation(text))
         if not len(self.log):
             raise InvalidRequest("the session is empty: append some input first")
         if self.log.ended_with is not None:
@@ -257,6 +251,89 @@ class Session:
         said = text.tokenizer.encode(str(answer["content"]), add_special=False)
         log.rebuild([*template.encode(asked, **self.options.template_options), *said])
         return log
+
+    # -- more than the context holds ----------------------------------------------------------------------------------
+
+    def reserve(self, text: ModelText, max_model_len: int, num_tokens: int) -> None:
+        """Leave so many tokens of the context for the answer to what waits, if turns may be dropped for that."""
+        if self.inbox and self.options.overflow == "drop_oldest_turns":
+            self._fit(text, max_model_len, num_tokens)
+
+    def _fit(self, text: ModelText, max_model_len: int, num_reserved: int) -> int:
+        """The number of prompt tokens with the messages that wait, after the oldest turns were dropped if need be.
+
+        So many tokens are to be left for the answer; where even dropping all turns leaves fewer, one is enough.
+        """
+        capacity = max_model_len - num_reserved
+        step = self._continuation(text)
+        total = step.keep + len(step.ids)
+        if total > capacity and self.options.overflow == "drop_oldest_turns":
+            total = self._drop_oldest_turns(text, capacity, step)
+        if total >= max_model_len:
+            raise ContextOverflow(context_overflow(max_model_len, total, 1))
+        return total
+
+    def _drop_oldest_turns(self, text: ModelText, capacity: int, step: Continuation) -> int:
+        """Begin the conversation later: with as much as the low-water mark allows, but at least the last exchange.
+
+        What is left has to be computed once more, so it must be short enough to last for many turns. Returns the number
+        of prompt tokens then, which exceeds the capacity only if the new messages alone do.
+        """
+        starts, mark = self._later_starts(), int(self.options.overflow_keep * capacity)
+        # Each start leaves fewer tokens than the one before.
+        at_mark = bisect.bisect_left(starts, -mark, key=lambda start: -self._num_prompt_from(start, text, step))
+        last_exchange = max(0, len(starts) - 2)
+        log, inbox, total = self.log, self.inbox, 0
+        for start in starts[min(at_mark, last_exchange) :]:
+            self.log, self.inbox = log, inbox
+            self._start_at(start, text, step)
+            after = self._continuation(text)
+            total = after.keep + len(after.ids)
+            if total <= capacity:
+                break
+        return total
+
+    def _later_starts(self) -> list[_Start]:
+        """Where the conversation could begin: at each user message but the first, or with what waits alone.
+
+        The system prompt goes first in any case. Raw input can't be rendered anew: all starts are after it.
+        """
+        turns = self.log.turns
+        system = tuple(message for message in self.log.messages[:1] if message["role"] in SYSTEM_ROLES)
+        movable = 1 + max((i for i, turn in enumerate(turns) if turn.is_raw), default=-1)
+        starts = [
+            _Start(number, (*system, *turn.messages[at:]))
+            for number, turn in enumerate(turns[movable:], movable)
+            if turn.kind == "input"
+            for at, message in enumerate(turn.messages)
+            if message["role"] == "user" and (number, at) != (0, len(system))
+        ]
+        return [*starts, _Start(len(turns), system)]
+
+    def _num_prompt_from(self, start: _Start, text: ModelText, step: Continuation) -> int:
+        """The number of prompt tokens if the conversation began there."""
+        turns, encode = self.log.turns[start.turn :], text.chat_template().encode
+        first_end = turns[0].end if turns else None
+        if first_end is not None and self._is_exact_from(start, step):
+            num_first = len(encode(start.messages, **self.options.template_options))
+            return num_first + len(self.log) - first_end + len(step.ids)
+        later = [message for turn in turns[1:] for message in turn.messages]
+        return len(encode([*start.messages, *later, *self.inbox], **self.options.template_options))
+
+    def _is_exact_from(self, start: _Start, step: Continuation) -> bool:
+        """Are the ids of all turns from there on known, and do they stay as they are?"""
+        return step.keep == len(self.log) and all(turn.end is not None for turn in self.log.turns[start.turn :])
+
+    def _start_at(self, start: _Start, text: ModelText, step: Continuation) -> None:
+        if start.turn == len(self.log.turns):
+            self.log, self.inbox = TokenLog(), (*start.messages, *self.inbox)
+            self.log.has_dropped_turns = True
+            return
+        ids = None
+        if self._is_exact_from(start, step):
+            num_replaced = sum(len(turn.messages) for turn in self.log.turns[: start.turn + 1])
+            ids = self._renderer(text).opening(self.log.messages, num_replaced, start.messages)
+        self.log = self.log.from_turn(start.turn, start.messages, ids)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -336,6 +413,13 @@ def whole_number(name: str, value: Any) -> int:
 
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "template", "self"})
+
+
+def check_overflow_keep(value: Any) -> float:
+    """A fraction of the context, as a caller gave it."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise InvalidRequest(f"overflow_keep must be a number from 0 to 1, not {value!r:.40}", param="overflow_keep")
+    return float(value)
 
 
 def check_template_options(options: Any) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
+from tokenmill.engine.prefix import common_prefix
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.messages import Message
 
@@ -28,17 +31,26 @@ class Turn:
     changes: Mapping[str, Any] | None = None
     """Fields of `SamplingParams` that an answer was drawn with, where they are not its session's."""
 
+    @property
+    def is_raw(self) -> bool:
+        """Did it go in as it was, outside any message?"""
+        return self.kind == "input" and not self.messages
+
 
 class TokenLog:
     """Ids that are never tokenised anew, four bytes each."""
 
-    __slots__ = ("low", "tokens", "turns")
+    __slots__ = ("has_dropped_turns", "low", "replayable_from", "tokens", "turns")
 
     def __init__(self) -> None:
         self.tokens: array[int] = array("i")
         self.turns: list[Turn] = []
         self.low = 0
         """The least it has been cut to since `note_length`: as far as that it is as it was then."""
+        self.has_dropped_turns = False
+        """Has it lost its oldest turns since `note_length`?"""
+        self.replayable_from = 0
+        """Answers before this token were drawn after turns that were dropped since: the log does not reproduce them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,7 +63,7 @@ class TokenLog:
     @property
     def has_raw_input(self) -> bool:
         """Did something go in as it was, outside any message?"""
-        return any(turn.kind == "input" and not turn.messages for turn in self.turns)
+        return any(turn.is_raw for turn in self.turns)
 
     @property
     def ended_with(self) -> int | None:
@@ -64,10 +76,12 @@ class TokenLog:
     def note_length(self) -> None:
         """From now on `low` says what has stayed."""
         self.low = len(self.tokens)
+        self.has_dropped_turns = False
 
     def _cut(self, keep: int) -> None:
         del self.tokens[keep:]
         self.low = min(self.low, keep)
+        self.replayable_from = min(self.replayable_from, keep)
 
     def add(self, keep: int, ids: Sequence[int], turn: Turn) -> None:
         """Keep the first `keep` ids and go on with these; turns beyond are known by their messages only."""
@@ -80,8 +94,28 @@ class TokenLog:
     def copy(self) -> TokenLog:
         twin = TokenLog()
         twin.tokens, twin.turns = self.tokens[:], list(self.turns)
-        twin.low = self.low
+        twin.low, twin.has_dropped_turns = self.low, self.has_dropped_turns
+        twin.replayable_from = self.replayable_from
         return twin
+
+    def from_turn(self, index: int, messages: Sequence[Message], ids: Sequence[int] | None) -> TokenLog:
+        """A log of the turns from an input turn on, which now has these messages and ids.
+
+        Without ids, the turns are known by their messages only, and are to be rendered anew.
+        """
+        kept, (first, *rest) = TokenLog(), self.turns[index:]
+        if ids is None or first.end is None:
+            kept.turns = [Turn("input", tuple(messages), None), *map(_inexact, rest)]
+        else:
+            kept.tokens = array("i", ids) + self.tokens[first.end :]
+            moved_by = len(ids) - first.end
+            ends = [None if turn.end is None else turn.end + moved_by for turn in rest]
+            moved = [replace(turn, end=end) for turn, end in zip(rest, ends, strict=True)]
+            kept.turns = [Turn("input", tuple(messages), len(ids)), *moved]
+        same = common_prefix(np.array(self.tokens, dtype=np.int32), np.array(kept.tokens, dtype=np.int32))
+        kept.low, kept.has_dropped_turns = min(self.low, same), True
+        kept.replayable_from = len(kept)
+        return kept
 
     def cut_at_turn(self, count: int) -> None:
         """Keep the first `count` turns. Where they were rewritten since, the ids must be rendered from the messages."""
@@ -99,7 +133,7 @@ class TokenLog:
     def rebuild(self, ids: Sequence[int]) -> None:
         """These are the ids of all its turns, rendered anew; where each but the last one ends is not known."""
         last = self.turns[-1]
-        self.tokens, self.low = array("i", ids), 0
+        self.tokens, self.low, self.replayable_from = array("i", ids), 0, 0
         self.turns = [_inexact(turn) for turn in self.turns[:-1]]
         self.turns.append(Turn(last.kind, last.messages, len(ids), None, last.finish_reason))
 

@@ -98,6 +98,19 @@ class DeltaRenderer:
         ids = self._template.encode_rendered(now, start=at + len(ANSWER))
         return self._without_second_end(ids, ended_with)
 
+    def opening(self, past: Sequence[Message], num_replaced: int, start: Sequence[Message]) -> list[int] | None:
+        """Ids of `start`, to take the place of the first messages of a log; the ids after those stay as they are.
+
+        None if the template writes what follows differently after `start`. `past` ends with an answer.
+        """
+        rest = past[num_replaced:]
+        begun = self._template.rendered(start, **self._options)
+        replaced = self._rendered_or_none(past[:num_replaced], "")
+        before, now = self._text_of_log(past), self._text_of_log([*start, *rest])
+        if replaced is None or before is None or not before.startswith(replaced):
+            return None
+        return self._template.encode_rendered(begun) if now == begun.text + before[len(replaced) :] else None
+
     def _text_of_log(self, past: Sequence[Message]) -> str | None:
         """What the log says: the conversation up to the last answer, and this answer. None if that can't be told."""
         answer = past[-1]
