@@ -189,18 +189,24 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as plain whole numbers, from any sequence of such; `InvalidRequest` for anything else."""
-    try:
-        numbers = tuple(operator.index(i) for i in ids)
-        is_plain = not isinstance(ids, (str, bytes)) and not any(isinstance(i, bool) for i in ids)
-    except (TypeError, ValueError):
-        is_plain = False
-    if not is_plain:
+    numbers = _integers(ids)
+    if numbers is None:
         raise InvalidRequest(f"{name} must be a list of token ids, not {_shown(ids)}", param=name)
     for number in numbers:
         if not 0 <= number <= MAX_TOKEN_ID:
             what = f"a token id must not be negative or over {MAX_TOKEN_ID}, but one is {_shown(number)}"
             raise InvalidRequest(f"{name}: {what}", param=name)
     return numbers
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """The values as plain integers; None if they are anything else."""
+    try:
+        numbers = tuple(operator.index(value) for value in values)
+        is_plain = not isinstance(values, (str, bytes)) and not any(isinstance(value, bool) for value in values)
+    except (TypeError, ValueError):
+        return None
+    return numbers if is_plain else None
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
@@ -218,6 +224,10 @@ def _logit_bias(bias: Any) -> dict[int, float]:
         what = f"must map token ids to numbers, not be {type(bias).__name__}"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     names = [int(name) if isinstance(name, str) and name.isdecimal() and len(name) < 20 else name for name in bias]
+    wrong = next((name for name in names if _integers([name]) is None), None)
+    if wrong is not None:
+        what = f"must map token ids to numbers, but {_shown(wrong)} is not a token id"
+        raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
         if not _is_number(value) or abs(value) > MAX_BIAS:

@@ -185,5 +185,5 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     conversation = begin(None)
     talk(lambda _: conversation, None, reader("one", "x" * 5000, "two"))
     err = capsys.readouterr().err
-    assert "or ask for less. /new begins another conversation." in err
+    assert "The prompt is too long: shorten it. /new begins another conversation." in err
     assert len(conversation.session.log.messages) == 4

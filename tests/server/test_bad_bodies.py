@@ -119,6 +119,21 @@ def test_i07_bodies_that_go_deep_in_one_field(server: Running, path: str) -> Non
             check_refusal(post(server, path, content[:end]), 400, None, content[:end])
 
 
+def test_21_8_json_beyond_the_parsers_limits_is_not_called_invalid(server: Running) -> None:
+    content = json.dumps(changed(CHAT, max_tokens="HERE")).encode()
+    for inside, words in (
+        (b"9" * 5000, "an integer in the body has more than 4300 digits: see line 1 column "),
+        (b"-" + b"9" * 5000, "an integer in the body has more than 4300 digits: see line 1 column "),
+        (b"[" * 300 + b"]" * 300, "the body is nested more than 200 levels deep: see line 1 column "),
+    ):
+        json.loads(content.replace(b'"HERE"', inside), parse_int=str)  # it is JSON
+        error = check_refusal(post(server, CHAT, content.replace(b'"HERE"', inside)), 400, None)
+        assert error["message"].startswith(words)
+    reply = post(server, CHAT, content.replace(b'"HERE"', b"9" * 4300))
+    assert reply.error["param"] == "max_tokens"  # the longest integer that is read
+    assert post(server, CHAT, b"{").error["message"] == "the body is not valid JSON: see line 1 column 1"
+
+
 def test_i07_many_keys_and_the_same_twice(server: Running) -> None:
     """Unknown fields are ignored, however many; of a field that is there twice the last one counts."""
     began = time.monotonic()

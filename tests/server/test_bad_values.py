@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,32 @@ TOO_MUCH: list[tuple[str, str, list[Any]]] = [
 @pytest.mark.parametrize(("path", "param", "values"), TOO_MUCH, ids=lambda it: it if isinstance(it, str) else "")
 def test_i02_too_much_is_refused_with_its_name(server: Running, path: str, param: str, values: list[Any]) -> None:
     refuse(server, path, *({param: value} for value in values))
+
+
+@pytest.mark.parametrize("stop", ["", "x" * 257, ["a", ""], ["a"] * 5])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_21_8_the_limits_of_stop_strings_are_this_servers(server: Running, path: str, stop: Any) -> None:
+    error = check_refusal(post(server, path, changed(path, stop=stop)), 400, "stop")
+    assert error["message"] == "stop must have at most 4 strings of 1 to 256 characters each"
+    assert post(server, path, changed(path, stop=["x" * 256] * 4)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "max_tokens"), (COMPLETIONS, "max_tokens"), (RESPONSES, "max_output_tokens")]
+)
+def test_21_8_a_short_prompt_is_never_too_long(server: Running, path: str, name: str) -> None:
+    error = server.post(path, changed(path, **{name: 10**9})).error
+    assert error["code"] == "context_length_exceeded"
+    found = re.search(r"(\d+) of the prompt and 1000000000 to be generated\. (.*)", error["message"])
+    assert found is not None
+    room = 4096 - int(found.group(1))
+    assert found.group(2) == f"Ask for at most {room} tokens to be generated, or shorten the prompt."
+    assert server.post(path, changed(path, **{name: room, "timeout_s": 1e-6})).status == 503  # it would have run
+
+
+def test_21_8_a_prompt_that_leaves_no_room_is_too_long(server: Running) -> None:
+    error = server.post(COMPLETIONS, changed(COMPLETIONS, prompt="x" * 4096, max_tokens=10**9)).error
+    assert error["message"].endswith("The prompt is too long: shorten it.")
 
 
 def test_i02_more_log_probabilities_than_there_may_be(server: Running) -> None:
@@ -160,6 +187,12 @@ def test_i04_biases_of_no_token(server: Running) -> None:
     names = ["-1", str(VOCABULARY), str(2**63), "1" * 400, "1" * 5000]
     names += ["9.0", "", "0x61", "a", "²", "٣" * 300, "9_7", " 97"]
     refuse(server, CHAT, *({"logit_bias": {name: 1}} for name in names))
+
+
+@pytest.mark.parametrize("key", ["a", "", "-1", "9.0"])
+def test_21_8_a_bias_of_no_token_is_said_to_be_one(server: Running, key: str) -> None:
+    error = check_refusal(post(server, CHAT, changed(CHAT, logit_bias={"97": 1, key: 1})), 400, "logit_bias")
+    assert error["message"] == f"logit_bias must map token ids to numbers, but {key!r} is not a token id"
 
 
 # -- I05: numbers at their limits -------------------------------------------------------------------------------------

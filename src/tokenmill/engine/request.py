@@ -219,11 +219,17 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
 
 
 def context_overflow(longest: int, num_prompt: int, num_new: int) -> str:
-    """The words that clients look for."""
+    """Clients look for the first six words; the rest says which of the two numbers is too large, and by how much."""
     wanted = f"{num_prompt} of the prompt and {num_new} to be generated" if num_new else f"{num_prompt} of the prompt"
+    room = longest - num_prompt
+    too_large = (
+        f"Ask for at most {room} tokens to be generated, or shorten the prompt."
+        if num_new > 1 and room > 0
+        else "The prompt is too long: shorten it."
+    )
     return (
         f"This model's maximum context length is {longest} tokens, but {num_prompt + num_new} are needed: {wanted}. "
-        "The prompt is too long: shorten it, or ask for less."
+        f"{too_large}"
     )
 
 

@@ -161,9 +161,9 @@ class SamplingFields(Shared):
         if self.n is not None and not 1 <= self.n <= config.max_n:
             raise ApiError(400, f"n must be 1 to {config.max_n}", param="n")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > config.max_stops or any(len(one) > config.max_stop_chars for one in stops):
-            what = f"at most {config.max_stops} stop strings of at most {config.max_stop_chars} characters"
-            raise ApiError(400, what, param="stop")
+        if len(stops) > config.max_stops or not all(0 < len(one) <= config.max_stop_chars for one in stops):
+            what = f"at most {config.max_stops} strings of 1 to {config.max_stop_chars} characters each"
+            raise ApiError(400, f"stop must have {what}", param="stop")
         bias = self.logit_bias or {}
         if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
             what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"

@@ -24,6 +24,13 @@ KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the serve
 """For the document only: who may come in is decided before any route."""
 
 
+BEYOND_LIMITS = {
+    "number out of range": "an integer in the body has more than 4300 digits",
+    "recursion limit exceeded": "the body is nested more than 200 levels deep",
+}
+"""What the parser says of JSON that is valid, but more than it reads."""
+
+
 class JsonRequest(Request):
     """A body that is read strictly: no NaN, no lone surrogates, no nesting without end."""
 
@@ -31,9 +38,13 @@ class JsonRequest(Request):
         try:
             return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
-            where = re.search(r"line \d+ column \d+", str(error))
+            said = str(error)
+            where = re.search(r"line \d+ column \d+", said)
             at = f": see {where.group()}" if where else ""
-            raise HTTPException(400, f"the body is no valid JSON{at}") from None
+            problem = next(
+                (words for limit, words in BEYOND_LIMITS.items() if limit in said), "the body is not valid JSON"
+            )
+            raise HTTPException(400, f"{problem}{at}") from None
 
 
 class JsonRoute(APIRoute):
