@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -80,6 +81,52 @@ def test_whatever_goes_wrong_is_an_invalid_request(case: str) -> None:
             ChatTemplate(source, tokenizer).encode(messages, **options)
         assert "\n" not in str(found.value)
         assert isinstance(found.value, TokenizeFailed) == ("Unicode" in saying)
+
+
+CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Tokyo"}'}}
+CALLING = [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+TOOL_CALLS = "{% for call in m.tool_calls %}CALL{% endfor %}"
+CALLING_TEMPLATES: dict[str, tuple[str, str]] = {
+    # what it makes of the message with the call, what it writes
+    "SmolLM2, which knows no calls": ("{{ 'A:' + m['content'] + '.' }}", "A:."),
+    "one that would write None": ("A:{{ m.content }}.", "A:."),
+    "Qwen3": ("{% if '</think>' in m.content %}T{% endif %}A:{{ m.content }}" + TOOL_CALLS, "A:CALL"),
+    "DeepSeek R1": ("{% if m.content is none %}A:" + TOOL_CALLS + "{% else %}A:{{ m.content }}.{% endif %}", "A:CALL"),
+    "arguments that it encodes": ("{{ m.tool_calls[0].function.arguments | tojson }}", '{"city": "Tokyo"}'),
+    "arguments that it goes through": (
+        "{% for name, value in m.tool_calls[0].function.arguments | items %}{{ name }}={{ value }}{% endfor %}",
+        "city=Tokyo",
+    ),
+    "arguments as they are": ("{{ m.tool_calls[0].function.arguments }}", '{"city": "Tokyo"}'),
+    "arguments that are added": ("{{ 'A:' + m.tool_calls[0].function.arguments }}", 'A:{"city": "Tokyo"}'),
+}
+
+
+@pytest.mark.parametrize("name", CALLING_TEMPLATES)
+@pytest.mark.parametrize("form", ["null", "left out"])
+def test_21_8_an_assistants_message_with_tool_calls_and_no_content(name: str, form: str) -> None:
+    source, text = CALLING_TEMPLATES[name]
+    messages = [dict(message) for message in CALLING]
+    if form == "left out":
+        del messages[-1]["content"]
+    whole = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% else %}"
+        + source
+        + "{% endif %}{% endfor %}"
+    )
+    for tokenizer in (TOKENIZER, ByteTokenizer()):
+        template = ChatTemplate(whole, tokenizer)
+        assert template.render(messages) == f"hi|{text}"
+        assert tokenizer.decode(template.encode(messages), skip_special=False) == f"hi|{text}"
+
+
+def test_21_8_arguments_that_are_no_json_object_stay_as_they_are() -> None:
+    template = ChatTemplate("{{ messages[-1].tool_calls[0].function.arguments | tojson }}", TOKENIZER)
+    for arguments in ("{", "[1]", "5", "", "[" * 100_000, "{" + '"a":{' * 5000):
+        call = {**CALL, "function": {"name": "look_up", "arguments": arguments}}
+        assert json.loads(template.render([*HI, {**CALLING[-1], "tool_calls": [call]}])) == arguments
+    for calls in ([5], [{}], [{"function": 5}], "calls", {"a": 1}):
+        ChatTemplate("x", TOKENIZER).render([*HI, {**CALLING[-1], "tool_calls": calls}])
 
 
 def test_a_source_that_is_no_text() -> None:

@@ -20,7 +20,17 @@ from jinja2 import Template
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.environment import compile_template, run_template
 from tokenmill.text.guard import Guard, raw_of
-from tokenmill.text.messages import ROLES, Message, check_messages, message_with_strings, with_strings
+from tokenmill.text.messages import (
+    PROBE_CALL,
+    QUESTION,
+    ROLES,
+    Message,
+    ToolCallForm,
+    check_messages,
+    message_with_strings,
+    tool_call_form,
+    with_strings,
+)
 from tokenmill.text.tokenizer import Places, Tokenizer, to_utf8
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Rendered", "check_messages"]
@@ -177,10 +187,20 @@ class ChatTemplate:
         return _Input(checked, {name: with_strings(value, _check_text) for name, value in options.items()})
 
     def _known(self, message: Message) -> Message:
-        """OpenAI's newer name for the system's role, in words that older templates know."""
-        if message["role"] != "developer" or "developer" in self.source:
-            return message
-        return {**message, "role": "system"}
+        """The message in a form that this template knows: OpenAI's is newer than most of them."""
+        if message["role"] == "developer" and "developer" not in self.source:
+            return {**message, "role": "system"}
+        return self._tool_call_form.of(message) if message.get("tool_calls") else message
+
+    @cached_property
+    def _tool_call_form(self) -> ToolCallForm:
+        def text_of(form: ToolCallForm) -> str | None:
+            try:
+                return self._run(_Input([QUESTION, form.of(PROBE_CALL)], {}), add_generation_prompt=False)
+            except InvalidRequest:
+                return None
+
+        return tool_call_form(text_of)
 
     def _run(self, given: _Input, add_generation_prompt: bool) -> str:
         own = {"messages": given.messages, "add_generation_prompt": bool(add_generation_prompt)}

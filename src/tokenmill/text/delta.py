@@ -15,9 +15,8 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.chat import ChatTemplate
-from tokenmill.text.messages import Message, check_messages
+from tokenmill.text.messages import QUESTION, Message, check_messages
 
-QUESTION: Message = {"role": "user", "content": "probe of a question"}
 ANSWER = "probe of an answer"
 PROBES: dict[str, tuple[list[Message], str]] = {
     "plain": ([], ANSWER),

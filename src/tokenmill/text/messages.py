@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
@@ -14,6 +16,14 @@ ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function
 
 MAX_DEPTH = 100
 """Of lists and objects in each other."""
+
+QUESTION: Message = {"role": "user", "content": "probe of a question"}
+PROBE_CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "probe0000", "type": "function", "function": {"name": "call", "arguments": '{"probe": 1}'}}],
+}
+"""A message as OpenAI's clients send it back, to find out what a template makes of it."""
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -35,6 +45,49 @@ def _check_message(message: Any) -> Message:
         if all(isinstance(text, str) for text in texts):
             return {**message, "content": "".join(map(str, texts))}
     raise InvalidRequest("the content of a message must be a text or a list of text parts", param="messages")
+
+
+@dataclass(frozen=True)
+class ToolCallForm:
+    """How a template wants assistant messages with tool calls. In OpenAI's the content is null, arguments are JSON."""
+
+    takes_null: bool
+    """Null stays null; else it becomes an empty text."""
+    takes_text: bool
+    """Arguments stay text; else they become the object that the text stands for."""
+
+    def of(self, message: Message) -> Message:
+        content = message.get("content")
+        if content is None and not self.takes_null:
+            content = ""
+        calls = message["tool_calls"]
+        if not self.takes_text and isinstance(calls, list):
+            calls = [_with_object(call) for call in calls]
+        return {**message, "content": content, "tool_calls": calls}
+
+
+def tool_call_form(text_of: Callable[[ToolCallForm], str | None]) -> ToolCallForm:
+    """The form that suits a template, from what it writes for `PROBE_CALL` in each; None where it fails."""
+    as_object = text_of(ToolCallForm(takes_null=False, takes_text=False))
+    # Most encode the arguments themselves. One that does not would write an object as Python does.
+    takes_text = as_object is None or "'probe'" in as_object
+    empty = text_of(ToolCallForm(takes_null=False, takes_text=True)) if takes_text else as_object
+    null = text_of(ToolCallForm(takes_null=True, takes_text=takes_text))
+    # A template that knows null writes nothing for it. Others fail, or write the word.
+    takes_null = null is not None and all(null.count(word) <= (empty or "").count(word) for word in ("None", "null"))
+    return ToolCallForm(takes_null, takes_text)
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object; as it is if they are none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
