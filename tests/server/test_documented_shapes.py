@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from fastapi.routing import iter_route_contexts
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
@@ -17,10 +18,11 @@ from tests.server.refusals import (
     QUICK_S,
     VOCABULARY,
 )
-from tests.server.serving import KEY, WAIT_S, running
+from tests.server.serving import KEY, WAIT_S, Running, running
 from tokenmill import AsyncLLM
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.session.portable import MEDIA_TYPE
 
@@ -43,6 +45,8 @@ OF_SESSIONS = ["POST /v1/sessions", f"GET {SESSION}", f"GET {SESSION}/turns", f"
 OF_SESSIONS += [f"GET {SESSION}/explain", f"POST {SESSION}/save"]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("append", "generate", "regenerate", "cancel", "fork")]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("rewind", "edit")]
+ENDLESS = ["GET /v1/scheduler/events"]
+"""A stream without an end is never complete."""
 GUESSES = [f"POST {SESSION}/rewind", f"POST {SESSION}/edit"]
 """Turns that are there are few."""
 OPERATIONS += [*OF_SESSIONS, f"DELETE {SESSION}", "GET /v1/sessions", "POST /v1/sessions/restore"]
@@ -150,4 +154,21 @@ def test_i01_requests_about_sessions_of_any_other_shape(documented: schemathesis
 
 
 def test_i01_every_operation_is_tried(documented: schemathesis.BaseSchema) -> None:
-    assert sorted(one.ok().label for one in documented.get_all_operations()) == sorted(OPERATIONS)
+    assert sorted(one.ok().label for one in documented.get_all_operations()) == sorted([*OPERATIONS, *ENDLESS])
+
+
+def test_21_8_every_route_is_in_the_document(server: Running) -> None:
+    """Each of /v1 with each of its methods; the others are the same without the prefix."""
+    routes = {
+        (method.lower(), context.path.replace(":path}", "}"))
+        for context in iter_route_contexts(create_app(server.served).routes)
+        for method in context.methods or ()
+    }
+    paths = server.get("/openapi.json").json()["paths"]
+    documented = {(method, path) for path, methods in paths.items() for method in methods}
+    of_v1 = {one for one in routes if one[1].startswith("/v1/")}
+    assert ("get", "/v1/scheduler/events") in of_v1
+    assert of_v1 <= documented
+    events = paths["/v1/scheduler/events"]["get"]
+    assert list(events["responses"]["200"]["content"]) == ["text/event-stream"]
+    assert [parameter["name"] for parameter in events["parameters"]] == ["pace_s"]

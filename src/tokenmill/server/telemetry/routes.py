@@ -35,6 +35,10 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
     api = APIRouter(route_class=route_class, tags=["telemetry"])
     telemetry, config = served.telemetry, served.config
     about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
+    about_events: dict[str, Any] = {
+        "description": "Server-sent events, without an end: `snapshot`, then `tick` and each change, by core.",
+        "content": {"text/event-stream": {}},
+    }
 
     @api.get("/metrics", responses={200: about_metrics, **shared.errors(401, 503)}, response_class=Response)
     async def get_metrics() -> Response:
@@ -48,11 +52,18 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
         return JSONResponse(_scheduler(telemetry, NamesFor(telemetry.names, caller_of(http.scope).key)))
 
     @api.get("/scheduler/events", include_in_schema=False)
-    @api.get("/v1/scheduler/events", include_in_schema=False)  # it has no end
+    @api.get(
+        "/v1/scheduler/events",
+        responses={200: about_events, **shared.errors(400, 401, 503)},
+        response_class=Response,
+    )
     async def follow_scheduler(
-        http: Request, pace_s: Annotated[float, Query(ge=PACE_S, le=SLOWEST_S)] = PACE_S
+        http: Request,
+        pace_s: Annotated[
+            float, Query(ge=PACE_S, le=SLOWEST_S, description="Seconds between two deliveries.")
+        ] = PACE_S,
     ) -> Response:
-        """The same as events: a snapshot of each core, then what it does."""
+        """The same as a stream of events: a snapshot of each core, then every step and every change."""
         names = NamesFor(telemetry.names, caller_of(http.scope).key)
         timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
         return EventStream(_follow(telemetry, names, pace_s), _nothing, **timeouts)
