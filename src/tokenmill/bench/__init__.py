@@ -1,1 +1,20 @@
 """Benchmarks: `tokenmill bench NAME`, or `python -m tokenmill.bench.NAME` where the command line is not installed."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def bench_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help shows every default."""
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=_DefaultsFormatter)
+
+
+class _DefaultsFormatter(argparse.HelpFormatter):
+    """argparse's own writes `None`, the value of an environment variable, and `False` for each flag."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_shown = action.required or action.nargs == 0 or "(default: " in text
+        default = " ".join(map(str, action.default)) or "none" if isinstance(action.default, list) else "%(default)s"
+        return text if is_shown else f"{text} (default: {default})"

@@ -12,15 +12,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.switches import Switches
 from tokenmill.backends.torch.memory import FP8
+from tokenmill.bench import bench_parser
 from tokenmill.bench.gpu_limits import Ceilings, least_seconds, measure_ceilings
 from tokenmill.bench.gpu_shapes import CONTEXT, SHAPES, random_model
-from tokenmill.bench.gpu_workloads import Job, Workload, run, workloads
+from tokenmill.bench.gpu_workloads import Workload, first_token, run, workloads
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.opening import choose_limits
@@ -104,22 +106,29 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tokenmill.bench.gpu", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--measures", nargs="+", choices=[*workloads(), "host"], default=[*workloads(), "host"])
-    parser.add_argument("--rounds", type=int, default=2, help="the best of so many, after one to warm up (2)")
-    parser.add_argument("--off", nargs="+", default=[], choices=["graphs", "attention", "islands", "one_row", "ahead"])
-    parser.add_argument("--budget", type=int, default=8192, help="tokens a step (8192)")
-    parser.add_argument("--target-tick-ms", type=float, default=1000.0, help="how long a step may take (1000)")
-    parser.add_argument("--kv-cache-tokens", type=int, help="size of the KV memory (what fits)")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="of keys and values (auto)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    parser = bench_parser("python -m tokenmill.bench.gpu", __doc__)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models, by shape")
+    parser.add_argument(
+        "--measures", nargs="+", choices=[*workloads(), "host"], default=[*workloads(), "host"], help="measurements"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="rounds after a warm-up; the best counts")
+    parser.add_argument(
+        "--off",
+        nargs="+",
+        default=[],
+        choices=["graphs", "attention", "islands", "one_row", "ahead"],
+        help="optimizations to turn off",
+    )
+    parser.add_argument("--budget", type=int, default=8192, help="maximum number of tokens in a step")
+    parser.add_argument("--target-tick-ms", type=float, default=1000.0, help="target step latency (ms)")
+    parser.add_argument("--kv-cache-tokens", type=int, help="size of the KV cache in tokens (default: what fits)")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="data type of the KV cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args(arguments)
-    known, ceilings = workloads(), None
+    known, ceilings, startup_s = workloads(), None, seconds_since_start()
     for shape in options.shapes:
-        engine, backend = open_engine(shape, options)
-        run(engine, [Job([1] * 16, 1)], "first")
-        _tell(options.json, {"shape": shape, "first_token_after_s": seconds_since_start()})
+        engine, backend, first_token_s = first_token(partial(open_engine, shape, options), startup_s)
+        _tell(options.json, {"shape": shape, "first_token_after_s": first_token_s})
         if ceilings is None:
             ceilings = measure_ceilings()
             _tell(options.json, {"TB_s": ceilings.bytes_per_s / 1e12, "TFLOP_s": ceilings.flops_per_s / 1e12})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.outputs import ENDED_WELL
 from tokenmill.params import SamplingParams
 
+T = TypeVar("T")
 MOST_TOKEN = 10_000
 """Prompts are drawn from the ids up to this one."""
 
@@ -61,6 +63,17 @@ def _mixed() -> tuple[Job, ...]:
     rng = random.Random(0)
     prompts = [[rng.randint(0, MOST_TOKEN) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     return tuple(Job(prompt, rng.randint(100, 1024), temperature=0.6) for prompt in prompts)
+
+
+def first_token(open_engine: Callable[[], tuple[EngineCore, T]], startup_s: float) -> tuple[EngineCore, T, float]:
+    """Open an engine and have it generate one token; the seconds that took, from the process's start on.
+
+    `startup_s` is what passed before any engine was opened: what other engines have done since is not this one's time.
+    """
+    began = time.perf_counter()
+    engine, backend = open_engine()
+    run(engine, [Job([1] * 16, 1)], "first")
+    return engine, backend, startup_s + time.perf_counter() - began
 
 
 def run(engine: EngineCore, jobs: Sequence[Job], name: str) -> float:
