@@ -1,13 +1,25 @@
 """The command line as a user runs it."""
 
+from __future__ import annotations
+
+import argparse
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import tokenmill
+from tests.server.serving import child, request
+from tokenmill.cli.bench import BENCHMARKS
+from tokenmill.cli.main import app
 
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 
@@ -31,6 +43,71 @@ def test_bench_engine_runs_either_way(command: list[str]) -> None:
     assert all(row["host_us_per_row"] > 0 for row in report["rows"])
     table = call(*command, "--sizes", "2", "--rounds", "1", "--steps", "3").stdout
     assert "| 2 | 1 |" in table
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+WIDE = {"COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1"}
+"""No line of a help text is broken."""
+COMMANDS = ["generate", "chat", "pull", "serve", "fit", "top", "replay"]
+
+
+def parameters(command: str) -> Iterator[Any]:
+    group: Any = typer.main.get_command(app)
+    yield from group.commands[command].params
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_21_8_help_shows_every_word_and_every_default(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env=WIDE).stdout
+    for parameter in parameters(command):
+        line = " ".join(re.sub(r"\\\[", "[", parameter.help or "").split())
+        assert line, parameter.name
+        assert line in shown, f"{parameter.name}: markup has taken something out of {line!r}"
+        if parameter.required or getattr(parameter, "is_flag", False) or parameter.name == "help":
+            continue
+        if parameter.multiple:
+            assert "(repeatable)" in line, parameter.name
+        else:
+            assert parameter.default is not None or isinstance(parameter.show_default, str), parameter.name
+            rest = shown.partition(line)[2].partition("\n")[0]
+            assert "[default: " in rest, parameter.name
+
+
+def test_21_8_help_names_the_tables_of_a_config_file() -> None:
+    assert "TOML file with [[model]] tables" in CliRunner().invoke(app, ["serve", "--help"], env=WIDE).stdout
+
+
+@pytest.mark.parametrize("name", [*BENCHMARKS, "servers"])
+def test_21_8_help_of_a_benchmark_shows_every_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[argparse.ArgumentParser] = []
+
+    def parse_args(parser: argparse.ArgumentParser, *_: Any) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(SystemExit):
+        import_module(f"tokenmill.bench.{name}").main([])
+    (parser,) = found
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS or action.nargs == 0:
+            continue
+        assert action.help, action.dest
+        shown = parser._get_formatter()._expand_help(action)
+        assert action.required or "(default: " in shown, f"{action.dest}: {shown}"
+        assert "(default: None)" not in shown, action.dest
+        assert "sk-secret" not in shown
+
+
+def test_21_8_serve_sets_the_size_of_the_kv_cache(tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake", "--kv-cache-tokens", "4096", "--context", "512") as served:
+        (model,) = request(served.port, "GET", "/v1/scheduler").json()["models"]
+        assert model["cores"][0]["cells"]["all"] == 4096
+    done = call(TOKENMILL, "serve", "fake", "--kv-cache-tokens", "0")
+    assert done.returncode == 2
+    assert "--kv-cache-tokens" in done.stderr
 
 
 def test_wrong_usage_is_exit_code_2() -> None:

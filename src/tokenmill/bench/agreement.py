@@ -7,7 +7,6 @@ crowd. Perplexity: of the same text as one sequence; with `--peer`, beside llama
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.backends.loading import open_model
+from tokenmill.bench import bench_parser
 from tokenmill.core import BackendLimits, BatchBuilder, ModelHandle, Output
 from tokenmill.errors import ConfigError
 from tokenmill.progress import ProgressLine
@@ -166,14 +166,16 @@ def measure(
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench agreement", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--text", type=Path, required=True, help="a text file")
-    parser.add_argument("--tokens", type=int, default=2000, help="how much of it (2000 tokens)")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--peer", action="store_true", help="llama.cpp's perplexity on the same file")
-    parser.add_argument("--against", metavar="DTYPE", help="the same model in another form, float32 say")
+    parser = bench_parser("tokenmill bench agreement", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--text", type=Path, required=True, help="text file to score")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of the text to score")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--dtype", default="auto", help="data type of the weights")
+    parser.add_argument("--peer", action="store_true", help="also measure llama.cpp's perplexity on the text")
+    parser.add_argument(
+        "--against", metavar="DTYPE", help="also compare with the model in this data type (default: no comparison)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:

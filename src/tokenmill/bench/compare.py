@@ -7,7 +7,6 @@ part of the machine's measured limit that it reaches: of reading all weights onc
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL, pull
+from tokenmill.bench import bench_parser
 from tokenmill.bench.limits import Machine, measure_machine
 from tokenmill.core import BackendLimits
 
@@ -208,20 +208,20 @@ def main(arguments: Sequence[str]) -> int:
         from tokenmill.bench import servers
 
         return servers.main([one for one in arguments if one != "--server"])
-    parser = argparse.ArgumentParser(prog="tokenmill bench compare", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser = bench_parser("tokenmill bench compare", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--server", action="store_true", help="compare servers over HTTP; see --server --help")
-    others = f"llama.cpp, transformers; or {SERVER}"
+    others = f"engines to compare with: llama.cpp, transformers; or {SERVER}"
     parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help=others)
-    parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
-    parser.add_argument("--llamacpp-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help=f"of whole requests ({PROMPT})")
-    parser.add_argument("--new-tokens", type=int, default=NEW, help=f"of whole requests ({NEW})")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
-    parser.add_argument("--dtype", default="auto", help="of our weights (auto)")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--server-python", default=sys.executable, help="Python interpreter with xllamacpp")
+    parser.add_argument("--llamacpp-python", default=sys.executable, help="Python interpreter with llama-cpp-python")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help="prompt tokens of whole requests")
+    parser.add_argument("--new-tokens", type=int, default=NEW, help="generated tokens of whole requests")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="our backend")
+    parser.add_argument("--dtype", default="auto", help="data type of our weights")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     path = Path(options.model)

@@ -8,7 +8,6 @@ figures mean the same on a fast machine and on a busy one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tokenmill.bench import bench_parser
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
@@ -163,11 +163,11 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench engine", description=(__doc__ or "").partition("\n\n")[0])
+    parser = bench_parser("tokenmill bench engine", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of running requests")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1], choices=[0, 1], help="steps submitted ahead")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds over all sizes (7)")
-    parser.add_argument("--steps", type=int, default=100, help="steps measured in a round (100)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds over all sizes")
+    parser.add_argument("--steps", type=int, default=100, help="steps per round")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if min(*options.sizes, options.rounds, options.steps) < 1:

@@ -7,7 +7,6 @@ somebody follows the engine's events.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.engine import decoding_engine
 from tokenmill.engine.async_llm import Bell
 from tokenmill.engine.core import EngineCore
@@ -160,12 +160,14 @@ def summary(costs: Sequence[Cost]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench events", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="'none' leaves it out")
-    parser.add_argument("--sequences", type=int, default=16, help="that run on the model (16)")
-    parser.add_argument("--pairs", type=int, default=12, help="blocks with and without, on the model (12)")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of the hardest case")
-    parser.add_argument("--fake-pairs", type=int, default=100, help="blocks with and without, there (100)")
+    parser = bench_parser("tokenmill bench events", (__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="model of the realistic case; none skips it")
+    parser.add_argument("--sequences", type=int, default=16, help="concurrent sequences on the model")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of measurements on the model")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), help="batch sizes of the worst case, on the fake backend"
+    )
+    parser.add_argument("--fake-pairs", type=int, default=100, help="pairs of measurements on the fake backend")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if min(options.sequences, options.pairs, options.fake_pairs, *options.rows) < 1:

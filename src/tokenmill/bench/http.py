@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.processes import serving
 from tokenmill.engine.llm import LLM
 from tokenmill.params import SamplingParams
@@ -109,14 +110,16 @@ def measure(model: str, work: Work, num_pairs: int, llm: LLM, port: int) -> Repo
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench http", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="the rest goes to `tokenmill serve`")
+    parser = bench_parser("tokenmill bench http", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent clients")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--new-tokens", type=int, default=32, help="generated tokens per request")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of measurements")
+    parser.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="all further arguments are for `tokenmill serve`"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     with LLM(options.model, backend=options.backend, max_num_seqs=options.clients) as llm:

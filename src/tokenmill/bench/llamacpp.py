@@ -8,7 +8,6 @@ is, that is the curve from which the limit was chosen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import Tokenmill
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Hints
@@ -165,14 +165,14 @@ def _say(what: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench llamacpp", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--parts", nargs="+", default=["steps", "parked"])
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--parked", type=int, nargs="+", default=[2000, 4000, 8000, 12_000], help="tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--streams", action="store_true", help="sequences have memories of their own")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = bench_parser("tokenmill bench llamacpp", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--parts", nargs="+", default=["steps", "parked"], help="measurements")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--parked", type=int, nargs="+", default=[2000, 4000, 8000, 12_000], help="parked tokens")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--streams", action="store_true", help="give each sequence a KV cache of its own")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if options.streams and "parked" in options.parts:

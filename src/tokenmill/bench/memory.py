@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
+from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
 from tokenmill.engine.fit import limits_for, plan_fit
 
@@ -96,9 +97,9 @@ def measure(model: str, dtype: str, sessions: int, context: int) -> Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench memory", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", nargs="+", default=["auto", "float32"])
+    parser = bench_parser("tokenmill bench memory", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--dtype", nargs="+", default=["auto", "float32"], help="data types of the weights")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--use", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tokenmill.bench import bench_parser
 from tokenmill.bench.arrivals import arrivals
 from tokenmill.bench.load_clients import RequestFailed, Target, first_model
 from tokenmill.bench.load_driver import Load
@@ -116,45 +117,79 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tokenmill bench serve", description=__doc__)
-    server = parser.add_argument_group("the server")
-    server.add_argument("--base-url", help="http://HOST:PORT, instead of --host and --port")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=8000)
-    server.add_argument("--backend", choices=list(ENDPOINTS), help="openai, or openai-chat for multi-turn")
-    server.add_argument("--endpoint", help="the path of requests, if it is not the backend's usual one")
-    server.add_argument("--model", help="the first one of /v1/models if none is named")
-    server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
-    server.add_argument("--timeout", type=float, default=600.0, help="seconds that a request may take (600)")
-    work = parser.add_argument_group("what is asked")
-    work.add_argument("--dataset-name", default="random", type=lambda name: name.replace("_", "-"), choices=DATASETS)
-    work.add_argument("--dataset-path", type=Path, help='of custom: a .jsonl file, {"prompt": "..."} in each line')
-    work.add_argument("--num-prompts", type=int, default=1000, help="requests; of multi-turn, conversations (1000)")
-    work.add_argument("--num-warmups", type=int, default=0, help="requests before the clock starts (0)")
-    work.add_argument("--random-input-len", type=int, default=1024, help="tokens; of multi-turn, of each turn (1024)")
-    work.add_argument("--random-output-len", type=int, default=128)
-    work.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down")
-    work.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
-    work.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
-    work.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
-    work.add_argument("--prefix-repetition-output-len", type=int, default=128)
-    work.add_argument("--num-turns", type=int, default=4, help="of each multi-turn conversation (4)")
-    work.add_argument("--sessions", action="store_true", help="multi-turn: send new messages alone, with a session_id")
-    work.add_argument("--custom-output-len", type=int, default=256, help="where a line has no output_tokens (256)")
-    work.add_argument("--ignore-eos", action="store_true", help="answers go on to their full length; random always")
-    work.add_argument("--temperature", type=float)
-    work.add_argument("--seed", type=int, default=0)
-    arrival = parser.add_argument_group("when it is sent")
-    arrival.add_argument("--request-rate", type=float, default=math.inf, help="a second; inf sends all at once")
-    arrival.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is more bursty")
-    arrival.add_argument("--max-concurrency", type=int, help="requests that run at the same time, at most")
-    told = parser.add_argument_group("what is told")
-    told.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:9000")
-    told.add_argument("--percentile-metrics", default=",".join(METRICS))
-    told.add_argument("--metric-percentiles", default="50,90,99")
+    parser = bench_parser("tokenmill bench serve", __doc__)
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", help="URL of the server (default: http://HOST:PORT)")
+    server.add_argument("--host", default="127.0.0.1", help="host of the server")
+    server.add_argument("--port", type=int, default=8000, help="port of the server")
+    server.add_argument(
+        "--backend", choices=list(ENDPOINTS), help="kind of endpoint (default: openai; openai-chat for multi-turn)"
+    )
+    server.add_argument("--endpoint", help="path of the endpoint (default: the one of the backend)")
+    server.add_argument("--model", help="model name (default: the first of /v1/models)")
+    server.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="API key (default: $OPENAI_API_KEY)"
+    )
+    server.add_argument("--timeout", type=float, default=600.0, help="maximum duration of a request (s)")
+    work = parser.add_argument_group("workload")
+    work.add_argument(
+        "--dataset-name", default="random", type=lambda name: name.replace("_", "-"), choices=DATASETS, help="workload"
+    )
+    work.add_argument(
+        "--dataset-path", type=Path, help='custom: .jsonl file with {"prompt": "..."} on each line (default: none)'
+    )
+    work.add_argument("--num-prompts", type=int, default=1000, help="number of requests; multi-turn: of conversations")
+    work.add_argument("--num-warmups", type=int, default=0, help="number of warm-up requests")
+    work.add_argument(
+        "--random-input-len", type=int, default=1024, help="random: tokens per prompt; multi-turn: per turn"
+    )
+    work.add_argument("--random-output-len", type=int, default=128, help="random: generated tokens per request")
+    work.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="random: lengths vary by up to this fraction"
+    )
+    work.add_argument(
+        "--prefix-repetition-prefix-len", type=int, default=256, help="prefix-repetition: tokens per prefix"
+    )
+    work.add_argument(
+        "--prefix-repetition-suffix-len", type=int, default=256, help="prefix-repetition: tokens after the prefix"
+    )
+    work.add_argument(
+        "--prefix-repetition-num-prefixes", type=int, default=10, help="prefix-repetition: number of prefixes"
+    )
+    work.add_argument(
+        "--prefix-repetition-output-len", type=int, default=128, help="prefix-repetition: generated tokens per request"
+    )
+    work.add_argument("--num-turns", type=int, default=4, help="multi-turn: turns per conversation")
+    work.add_argument("--sessions", action="store_true", help="multi-turn: send only new messages, with a session_id")
+    work.add_argument(
+        "--custom-output-len", type=int, default=256, help="custom: generated tokens where a line has no output_tokens"
+    )
+    work.add_argument("--ignore-eos", action="store_true", help="generate to the full length; always so with random")
+    work.add_argument("--temperature", type=float, help="sampling temperature (default: the server's)")
+    work.add_argument("--seed", type=int, default=0, help="seed of the workload")
+    arrival = parser.add_argument_group("arrivals")
+    arrival.add_argument(
+        "--request-rate", type=float, default=math.inf, help="requests per second; inf sends all at once"
+    )
+    arrival.add_argument(
+        "--burstiness", type=float, default=1.0, help="burstiness of arrivals: 1 is Poisson, lower is burstier"
+    )
+    arrival.add_argument(
+        "--max-concurrency", type=int, help="maximum number of concurrent requests (default: no limit)"
+    )
+    told = parser.add_argument_group("report")
+    told.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="service level objectives for goodput, such as ttft:500 tpot:50 e2el:9000",
+    )
+    told.add_argument("--percentile-metrics", default=",".join(METRICS), help="metrics with percentiles")
+    told.add_argument("--metric-percentiles", default="50,90,99", help="percentiles")
     told.add_argument("--save-result", action="store_true", help="write the result to a JSON file")
-    told.add_argument("--save-detailed", action="store_true", help="with lists of all requests")
-    told.add_argument("--result-filename", type=Path)
+    told.add_argument("--save-detailed", action="store_true", help="write every request to the result file, too")
+    told.add_argument("--result-filename", type=Path, help="name of the result file (default: named after the run)")
     told.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
     return parser
 

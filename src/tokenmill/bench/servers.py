@@ -8,7 +8,6 @@ so both compute the same, and no two measurements share any unless sharing is wh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import itertools
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tokenmill.backends.library import DEFAULT_MODEL, pull
+from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import Target, first_model
 from tokenmill.bench.processes import ServerProcess, server_process, serving
 from tokenmill.bench.server_tasks import CONTEXT, SPEED, TASKS, Axis, Subject, Task, Work, clients
@@ -192,15 +192,15 @@ def _say(what: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench compare --server", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a .gguf file, or a name that stands for one")
-    parser.add_argument("--server-python", default=sys.executable, help="an interpreter that has xllamacpp")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)} (all)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="ours (auto)")
-    parser.add_argument("--context", type=int, default=CONTEXT, help=f"of our server's requests ({CONTEXT})")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-trials", action="store_true", help="llama.cpp's own defaults, nothing is tried out")
+    parser = bench_parser("tokenmill bench compare --server", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="model: a .gguf file, or the short name of one")
+    parser.add_argument("--server-python", default=sys.executable, help="Python interpreter with xllamacpp")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="tasks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="our backend")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="maximum context of our server (tokens)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
+    parser.add_argument("--no-trials", action="store_true", help="run llama.cpp with its defaults, without tuning")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if unknown := set(options.tasks) - set(TASKS):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.plot import line_chart
 from tokenmill.bench.session_restore import pays_from, restoring
 from tokenmill.bench.session_turns import first_token_by_turn
@@ -197,17 +198,25 @@ def plot_by_turn(path: Path, report: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench sessions", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--parts", nargs="+", default=["first-token", "stalled-reader"], choices=PARTS)
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=100, help="in, and out, of each turn (100)")
-    parser.add_argument("--readers", type=int, default=32)
-    parser.add_argument("--stalled-tokens", type=int, default=24, help="of each answer while one reader stalls (24)")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="for restore")
-    parser.add_argument("--plot", type=Path, help="write the chart of by-turn there, as SVG")
+    parser = bench_parser("tokenmill bench sessions", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument(
+        "--parts", nargs="+", default=["first-token", "stalled-reader"], choices=PARTS, help="measurements"
+    )
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--turns", type=int, default=12, help="turns per session")
+    parser.add_argument("--tokens", type=int, default=100, help="input tokens, and output tokens, per turn")
+    parser.add_argument("--readers", type=int, default=32, help="concurrent readers")
+    parser.add_argument("--stalled-tokens", type=int, default=24, help="tokens per answer while one reader stalls")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of measurements")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[32, 64, 128, 256, 512, 1024],
+        help="session lengths (tokens) of restore",
+    )
+    parser.add_argument("--plot", type=Path, help="write the chart of by-turn to this SVG file (default: no chart)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     report = asyncio.run(measure(options))

@@ -6,7 +6,6 @@ and the same ones one after the other, in the same run.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
 from tokenmill.engine.llm import LLM
 from tokenmill.params import SamplingParams
@@ -58,15 +58,15 @@ def measure(offline: Offline, counts: Sequence[int], num_rounds: int) -> dict[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench throughput", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int)
+    parser = bench_parser("tokenmill bench throughput", __doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="concurrent requests")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens per prompt")
+    parser.add_argument("--new-tokens", type=int, default=128, help="generated tokens per request")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--dtype", default="auto", help="data type of the weights")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     with LLM(

@@ -12,15 +12,17 @@ MIB = 1 << 20
 
 
 def fit(
-    model: Annotated[str, typer.Argument(help="A name, a Hugging Face directory or a .gguf file.")] = shared.DEFAULT,
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations that run at the same time.")] = 16,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens of each. Default: all the model has.")] = None,
+    model: Annotated[str, typer.Argument(help=shared.MODEL_HELP)] = shared.DEFAULT,
+    sessions: Annotated[int, typer.Option(min=1, help="Number of concurrent sessions.")] = 16,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per session.", show_default="what the model supports")
+    ] = None,
     backend: shared.Backend = "auto",
     extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     memory_gb: Annotated[
-        float | None, typer.Option(min=0, help="Memory to plan for, in GB. Default: what is free now.")
+        float | None, typer.Option(min=0, help="Memory to plan for (GB).", show_default="what is free")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

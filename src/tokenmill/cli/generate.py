@@ -23,10 +23,15 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt. Left out: one prompt a line from --file.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt.", show_default="one prompt per line of --file")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="Prompts, one per line; - reads standard input.", show_default="none"),
+    ] = None,
     model: shared.Model = shared.DEFAULT,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     system: shared.System = None,
     max_tokens: shared.MaxTokens = 256,
     temperature: shared.Temperature = None,

@@ -16,35 +16,64 @@ if TYPE_CHECKING:
     from tokenmill.engine.llm import LLM
     from tokenmill.params import SamplingParams
 
-Model = Annotated[str, typer.Option("--model", "-m", help="A name, a Hugging Face directory or a .gguf file.")]
-MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+MODEL_HELP = "Model: a short name, a Hugging Face directory or a .gguf file."
+Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token. Default: the model's own, else 1.")
+    float | None,
+    typer.Option(help="Sampling temperature; 0 is greedy.", show_default="recommended by the model, else 1"),
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Draw only from the likeliest tokens that together have this probability.")
+    float | None,
+    typer.Option(
+        help="Sample from the smallest set of tokens with this total probability.",
+        show_default="recommended by the model, else 1",
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help="Sample from this many of the most probable tokens; 0 is all.",
+        show_default="recommended by the model, else 0",
+    ),
+]
 MinP = Annotated[
-    float | None, typer.Option(help="Leave out tokens less likely than this share of the likeliest one's probability.")
+    float | None,
+    typer.Option(
+        help="Minimum probability of a token, relative to the most probable one.",
+        show_default="recommended by the model, else 0",
+    ),
 ]
 Seed = Annotated[
-    int | None, typer.Option(help="The same seed draws the same answer (to the bit with --deterministic).")
+    int | None,
+    typer.Option(
+        help="Seed of the sampler. A seed repeats an answer (to the bit with --deterministic).", show_default="random"
+    ),
 ]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. May be given several times.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")]
-Backend = Annotated[str, typer.Option(help="auto, torch or llamacpp; auto takes what suits the files.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string: end the answer before this text (repeatable).")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.", show_default="none")]
+Backend = Annotated[str, typer.Option(help="Backend: torch, llamacpp, or auto to choose by the model's files.")]
 Extra = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="What only one backend knows; see docs/llamacpp.md. May be repeated."),
+    typer.Option(metavar="NAME=VALUE", help="Backend-specific option; see docs/llamacpp.md (repeatable)."),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16; on the CPU also int8 and int4.")
+    str, typer.Option(help="Data type of the weights: auto, float32, bfloat16, float16; on the CPU also int8, int4.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same answer whatever else runs; slower.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="Processor threads; fewer if others are at work.")]
-Context = Annotated[int | None, typer.Option("--context", help="Prompt and answer together, in tokens.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Bit-identical answers whatever else is in the batch; slower.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", help="CPU threads; fewer are faster on a busy machine.", show_default="all cores"),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context", help="Maximum tokens of prompt and answer together.", show_default="what the model supports"
+    ),
+]
 
 DEFAULT: str = DEFAULT_MODEL
 

@@ -11,7 +11,9 @@ from tokenmill.cli import options as shared
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="What `save` has written.", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(help="Exported session: a file written by `save`.", exists=True, dir_okay=False)
+    ],
     model: shared.Model = shared.DEFAULT,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",

@@ -12,32 +12,35 @@ from tokenmill.errors import ConfigError
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A name, a Hugging Face directory or a .gguf file.", show_default=shared.DEFAULT),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=shared.MODEL_HELP, show_default=shared.DEFAULT)] = None,
     more: Annotated[
-        list[str] | None, typer.Option("--model", "-m", metavar="NAME=PATH", help="One more model. May be repeated.")
+        list[str] | None, typer.Option("--model", "-m", metavar="NAME=PATH", help="Additional model (repeatable).")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with [[model]] tables; see docs/server.md.", dir_okay=False)
+        Path | None,
+        typer.Option(
+            help=r"TOML file with [\[model]] tables; see docs/several-models.md.", dir_okay=False, show_default="none"
+        ),
     ] = None,
     keep_alive: Annotated[
-        float | None, typer.Option(help="Seconds; models that are not used for so long are unloaded.")
+        float | None, typer.Option(help="Unload a model after this many idle seconds.", show_default="never")
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen. Beyond this machine only with --api-key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Clients must know one of these.")
+        list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Require this API key (repeatable).")
     ] = None,
     admin_key: Annotated[
-        list[str] | None, typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="A key that may load and unload models.")
+        list[str] | None,
+        typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="API key that may load and unload models (repeatable)."),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address other than loopback without an API key.")
+    ] = False,
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            help="Model name in requests for MODEL; '*' accepts any name. Default: its file or directory name."
+            help="Model name in requests for MODEL; '*' accepts any name.", show_default="its file or directory name"
         ),
     ] = None,
     default_model: Annotated[
@@ -48,10 +51,10 @@ def serve(
         ),
     ] = True,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A name by which clients may call this machine, where there is no key.")
+        list[str] | None, typer.Option(help="Accept this Host header on a server without API keys (repeatable).")
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Let web pages of this origin use the server. None may by default.")
+        list[str] | None, typer.Option(help="Allow cross-origin requests from this origin (repeatable).")
     ] = None,
     clamp_max_tokens: Annotated[
         bool,
@@ -61,29 +64,50 @@ def serve(
         ),
     ] = False,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web page at /.")] = True,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at the same time.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Maximum number of running requests.", show_default="32; 256 on CUDA")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens in a step.", show_default="2048; 8192 on CUDA")
+    ] = None,
+    kv_cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Size of the KV cache (tokens).",
+            show_default="--max-num-seqs full contexts, up to a share of the free memory",
+        ),
+    ] = None,
     target_tick_ms: Annotated[
-        float | None, typer.Option(help="How long a step may take while somebody is being answered.")
+        float | None,
+        typer.Option(
+            help="Target step latency (ms) while requests are decoding.",
+            show_default="100; 25 on CUDA, 500 with llama.cpp",
+        ),
     ] = None,
     max_queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait; one more is answered with 429.")
+        int | None, typer.Option(help="Maximum number of queued requests; beyond it: 429.", show_default="256")
     ] = None,
-    queue_timeout: Annotated[
-        float, typer.Option(help="Seconds; a request that has not started by then is answered with 503.")
-    ] = 60.0,
-    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take in all.")] = 600.0,
-    session_ttl: Annotated[
-        float, typer.Option(help="Seconds; a session that nobody uses for so long ends.")
-    ] = 86_400.0,
+    queue_timeout: Annotated[float, typer.Option(help="Maximum time in the queue (s); beyond it: 503.")] = 60.0,
+    request_timeout: Annotated[float, typer.Option(help="Maximum duration of a request (s).")] = 600.0,
+    session_ttl: Annotated[float, typer.Option(help="End a session after this many idle seconds.")] = 86_400.0,
     store: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep sessions there: they outlive the server.", file_okay=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Persist sessions in this directory.",
+            file_okay=False,
+            show_default="sessions end with the server",
+        ),
     ] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that what runs may go on when the server is stopped.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    drain: Annotated[float, typer.Option(help="Grace period for running requests on shutdown (s).")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="Log format: text, or json for one object per line.")] = "text",
     otlp: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send each request as an OpenTelemetry span there (OTLP, HTTP).")
+        str | None,
+        typer.Option(
+            metavar="URL", help="Export request spans to this OpenTelemetry collector (OTLP/HTTP).", show_default="none"
+        ),
     ] = None,
     backend: shared.Backend = "auto",
     extra: shared.Extra = None,
@@ -130,6 +154,7 @@ def serve(
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_cache_tokens": kv_cache_tokens,
         "target_tick_ms": target_tick_ms,
         "max_queue": max_queue,
         "queue_timeout_s": queue_timeout,

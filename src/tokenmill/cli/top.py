@@ -21,10 +21,12 @@ TALL = 10_000
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="TOKENMILL_API_KEY", help="If the server wants one.")] = None,
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two pictures.")] = 0.5,
-    once: Annotated[bool, typer.Option("--once", help="One picture as plain text, and leave.")] = False,
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TOKENMILL_API_KEY", help="API key of the server.", show_default="none")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between refreshes.")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
 ) -> None:
     """Watch a server's slots, steps, queue and KV. q or Ctrl-C leaves."""
     from tokenmill.cli.follow import Address, Follower, read_once
