@@ -17,6 +17,8 @@ class EngineConfig:
     """Tokens in one step, never exceeded."""
     prefill_chunk: int = 512
     """Prompt tokens one request gets in a step while others decode."""
+    min_prefill_chunk: int = 8
+    """Prompt tokens that a step with prompts computes at least, however long that takes."""
     max_model_len: int | None = None
     """Prompt and output of one request; None takes what model and KV memory allow."""
     max_queue: int = 256
@@ -39,7 +41,7 @@ class EngineConfig:
     """Steps submitted ahead, 0 or 1; None takes what the backend can."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_wait_ticks"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk", "max_wait_ticks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import astuple, dataclass
+
 import numpy as np
 import pytest
 
@@ -34,7 +37,7 @@ def chunk(model: CostModel) -> int:
 def test_it_learns_what_steps_take() -> None:
     model = CostModel()
     live(model, 100)
-    assert model.predict(68, 2.6e5) == pytest.approx(seconds(68, 2.6e5), rel=0.05)
+    assert model.predict(68, 2.6e5, 60) == pytest.approx(seconds(68, 2.6e5), rel=0.05)
     size = chunk(model)
     assert seconds(NUM_DECODES + size, 1e4 * NUM_DECODES + 1e3 * size) == pytest.approx(TARGET_S, rel=0.1)
 
@@ -55,4 +58,89 @@ def test_a_machine_that_has_become_slower_is_believed(slowness: float) -> None:
     model = CostModel()
     live(model, 100)
     live(model, 100, slowness)
-    assert model.predict(68, 2.6e5) == pytest.approx(seconds(68, 2.6e5, slowness), rel=0.3)
+    assert model.predict(68, 2.6e5, 60) == pytest.approx(seconds(68, 2.6e5, slowness), rel=0.3)
+
+
+# -- simulated devices of known cost ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """Seconds of a step: decoding alone costs one thing, a step with prompt tokens at least its launches."""
+
+    decode_fixed: float
+    launch: float
+    per_token: float
+    per_cell: float = 0.0
+
+    def step(self, num_decode: int, num_prefill: int) -> float:
+        work = self.decode_fixed + self.per_token * (num_decode + num_prefill)
+        work += self.per_cell * (CONTEXT * num_decode + num_prefill * (CONTEXT + num_prefill / 2))
+        return max(work, self.launch) if num_prefill else work
+
+    def right_chunk(self, num_decode: int, target_s: float, min_chunk: int) -> int:
+        """The largest chunk within the target, a share of decoding, or twice what the prompt's launches add."""
+        decoding = self.step(num_decode, 0)
+        allowed = max(target_s, 1.5 * decoding, decoding + 2 * max(0.0, self.launch - decoding))
+        fits = [n for n in range(MOST + 1) if self.step(num_decode, n) <= allowed]
+        return max(min_chunk, fits[-1])
+
+
+CONTEXT, MOST = 600, 8192
+CPU = Device(0.004, 0.0, 0.0012, 1e-9)
+SLOW_CPU = Device(0.08, 0.0, 0.03)
+SMALL_ON_GPU = Device(0.002, 0.009, 2.4e-6)
+LARGE_ON_GPU = Device(0.005, 0.010, 2.1e-5, 1e-10)
+LAUNCH_BOUND = Device(0.003, 0.040, 1e-5)
+DEVICES = [(CPU, 0.1, 8), (SLOW_CPU, 0.1, 8), (SMALL_ON_GPU, 0.025, 256), (LARGE_ON_GPU, 0.05, 256),
+           (LAUNCH_BOUND, 0.025, 256)]  # fmt: skip
+
+
+def serve(model: CostModel, device: Device, target_s: float, num_steps: int, seed: int) -> list[int]:
+    """Steps of a server under load, noisy and now and then held up; the chunks it was allowed."""
+    rng, chunks = random.Random(seed), []
+    for step in range(num_steps):
+        num_decode = rng.randint(12, 20)
+        draft = Draft(MOST)
+        draft.give_decodes(np.arange(num_decode, dtype=np.int32), num_decode, CONTEXT * num_decode)
+        prefill = min(model.largest_chunk(draft, CONTEXT, target_s), MOST) if step % 4 else 0
+        if prefill:
+            chunks.append(prefill)
+            prefill = prefill if rng.random() < 0.8 else rng.randint(1, prefill)  # the end of a prompt
+        attention = CONTEXT * num_decode + prefill * (CONTEXT + prefill / 2)
+        seconds = device.step(num_decode, prefill) * rng.uniform(0.95, 1.05)
+        held_up = rng.random() < 0.03
+        model.observe(num_decode + prefill, attention, seconds * (20 if held_up else 1), prefill)
+    return chunks
+
+
+def assert_right(chunks: list[int], device: Device, target_s: float, min_chunk: int) -> None:
+    right = device.right_chunk(16, target_s, min_chunk)
+    settled = sorted(chunks[-40:])[20]
+    assert 0.65 * right <= settled <= max(1.25 * right, min_chunk), (settled, right)  # a line through a kink
+
+
+@pytest.mark.req("R13")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("device", "target_s", "min_chunk"), DEVICES)
+def test_chunks_find_the_right_size_from_any_start(
+    device: Device, target_s: float, min_chunk: int, seed: int
+) -> None:
+    model, rng = CostModel(min_chunk), random.Random(seed)
+    for _ in range(rng.randint(0, 80)):  # a past that says nothing of this device: compilation, other settings
+        prefill = rng.choice((0, rng.randint(1, 600)))
+        model.observe(8 + prefill, 600.0 * prefill, rng.uniform(0.001, 3.0), prefill)
+    assert_right(serve(model, device, target_s, 300, seed), device, target_s, min_chunk)
+
+
+@pytest.mark.req("R13")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slowness", [0.25, 4.0])
+@pytest.mark.parametrize(("device", "target_s", "min_chunk"), DEVICES)
+def test_chunks_follow_a_change_of_load(
+    device: Device, target_s: float, min_chunk: int, slowness: float, seed: int
+) -> None:
+    model = CostModel(min_chunk)
+    serve(model, device, target_s, 200, seed)
+    other = Device(*(slowness * cost for cost in astuple(device)))
+    assert_right(serve(model, other, target_s, 300, seed + 100), other, target_s, min_chunk)

@@ -179,6 +179,7 @@ class StepSizes:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     prefill_chunk: int | None = None
+    min_prefill_chunk: int | None = None
     target_tick_ms: float | None = None
     max_queue: int | None = None
 

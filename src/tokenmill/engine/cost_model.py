@@ -1,7 +1,11 @@
-"""How long a step will take, learnt from the steps so far, and how large a prefill chunk may be because of it.
+"""`CostModel`: predicts the duration of a step and bounds prefill chunks by it. Owned by the engine core's thread.
 
-Seconds = a + b * tokens + c * cells read, fitted by least squares with slow forgetting. A chunk is never more than
-twice the largest one measured, so that a model with few observations is not trusted far beyond them.
+Steps of two kinds have costs of their own: those that only decode (a replayed CUDA graph, say) and those with prompt
+tokens (launched kernel by kernel). For each kind
+
+    seconds = fixed + per_token * tokens + per_cell * cells read by attention
+
+A single line through both would charge the launch cost of prompt steps to their tokens, and chunks would collapse.
 """
 
 from __future__ import annotations
@@ -12,90 +16,148 @@ import numpy as np
 
 from tokenmill.engine.plan import Draft
 
-MIN_CHUNK = 8
-"""Prefill tokens given whatever they cost: prompts must finish, too."""
 MIN_SHARE = 0.5
-"""Where decoding alone takes most of the target, prefill may take this part of its time."""
+"""Where decoding alone takes most of the target, prefill may take this fraction of its time."""
 FIRST_CHUNK = 32
+WINDOW = 64
+"""Steps of a kind that its fit is made from."""
+ENOUGH = 3
+"""Observations before a prediction is made."""
+ROUNDS = 6
+DAMPING = 0.02
+"""Strength of the previous slopes: the data decide once sizes vary by more than about 15 %."""
+TOLERANCE = 0.01
+"""Residuals below this fraction of a typical step weigh alike."""
 FORGET = 0.98
-HELD_UP = 10.0
-"""A step that took longer than so many times what was to be expected was held up: the machine was busy or asleep."""
-SURE_AFTER = 16
-"""Steps before anything is to be expected."""
-TOKENS, CELLS = 1e3, 1e6
+
+
+class StepFit:
+    """Duration of one kind of step, fitted to the latest ones.
+
+    Least absolute deviations, by iteratively reweighted least squares: a compilation, a swapped-out process or a slow
+    start moves the fit only once such steps are the majority. Steps of one size can't tell the fixed cost from the
+    slopes; then the previous slopes hold.
+    """
+
+    def __init__(self) -> None:
+        self._steps = np.zeros((WINDOW, 3))  # tokens, cells, seconds
+        self._num_prefill = np.zeros(WINDOW, dtype=np.int64)
+        self._num_observed = 0
+        self._fixed, self._slopes = 0.0, np.zeros(2)
+        self._is_stale = False
+
+    def observe(self, num_tokens: int, attention: float, seconds: float, num_prefill: int) -> None:
+        place = self._num_observed % WINDOW
+        self._steps[place] = num_tokens, attention, seconds
+        self._num_prefill[place] = num_prefill
+        self._num_observed += 1
+        self._is_stale = True
+
+    def assume(self, per_token: float) -> None:
+        """Start from this slope until the steps differ enough in size to tell."""
+        self._slopes = np.array([per_token, 0.0])
+        self._is_stale = True
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_observed >= ENOUGH
+
+    @property
+    def largest_prefill(self) -> int:
+        """Most prompt tokens in one of the latest steps."""
+        return int(self._num_prefill.max())
+
+    @property
+    def slopes(self) -> tuple[float, float]:
+        """Seconds per token and per cell."""
+        self._fit()
+        return float(self._slopes[0]), float(self._slopes[1])
+
+    def predict(self, num_tokens: int, attention: float) -> float | None:
+        """Seconds for such a step; None before enough of them were seen."""
+        if not self.is_known:
+            return None
+        per_token, per_cell = self.slopes
+        return self._fixed + per_token * num_tokens + per_cell * attention
+
+    def _fit(self) -> None:
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        tokens, cells, seconds = self._steps[: min(self._num_observed, WINDOW)].T
+        scale = np.maximum([tokens.mean(), cells.mean()], 1.0)
+        sizes = np.stack([tokens, cells]) / scale[:, None]
+        before = slopes = self._slopes * scale
+        floor = TOLERANCE * float(np.median(seconds)) + 1e-9
+        weights = np.full(len(seconds), 1 / len(seconds))
+        for _ in range(ROUNDS):
+            center, typical = sizes @ weights, seconds @ weights
+            off = sizes - center[:, None]
+            gram = (off * weights) @ off.T + DAMPING * np.eye(2)
+            change = np.linalg.solve(gram, (off * weights) @ (seconds - typical - before @ off))
+            slopes = np.maximum(before + change, 0.0)
+            fixed = float(typical - slopes @ center)
+            weights = 1 / np.maximum(np.abs(seconds - fixed - slopes @ sizes), floor)
+            weights /= weights.sum()
+        self._fixed, self._slopes = fixed, slopes / scale
 
 
 class CostModel:
-    """Predicts the duration of a step. `error` is what it has been off by lately, as a fraction."""
+    """Predicts the duration of steps. `error` is its latest relative error on steps with prompt tokens, decaying."""
 
-    def __init__(self) -> None:
-        # Decaying sums of 1, t, c, tt, tc, cc and of s, ts, cs: t tokens, c cells, s seconds.
-        self._moments = [0.0] * 6
-        self._products = [0.0] * 3
-        self._coefficients: tuple[float, float, float] | None = None
-        self._num_observed = 0
+    def __init__(self, min_chunk: int = 8) -> None:
         self.error = 0.0
-        self.largest_prefill = 0
-        """Most prefill tokens measured in one step."""
+        self._min_chunk = min_chunk
+        """Prompt tokens given whatever they cost: prompts must finish, too."""
+        self._decode, self._prefill = StepFit(), StepFit()
 
     def observe(self, num_tokens: int, attention: float, seconds: float, num_prefill: int) -> None:
+        """Learn from a step of so many tokens, `num_prefill` of them of prompts."""
+        kind = self._kind(num_prefill)
         if num_prefill:
-            self._check_prediction(num_tokens, attention, seconds)
-            self.largest_prefill = max(self.largest_prefill, num_prefill)
-        seconds = self._without_delay(num_tokens, attention, seconds)
-        t, c = num_tokens / TOKENS, attention / CELLS
-        self._moments = [FORGET * m + x for m, x in zip(self._moments, (1.0, t, c, t * t, t * c, c * c), strict=True)]
-        self._products = [FORGET * p + x * seconds for p, x in zip(self._products, (1.0, t, c), strict=True)]
-        self._num_observed += 1
-        self._coefficients = None
+            predicted = kind.predict(num_tokens, attention)
+            if predicted is None:  # all that it took beyond decoding is charged to the tokens, for now
+                decoding = self._decode.predict(num_tokens - num_prefill, 0.0) or 0.0
+                kind.assume(max(0.0, seconds - decoding) / num_prefill)
+            elif seconds > 0:
+                self.error = max(abs(predicted - seconds) / seconds, FORGET * self.error)
+        kind.observe(num_tokens, attention, seconds, num_prefill)
 
-    def _without_delay(self, num_tokens: int, attention: float, seconds: float) -> float:
-        """One step that was held up for long must not make a hundred others seem slow; many that are slow still do."""
-        is_long = seconds * self._moments[0] > HELD_UP * self._products[0]  # beside the average: quick to find out
-        if not is_long or self._num_observed < SURE_AFTER:
-            return seconds
-        expected = self.predict(num_tokens, attention)
-        return min(seconds, HELD_UP * expected) if expected else seconds
+    def predict(self, num_tokens: int, attention: float, num_prefill: int = 0) -> float | None:
+        """Seconds for such a step; None before enough of its kind were seen."""
+        return self._kind(num_prefill).predict(num_tokens, attention)
 
-    def _check_prediction(self, num_tokens: int, attention: float, seconds: float) -> None:
-        predicted = self.predict(num_tokens, attention)
-        if predicted is not None and seconds > 0:
-            self.error = max(abs(predicted - seconds) / seconds, FORGET * self.error)
-
-    def predict(self, num_tokens: int, attention: float) -> float | None:
-        """Seconds for such a step; None before there is anything to go by."""
-        if self._num_observed < 3:
-            return None
-        base, per_token, per_cell = self._fit()
-        return base + per_token * num_tokens + per_cell * attention
-
-    def _fit(self) -> tuple[float, float, float]:
-        """Seconds a step, a token, a cell. A little damping keeps steps that are all alike from spoiling it."""
-        if self._coefficients is None:
-            n, t, c, tt, tc, cc = self._moments
-            matrix = np.array([[n, t, c], [t, tt, tc], [c, tc, cc]])
-            damping = np.eye(3) * (1e-9 * (n + tt + cc) + 1e-12)
-            base, per_token, per_cell = (max(0.0, float(x)) for x in np.linalg.solve(matrix + damping, self._products))
-            self._coefficients = (base, per_token / TOKENS, per_cell / CELLS)
-        return self._coefficients
+    def _kind(self, num_prefill: int) -> StepFit:
+        return self._prefill if num_prefill else self._decode
 
     def largest_chunk(self, draft: Draft, num_computed: int, target_s: float) -> int:
-        """Prefill tokens at position `num_computed` that fit beside what the step already holds."""
+        """Prefill tokens at position `num_computed` that fit beside what the step already holds.
+
+        At most twice what was measured lately, so that a fit is not trusted far beyond its observations.
+        """
         already = draft.num_tokens - len(draft.decodes)
-        limit = max(FIRST_CHUNK, 2 * self.largest_prefill) - already
-        least = MIN_CHUNK if already == 0 else 0
-        so_far = self.predict(draft.num_tokens, draft.attention)
-        decoding = self.predict(len(draft.decodes), draft.decode_attention)
-        if so_far is None or decoding is None:
-            return max(least, FIRST_CHUNK - already)
-        _, per_token, per_cell = self._fit()
-        # so far + n * linear + n^2 * square <= allowed
-        room = max(target_s, (1 + MIN_SHARE) * decoding) - so_far
-        linear, square = per_token + per_cell * num_computed, per_cell / 2
-        if room <= 0:
-            return least
-        if square > 0:
-            fits = (math.sqrt(linear * linear + 4 * square * room) - linear) / (2 * square)
-        else:
-            fits = room / linear if linear > 0 else limit
-        return max(least, int(min(fits, limit)))
+        limit = max(FIRST_CHUNK, self._min_chunk, 2 * self._prefill.largest_prefill) - already
+        least = self._min_chunk - already
+        decoding = self._decode.predict(len(draft.decodes), draft.decode_attention) or 0.0
+        allowed = max(target_s, (1 + MIN_SHARE) * decoding)
+        so_far = self._prefill.predict(draft.num_tokens, draft.attention)
+        if so_far is None:  # a prompt token costs no more than one that is decoded
+            per_token = decoding / max(1, len(draft.decodes))
+            chunk = _tokens_in(allowed - decoding, per_token, 0.0, 0, limit + already) - already
+            return max(0, min(limit, max(chunk, least)))
+        per_token, per_cell = self._prefill.slopes
+        chunk = _tokens_in(allowed - so_far, per_token, per_cell, num_computed, limit)
+        # Any prompt token costs this much more than decoding alone: a chunk is worth that once it takes as long itself.
+        entry = (self._prefill.predict(len(draft.decodes), draft.decode_attention) or 0.0) - decoding
+        worthwhile = _tokens_in(entry, per_token, per_cell, num_computed, limit + already) - already
+        return max(0, min(limit, max(chunk, worthwhile, least)))
+
+
+def _tokens_in(seconds: float, per_token: float, per_cell: float, num_computed: int, most: int) -> int:
+    """How many tokens from position `num_computed` on are computed in this time: n * linear + n^2 * square."""
+    linear, square = per_token + per_cell * num_computed, per_cell / 2
+    if seconds <= 0:
+        return 0
+    if linear * most + square * most * most <= seconds:
+        return most
+    return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)))

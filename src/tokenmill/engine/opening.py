@@ -36,6 +36,8 @@ class EngineOptions(TypedDict, total=False):
     """Tokens in one step."""
     prefill_chunk: int | None
     """Prompt tokens one request gets in a step while others decode."""
+    min_prefill_chunk: int | None
+    """Prompt tokens that a step with prompts computes at least."""
     target_tick_ms: float | None
     """How long a step may take while somebody decodes."""
     max_queue: int | None
@@ -55,8 +57,8 @@ class EngineOptions(TypedDict, total=False):
 __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "open_model"]
 
 CONFIG_OPTIONS = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "target_tick_ms", "max_queue",
-    "queue_timeout_s",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
+    "target_tick_ms", "max_queue", "queue_timeout_s",
 )  # fmt: skip
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "extra")
 

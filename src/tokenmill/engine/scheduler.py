@@ -50,7 +50,7 @@ class Scheduler:
         self.sampling = SamplingState(config.max_num_seqs, model.vocab_size)
         self.queue = WaitingQueue(config.max_queue, config.max_queue_tokens)
         self.order = Order(self.rows, config.max_wait_ticks)
-        self.cost = CostModel()
+        self.cost = CostModel(config.min_prefill_chunk)
         self.deadlines = Deadlines()
         self.requests: dict[str, Request] = {}
         """The ones that have not ended."""

@@ -23,7 +23,12 @@ class CudaModel(TorchModel):
     decoder: CudaDecoder
     default_block_size = TILE
     step_sizes = StepSizes(
-        max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048, target_tick_ms=25.0, max_queue=1024
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        prefill_chunk=2048,
+        min_prefill_chunk=256,
+        target_tick_ms=25.0,
+        max_queue=1024,
     )
     """A card is busy with many sequences only, and done with them soon."""
     default_depth = 1
