@@ -174,6 +174,12 @@ def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
     assert not bool(values[1:3].isfinite().any())
 
 
+def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`sampling.fused.DRAW_FIELDS` of each row."""
+    temperature, top_p, min_p = (values.view(torch.int32)[:, None] for values in (temperature, top_p, min_p))
+    return torch.cat([keys, temperature, top_k[:, None], top_p, min_p], dim=1)
+
+
 def test_drawing() -> None:
     from tokenmill.backends.torch.cuda.kernels.drawing import draw
     from tokenmill.sampling import ops
@@ -187,10 +193,65 @@ def test_drawing() -> None:
     temperature[::7] = 0
     keys = torch.randint(0, 1 << 31, (64, 4), generator=generator)
     keys[:, 0] = torch.randint(0, 1 << 62, (64,), generator=generator)
-    told = torch.cat([keys, temperature.view(torch.int32)[:, None]], dim=1)
+    told = draw_fields(keys, temperature, torch.full((64,), 9001), torch.ones(64), torch.zeros(64))
     found = draw(logits.to(DEVICE), told.to(DEVICE), -1).cpu().long()
     uniform = uniforms(*keys.T)[0]
     wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
     wanted = torch.where(temperature == 0, logits.argmax(dim=-1), wanted)
     wanted[5] = -1
     assert torch.equal(found, wanted)
+
+
+def test_drawing_in_order_of_likelihood() -> None:
+    """Top-k, top-p and min-p against a full sort: the same ids, also among equal logits."""
+    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.sampling import ops
+    from tokenmill.sampling.philox import uniforms
+
+    rows, vocab = 48, 5003
+    generator = torch.Generator().manual_seed(4)
+    for dtype, spread in ((torch.bfloat16, 0.05), (torch.bfloat16, 3.0), (torch.float32, 1.0), (torch.float32, 6.0)):
+        logits = (spread * torch.randn(rows, vocab, generator=generator)).to(dtype)
+        logits[6, 100:] = -torch.inf
+        logits[7, ::2] = 0.0
+        logits[7, 1::2] = -0.0
+        temperature = torch.rand(rows, generator=generator) + 0.4
+        top_k = torch.where(torch.arange(rows) % 3 == 0, vocab, torch.randint(1, 400, (rows,), generator=generator))
+        top_p = torch.where(torch.arange(rows) % 4 == 0, 1.0, torch.rand(rows, generator=generator) * 0.98 + 0.01)
+        min_p = torch.where(torch.arange(rows) % 5 == 0, torch.rand(rows, generator=generator) * 0.3, 0.0)
+        keys = torch.randint(0, 1 << 31, (rows, 4), generator=generator)
+        told = draw_fields(keys, temperature, top_k, top_p, min_p)
+        found = draw(logits.to(DEVICE), told.to(DEVICE), -1, is_filtered=True).cpu().long()
+        cooled = ops.cool(logits.float(), temperature)
+        values, order = ops.likeliest(cooled, vocab)
+        kept = ops.keep_likely(values, ops.mass(cooled), top_k, top_p, min_p, vocab)
+        uniform = uniforms(*keys.T)[0]
+        wanted = order.gather(-1, ops.draw(kept, uniform)[:, None])[:, 0]
+        by_id = (top_k == vocab) & (top_p >= 1)
+        unlikely = cooled < min_p[:, None].log()
+        wanted = torch.where(by_id, ops.draw(cooled.masked_fill(unlikely, -torch.inf), uniform), wanted)
+        assert torch.equal(found, wanted), (dtype, spread, (found != wanted).nonzero())
+
+
+def test_draws_in_order_of_likelihood_have_the_right_frequencies() -> None:
+    """100,000 draws from one row with top-p 0.9 and a temperature: chi-squared of what the filters keep, and no more."""
+    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.sampling import ops
+
+    vocab, num_draws = 1000, 100_000 if HAS_CARD else 500
+    logits = 2 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(5))
+    temperature, top_p = torch.full((num_draws,), 0.7), torch.full((num_draws,), 0.9)
+    keys = torch.stack([torch.full((num_draws,), 11), *(torch.arange(num_draws) * 0 for _ in range(2)),
+                        torch.arange(num_draws)], dim=1)  # fmt: skip
+    told = draw_fields(keys, temperature, torch.full((num_draws,), vocab), top_p, torch.zeros(num_draws))
+    found = draw(logits.to(DEVICE).expand(num_draws, -1).contiguous(), told.to(DEVICE), -1, is_filtered=True)
+    counts = torch.bincount(found.cpu().long(), minlength=vocab).double()
+    cooled = ops.cool(logits, temperature[:1])
+    values, order = ops.likeliest(cooled, vocab)
+    kept = ops.keep_likely(values, ops.mass(cooled), torch.tensor([vocab]), top_p[:1], torch.zeros(1), vocab)
+    expected = num_draws * torch.zeros(vocab).scatter(0, order[0], kept[0].softmax(-1)).double()
+    inside = expected > 0
+    assert counts[~inside].sum() == 0
+    chi_squared = float(((counts - expected)[inside] ** 2 / expected[inside]).sum())
+    degrees = int(inside.sum()) - 1
+    assert abs(chi_squared - degrees) < 5 * (2 * degrees) ** 0.5

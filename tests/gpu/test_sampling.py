@@ -64,11 +64,15 @@ def test_a_bad_row_fails_alone() -> None:
     assert found.tolist() == [*wanted[:2], -1, *wanted[3:]]
 
 
-WITHOUT_WAITING = [*PLAIN, *(one for one in OTHERS if one.top_k > 0 or one.min_p or one.repetition_penalty != 1)]
+WITHOUT_WAITING = [
+    *PLAIN,
+    *(one for one in OTHERS if one.typical_p >= 1 and not one.xtc_probability),
+    SamplingParams(temperature=0.8, top_p=0.9, allowed_token_ids=[5, 6, 7, 8], logit_bias={6: 1.0}),
+]
 
 
 def test_nothing_waits_for_the_card() -> None:
-    """Draws that filter by a top-k, and all that filter nothing; others look at probabilities on the way."""
+    """Typical-p and XTC look at probabilities on the way; nothing else does."""
     generator = torch.Generator().manual_seed(3)
     logits = (4 * torch.randn(len(WITHOUT_WAITING), VOCAB, generator=generator)).cuda()
     state = SamplingState(len(logits), VOCAB)

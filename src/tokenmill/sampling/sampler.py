@@ -37,8 +37,8 @@ class StepSampler:
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
-        fused = fused_draw(raw.device) if mask is None and self.state.is_plain_draw[self.rows].all() else None
-        if fused is not None:
+        fused = fused_draw(raw.device) if self.state.is_fusable[self.rows].all() else None
+        if fused is not None and mask is None and self.state.is_raw[self.rows].all():
             return Sampled(self._draw_fused(fused, raw))
         top, ids = largest(raw)
         bad, extras = ~top.isfinite(), {}
@@ -50,7 +50,7 @@ class StepSampler:
                 bad |= ~top.isfinite()
             if bad.device.type != "cpu" or bool(bad.any()):
                 edited = edited.masked_fill(bad[:, None], 0.0)
-            ids = self._sample(edited, ids)
+            ids = self._sample(edited, ids) if fused is None else self._draw_fused(fused, edited).to(ids.dtype)
             if extras:
                 extras["logprob"] = _chosen(raw, ids)
         ids = torch.where(bad, BAD_ROW, ids)
@@ -73,11 +73,16 @@ class StepSampler:
             host_mask = mask if isinstance(mask, np.ndarray) else mask.cpu().numpy()
             allowed = upload(unpack_mask(host_mask, logits.shape[1]), logits.device)
             logits.masked_fill_(~allowed, ops.NEVER)
+        for place in edited.tolist():
+            allowed = state.allowed(rows[place])
+            if allowed is not None:
+                tokens = upload(allowed, logits.device)
+                kept = logits[place, tokens]
+                logits[place].fill_(ops.NEVER)
+                logits[place, tokens] = kept
         if len(edited):
-            index = upload(edited, logits.device)
-            host = logits[index].cpu().numpy()
-            state.edit(host, rows[edited])
-            logits[index] = upload(host, logits.device)
+            places, tokens, added = (upload(part, logits.device) for part in state.edits(rows, edited))
+            logits[places, tokens] += added
         if len(penalized):
             index = upload(penalized, logits.device)
             seen, counts = (upload(table, logits.device) for table in state.histories(rows[penalized]))
@@ -110,8 +115,10 @@ class StepSampler:
         for field, values in enumerate((state.seed, state.choice, state.attempt)):
             told[:, field] = values[rows]
         told[:, DRAW_FIELDS.index("position")] = self.positions
-        told[:, DRAW_FIELDS.index("temperature")] = state.floats["temperature"][rows].view(np.int32)
-        return draw(raw, upload(told, raw.device), BAD_ROW)
+        told[:, DRAW_FIELDS.index("top_k")] = state.top_k[rows]
+        for name in ("temperature", "top_p", "min_p"):
+            told[:, DRAW_FIELDS.index(name)] = state.floats[name][rows].view(np.int32)
+        return draw(raw, upload(told, raw.device), BAD_ROW, is_filtered=bool(state.is_filtered[rows].any()))
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
         if self.state.floats["min_p"][self.rows[index]].any():

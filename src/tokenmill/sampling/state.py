@@ -19,6 +19,7 @@ FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "p
 COLDEST = 1e-5
 """A temperature below this leaves nothing but the likeliest token: it is greedy."""
 LARGEST = float(np.finfo(np.float32).max)
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 class SamplingState:
@@ -34,8 +35,10 @@ class SamplingState:
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.is_plain_greedy = np.ones(max_rows, dtype=bool)
         """Nothing but the largest logit is asked for."""
-        self.is_plain_draw = np.ones(max_rows, dtype=bool)
-        """Nothing but a temperature is asked for, 0 included."""
+        self.is_fusable = np.ones(max_rows, dtype=bool)
+        """Temperature, top-k, top-p and min-p are all that the draw needs: `FusedDraw` can do it."""
+        self.is_raw = np.ones(max_rows, dtype=bool)
+        """Drawn from the model's own logits, and only the id is asked for."""
         self.is_filtered = np.zeros(max_rows, dtype=bool)
         """The draw needs the tokens in order of likelihood."""
         self.has_penalties = np.zeros(max_rows, dtype=bool)
@@ -74,7 +77,7 @@ class SamplingState:
         self._edits[row] = _edits(params, self.vocab_size)
         self._allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
         early = sorted(token for token in stop_ids if token < self.vocab_size)
-        self._early[row] = (np.array(early), num_prompt + params.min_tokens) if early and params.min_tokens else None
+        self._early[row] = (np.array(early, dtype=np.int64), num_prompt + params.min_tokens) if early and params.min_tokens else None
         self._rules[row] = [Dry(params, log)] if params.dry_multiplier else []
         self.has_rules[row] = bool(self._rules[row])
         self.has_penalties[row] = (
@@ -88,9 +91,8 @@ class SamplingState:
         )
         is_edited = self.has_edits[row] or self.has_penalties[row] or self.has_rules[row]
         self.is_plain_greedy[row] = is_greedy and params.logprobs is None and not is_edited
-        self.is_plain_draw[row] = self.is_plain_greedy[row] or not (
-            is_edited or self.is_filtered[row] or params.min_p > 0 or params.logprobs is not None
-        )
+        self.is_fusable[row] = is_greedy or (params.typical_p >= 1 and params.xtc_probability <= 0)
+        self.is_raw[row] = params.logprobs is None and not is_edited
 
     def detach(self, row: int) -> None:
         self._logs[row], self._rules[row] = (), []
@@ -114,20 +116,25 @@ class SamplingState:
             counts[i] = drawn[seen[i]]
         return seen, counts
 
-    def edit(self, logits: np.ndarray, rows: np.ndarray) -> None:
-        """Bias, allow-lists and bans, in place."""
-        for i, row in enumerate(rows.tolist()):
-            allowed = self._allowed[row]
-            if allowed is not None:
-                kept = logits[i, allowed].copy()
-                logits[i] = -np.inf
-                logits[i, allowed] = kept
-            edits = self._edits[row]
+    def allowed(self, row: int) -> np.ndarray | None:
+        """The tokens of the row's allow-list; None: all."""
+        return self._allowed[row]
+
+    def edits(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bias and bans: (place in `rows`, token, what is added) of each logit, for the rows at `places`."""
+        at, tokens, added = [_NO_TOKENS], [_NO_TOKENS], [np.zeros(0, dtype=np.float32)]
+        for place in places.tolist():
+            row = rows[place]
+            early, edits = self._early[row], self._edits[row]
+            banned = early[0] if early is not None and len(self._logs[row]) < early[1] else _NO_TOKENS
             if edits is not None:
-                logits[i, edits[0]] += edits[1]  # far from float32's end: params.MAX_BIAS
-            early = self._early[row]
-            if early is not None and len(self._logs[row]) < early[1]:
-                logits[i, early[0]] = -np.inf
+                biased = ~np.isin(edits[0], banned)
+                tokens.append(edits[0][biased])
+                added.append(edits[1][biased])  # far from float32's end: params.MAX_BIAS
+            tokens.append(banned)
+            added.append(np.full(len(banned), -np.inf, dtype=np.float32))
+            at.append(np.full(sum(map(len, tokens)) - sum(map(len, at)), place, dtype=np.int64))
+        return np.concatenate(at), np.concatenate(tokens), np.concatenate(added)
 
     def taxes(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the rules take off: (place in `rows`, token, tax) of each logit, for the rows at `places`."""

@@ -1,8 +1,12 @@
-"""From logits to ids in few passes: the largest logit of each row, or the one that a random number falls on.
+"""From logits to ids without a sort and without waiting: the largest logit of each row, or the one drawn at random.
 
-A row is cut into chunks. Their maxima give the largest logit; their sums of weights say in which of them the number
-falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of exp((logit - largest) / T), and
-as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
+A row is cut into chunks. Their maxima give the largest logit; their sums of weights say in which of them the random
+number falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of exp((logit - largest) / T),
+and as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
+
+Rows with a top-k or top-p are drawn in order of likelihood. Both their cut and their draw are weighted quantiles of the
+sorted row, found by an 8-way search over the order-preserving integer keys of the logits (`_search`). Tokens of equal
+logits come in order of their ids; how many of them are inside follows from their common weight.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
-NUM_TOLD = tl.constexpr(5)
-"""Numbers that are told of a row that is drawn."""
+SEARCHED = 2048
+"""Columns that a search looks at together."""
+NUM_FIELDS = tl.constexpr(8)
+"""Of `sampling.fused.DRAW_FIELDS`, in this order."""
+TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 LEAST = tl.constexpr(-85.0)
 """As `sampling.ops.LEAST`: logits this far below the largest weigh nothing."""
 NEGLIGIBLE = tl.constexpr(2.4321986e-37)
@@ -68,21 +75,35 @@ def _weights(logits, top, temperature):
 
 
 @triton.jit
-def _temperature(told, row):
-    bits = tl.load(told + row * NUM_TOLD + NUM_TOLD - 1)
+def _float(told, row, field: tl.constexpr):
+    bits = tl.load(told + row * NUM_FIELDS + field)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_filtered(told, row, vocab):
+    """Is it drawn in order of likelihood?"""
+    return (tl.load(told + row * NUM_FIELDS + TOP_K) < vocab) | (_float(told, row, TOP_P) < 1)
+
+
+@triton.jit
+def _likely(weights, told, row, vocab):
+    """Weights of a row that is drawn in order of its ids: nothing below min-p of the largest, which weighs 1."""
+    floor = tl.where(_is_filtered(told, row, vocab), 0.0, _float(told, row, MIN_P))
+    return tl.where(weights >= floor, weights, 0.0)
 
 
 @triton.jit
 def _masses(logits, told, tops, masses, vocab, stride, num_parts, chunk: tl.constexpr, parts: tl.constexpr):
     part, row = tl.program_id(0), tl.program_id(1)
-    temperature = _temperature(told, row)
+    temperature = _float(told, row, TEMPERATURE)
     if temperature > 0:
         each = tl.arange(0, parts)
         top = tl.max(tl.load(tops + row * num_parts + each, mask=each < num_parts, other=float("-inf")), 0)
         column = part * chunk + tl.arange(0, chunk)
         values = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf"))
-        tl.store(masses + row * num_parts + part, tl.sum(_weights(values, top, temperature), 0))
+        weights = _likely(_weights(values, top, temperature), told, row, vocab)
+        tl.store(masses + row * num_parts + part, tl.sum(weights, 0))
 
 
 @triton.jit
@@ -101,14 +122,14 @@ def _draw(
     bad_row: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    temperature = _temperature(told, row)
+    temperature = _float(told, row, TEMPERATURE)
     top, best = _best(tops, places, num_parts, parts, row)
     is_bad = (top == float("inf")) | (top == float("-inf"))
     chosen = tl.where(is_bad, bad_row, best)
-    if (temperature > 0) & (is_bad == 0):
+    if (temperature > 0) & (is_bad == 0) & (_is_filtered(told, row, vocab) == 0):
         each = tl.arange(0, parts)
         mass = tl.load(masses + row * num_parts + each, mask=each < num_parts, other=0.0).to(tl.float64)
-        wanted = _uniform(told + row * NUM_TOLD) * tl.sum(mass, 0)
+        wanted = _uniform(told + row * NUM_FIELDS) * tl.sum(mass, 0)
         running = tl.cumsum(mass, 0)
         part = tl.sum((running <= wanted).to(tl.int32), 0)
         part = tl.minimum(part, tl.max(tl.where(mass > 0, each, 0), 0))
@@ -116,11 +137,151 @@ def _draw(
         inside = tl.arange(0, chunk)
         column = part * chunk + inside
         values = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf"))
-        weight = _weights(values, top, temperature).to(tl.float64)
+        weight = _likely(_weights(values, top, temperature), told, row, vocab).to(tl.float64)
         falls = tl.sum((tl.cumsum(weight, 0) <= wanted - before).to(tl.int32), 0)
         falls = tl.minimum(falls, tl.max(tl.where(weight > 0, inside, 0), 0))
         chosen = part * chunk + falls
     tl.store(ids + row, chosen)
+
+
+# -- rows in order of likelihood --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _key(values, shift: tl.constexpr):
+    """Integers in the order of the logits; `shift`: low bits that their type does not use."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
+
+
+@triton.jit
+def _value(key, shift: tl.constexpr):
+    """The logit of a key."""
+    bits = (key << shift) | tl.where(key < 0, (1 << shift) - 1, 0)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _search(
+    line, top, temperature, low, high, above, wanted,
+    counts: tl.constexpr, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """The largest key in [low, high) with a sum over all keys from it on that exceeds `wanted`; the sum beyond it.
+
+    Sums of weights, or of tokens. That from `low` on must exceed `wanted`; that from `high` on is `above`, and does not.
+    """
+    while high - low > 1:
+        step = (high - low + 7) // 8
+        k1, k2 = tl.minimum(low + step, high).to(tl.int32), tl.minimum(low + 2 * step, high).to(tl.int32)
+        k3, k4 = tl.minimum(low + 3 * step, high).to(tl.int32), tl.minimum(low + 4 * step, high).to(tl.int32)
+        k5, k6 = tl.minimum(low + 5 * step, high).to(tl.int32), tl.minimum(low + 6 * step, high).to(tl.int32)
+        k7 = tl.minimum(low + 7 * step, high).to(tl.int32)
+        s1 = tl.zeros([chunk], tl.float32)
+        s2, s3, s4, s5, s6, s7 = s1, s1, s1, s1, s1, s1
+        for start in range(0, vocab, chunk):
+            column = start + tl.arange(0, chunk)
+            values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            key = _key(values, shift)
+            if counts:
+                weight = tl.where(column < vocab, 1.0, 0.0)
+            else:
+                weight = _weights(values, top, temperature)
+            s1 += tl.where(key >= k1, weight, 0.0)
+            s2 += tl.where(key >= k2, weight, 0.0)
+            s3 += tl.where(key >= k3, weight, 0.0)
+            s4 += tl.where(key >= k4, weight, 0.0)
+            s5 += tl.where(key >= k5, weight, 0.0)
+            s6 += tl.where(key >= k6, weight, 0.0)
+            s7 += tl.where(key >= k7, weight, 0.0)
+        g1, g2 = tl.sum(s1.to(tl.float64), 0), tl.sum(s2.to(tl.float64), 0)
+        g3, g4 = tl.sum(s3.to(tl.float64), 0), tl.sum(s4.to(tl.float64), 0)
+        g5, g6, g7 = tl.sum(s5.to(tl.float64), 0), tl.sum(s6.to(tl.float64), 0), tl.sum(s7.to(tl.float64), 0)
+        above = tl.where(g1 <= wanted, g1, tl.where(g2 <= wanted, g2, tl.where(g3 <= wanted, g3, tl.where(
+            g4 <= wanted, g4, tl.where(g5 <= wanted, g5, tl.where(g6 <= wanted, g6, tl.where(
+                g7 <= wanted, g7, above)))))))  # fmt: skip
+        place = ((g1 > wanted).to(tl.int64) + (g2 > wanted) + (g3 > wanted) + (g4 > wanted) + (g5 > wanted)
+                 + (g6 > wanted) + (g7 > wanted))  # fmt: skip
+        high = tl.minimum(high, low + step * (place + 1))
+        low = low + step * place
+    return low, above
+
+
+@triton.jit
+def _total(
+    line, top, temperature, beyond, floor, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr
+):  # fmt: skip
+    """What the tokens with larger keys than `beyond` weigh together that weigh at least `floor` each."""
+    total = tl.zeros([chunk], tl.float32)
+    for start in range(0, vocab, chunk):
+        column = start + tl.arange(0, chunk)
+        values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        weight = _weights(values, top, temperature)
+        total += tl.where((_key(values, shift) > beyond) & (weight >= floor), weight, 0.0)
+    return tl.sum(total.to(tl.float64), 0)
+
+
+@triton.jit
+def _nth(line, wanted, n, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr):
+    """Where the n-th logit of this key is, the first being 0; the last one if there are fewer."""
+    place, seen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, vocab, chunk):
+        column = start + tl.arange(0, chunk)
+        values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        is_one = ((_key(values, shift) == wanted) & (column < vocab)).to(tl.int32)
+        if seen <= n:
+            inside = is_one * (seen + tl.cumsum(is_one, 0) <= n + 1).to(tl.int32)
+            place = tl.maximum(place, tl.max(tl.where(inside > 0, column, 0), 0))
+        seen += tl.sum(is_one, 0)
+    return place
+
+
+@triton.jit
+def _draw_likely(
+    logits, told, tops, places, ids, stride, num_parts,
+    vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    temperature = _float(told, row, TEMPERATURE)
+    top, _ = _best(tops, places, num_parts, parts, row)
+    is_bad = (top == float("inf")) | (top == float("-inf"))
+    if (temperature > 0) & (is_bad == 0) & _is_filtered(told, row, vocab):
+        line = logits + row.to(tl.int64) * stride
+        top_k = tl.load(told + row * NUM_FIELDS + TOP_K)
+        top_p, min_p = _float(told, row, TOP_P).to(tl.float64), _float(told, row, MIN_P)
+        high = _key(top, shift).to(tl.int64) + 1
+        lowest = _key(top + 1.01 * LEAST * temperature, shift).to(tl.int64) - 1  # nothing weighs anything below
+        nothing = tl.zeros([], tl.float64)
+        low, kept = lowest, nothing
+        if top_k < vocab:
+            bottom = _key(tl.full([], float("-inf"), tl.float32), shift).to(tl.int64)
+            fewer = (top_k - 1).to(tl.float64)
+            low, count = _search(
+                line, top, temperature, bottom, high, nothing, fewer, True, vocab, shift, chunk
+            )
+            # The mass beyond the last key, and that of as many of its tokens as there is room for.
+            beyond = _total(line, top, temperature, low.to(tl.int32), 0.0, vocab, shift, chunk)
+            last = _weights(_value(low.to(tl.int32), shift), top, temperature).to(tl.float64)
+            kept = beyond + (top_k.to(tl.float64) - count) * last
+            low = tl.maximum(low, lowest)
+        else:
+            kept = _total(line, top, temperature, lowest.to(tl.int32), 0.0, vocab, shift, chunk)
+        if top_p < 1:
+            wanted = top_p * kept
+            low, beyond = _search(
+                line, top, temperature, low, high, nothing, wanted, False, vocab, shift, chunk
+            )
+            last = _weights(_value(low.to(tl.int32), shift), top, temperature).to(tl.float64)
+            kept = beyond + tl.ceil((wanted - beyond) / last) * last
+        if min_p > 0:
+            likely = _total(line, top, temperature, lowest.to(tl.int32), min_p, vocab, shift, chunk)
+            kept = tl.minimum(kept, likely)
+        wanted = _uniform(told + row * NUM_FIELDS) * kept
+        drawn, beyond = _search(
+            line, top, temperature, low, high, nothing, wanted, False, vocab, shift, chunk
+        )
+        last = _weights(_value(drawn.to(tl.int32), shift), top, temperature).to(tl.float64)
+        nth = tl.floor((wanted - beyond) / last).to(tl.int32)
+        tl.store(ids + row, _nth(line, drawn.to(tl.int32), nth, vocab, shift, chunk))
 
 
 def _chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,10 +313,10 @@ def greedy(logits: Tensor, bad_row: int, out: Tensor | None = None) -> Tensor:
     return ids
 
 
-def draw(logits: Tensor, told: Tensor, bad_row: int) -> Tensor:
+def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False) -> Tensor:
     """The id each row's random number falls on, its largest logit at temperature 0, `bad_row` without a finite one.
 
-    told: int64, [rows, 5]: seed, choice, attempt, position and the bits of the temperature, a float32.
+    told: int64, [rows, 8]: `sampling.fused.DRAW_FIELDS`; is_filtered: some row has a top-k or a top-p.
     """
     tops, places = _chunk_maxima(logits)
     (rows, vocab), num_parts = logits.shape, tops.shape[1]
@@ -167,4 +328,10 @@ def draw(logits: Tensor, told: Tensor, bad_row: int) -> Tensor:
         logits, told, tops, places, masses, ids, vocab, logits.stride(0), num_parts,
         bad_row=bad_row, **sizes,
     )  # fmt: skip
+    if is_filtered:
+        sizes |= {"chunk": SEARCHED}
+        unused_bits = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[logits.dtype]
+        _draw_likely[(rows,)](
+            logits, told, tops, places, ids, logits.stride(0), num_parts, vocab=vocab, shift=unused_bits, **sizes
+        )
     return ids
