@@ -123,9 +123,7 @@ def assert_right(chunks: list[int], device: Device, target_s: float, min_chunk: 
 @pytest.mark.req("R13")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("device", "target_s", "min_chunk"), DEVICES)
-def test_chunks_find_the_right_size_from_any_start(
-    device: Device, target_s: float, min_chunk: int, seed: int
-) -> None:
+def test_chunks_find_the_right_size_from_any_start(device: Device, target_s: float, min_chunk: int, seed: int) -> None:
     model, rng = CostModel(min_chunk), random.Random(seed)
     for _ in range(rng.randint(0, 80)):  # a past that says nothing of this device: compilation, other settings
         prefill = rng.choice((0, rng.randint(1, 600)))

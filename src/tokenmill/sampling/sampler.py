@@ -74,9 +74,9 @@ class StepSampler:
             allowed = upload(unpack_mask(host_mask, logits.shape[1]), logits.device)
             logits.masked_fill_(~allowed, ops.NEVER)
         for place in edited.tolist():
-            allowed = state.allowed(rows[place])
-            if allowed is not None:
-                tokens = upload(allowed, logits.device)
+            listed = state.allowed(rows[place])
+            if listed is not None:
+                tokens = upload(listed, logits.device)
                 kept = logits[place, tokens]
                 logits[place].fill_(ops.NEVER)
                 logits[place, tokens] = kept

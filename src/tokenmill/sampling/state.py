@@ -77,7 +77,9 @@ class SamplingState:
         self._edits[row] = _edits(params, self.vocab_size)
         self._allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
         early = sorted(token for token in stop_ids if token < self.vocab_size)
-        self._early[row] = (np.array(early, dtype=np.int64), num_prompt + params.min_tokens) if early and params.min_tokens else None
+        self._early[row] = (
+            (np.array(early, dtype=np.int64), num_prompt + params.min_tokens) if early and params.min_tokens else None
+        )
         self._rules[row] = [Dry(params, log)] if params.dry_multiplier else []
         self.has_rules[row] = bool(self._rules[row])
         self.has_penalties[row] = (

@@ -1,8 +1,8 @@
 """From logits to ids without a sort and without waiting: the largest logit of each row, or the one drawn at random.
 
 A row is cut into chunks. Their maxima give the largest logit; their sums of weights say in which of them the random
-number falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of exp((logit - largest) / T),
-and as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
+number falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of
+exp((logit - largest) / T), and as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
 
 Rows with a top-k or top-p are drawn in order of likelihood. Both their cut and their draw are weighted quantiles of the
 sorted row, found by an 8-way search over the order-preserving integer keys of the logits (`_search`). Tokens of equal
@@ -22,10 +22,8 @@ SEARCHED = 2048
 NUM_FIELDS = tl.constexpr(8)
 """Of `sampling.fused.DRAW_FIELDS`, in this order."""
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-LEAST = tl.constexpr(-85.0)
-"""As `sampling.ops.LEAST`: logits this far below the largest weigh nothing."""
-NEGLIGIBLE = tl.constexpr(2.4321986e-37)
-"""2 * exp(LEAST)"""
+LEAST = tl.constexpr(-84.306853)
+"""Of cooled logits; as in `sampling.ops`, what weighs less than twice exp(-85) of the largest weighs nothing."""
 
 
 @triton.jit
@@ -68,10 +66,10 @@ def _greedy(tops, places, ids, num_parts, bad_row: tl.constexpr, parts: tl.const
 
 
 @triton.jit
-def _weights(logits, top, temperature):
-    cooled = (logits.to(tl.float32) - top) / temperature
-    weight = tl.exp(tl.maximum(cooled, LEAST))
-    return tl.where(weight > NEGLIGIBLE, weight, 0.0)
+def _weights(logits, top, coldness):
+    """What logits weigh beside the largest one; coldness: 1 / temperature."""
+    cooled = (logits.to(tl.float32) - top) * coldness
+    return tl.where(cooled > LEAST, tl.exp(cooled), 0.0)
 
 
 @triton.jit
@@ -102,7 +100,7 @@ def _masses(logits, told, tops, masses, vocab, stride, num_parts, chunk: tl.cons
         top = tl.max(tl.load(tops + row * num_parts + each, mask=each < num_parts, other=float("-inf")), 0)
         column = part * chunk + tl.arange(0, chunk)
         values = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf"))
-        weights = _likely(_weights(values, top, temperature), told, row, vocab)
+        weights = _likely(_weights(values, top, 1 / temperature), told, row, vocab)
         tl.store(masses + row * num_parts + part, tl.sum(weights, 0))
 
 
@@ -137,7 +135,7 @@ def _draw(
         inside = tl.arange(0, chunk)
         column = part * chunk + inside
         values = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf"))
-        weight = _likely(_weights(values, top, temperature), told, row, vocab).to(tl.float64)
+        weight = _likely(_weights(values, top, 1 / temperature), told, row, vocab).to(tl.float64)
         falls = tl.sum((tl.cumsum(weight, 0) <= wanted - before).to(tl.int32), 0)
         falls = tl.minimum(falls, tl.max(tl.where(weight > 0, inside, 0), 0))
         chosen = part * chunk + falls
@@ -149,50 +147,47 @@ def _draw(
 
 @triton.jit
 def _key(values, shift: tl.constexpr):
-    """Integers in the order of the logits; `shift`: low bits that their type does not use."""
+    """Integers in the order of the logits; `shift`: low bits of a float32 that their type does not use."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
 
 
 @triton.jit
 def _value(key, shift: tl.constexpr):
-    """The logit of a key."""
+    """The logit of a key, given as an int64 so that sums of keys can't overflow."""
+    key = key.to(tl.int32)
     bits = (key << shift) | tl.where(key < 0, (1 << shift) - 1, 0)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _search(
-    line, top, temperature, low, high, above, wanted,
+    line, top, coldness, low, high, above, wanted,
     counts: tl.constexpr, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The largest key in [low, high) with a sum over all keys from it on that exceeds `wanted`; the sum beyond it.
 
-    Sums of weights, or of tokens. That from `low` on must exceed `wanted`; that from `high` on is `above`, and does not.
+    Sums of weights, or of tokens. From `low` on the sum exceeds `wanted`; from `high` on it is `above`, and does not.
     """
     while high - low > 1:
         step = (high - low + 7) // 8
-        k1, k2 = tl.minimum(low + step, high).to(tl.int32), tl.minimum(low + 2 * step, high).to(tl.int32)
-        k3, k4 = tl.minimum(low + 3 * step, high).to(tl.int32), tl.minimum(low + 4 * step, high).to(tl.int32)
-        k5, k6 = tl.minimum(low + 5 * step, high).to(tl.int32), tl.minimum(low + 6 * step, high).to(tl.int32)
-        k7 = tl.minimum(low + 7 * step, high).to(tl.int32)
+        v1, v2 = _value(tl.minimum(low + step, high), shift), _value(tl.minimum(low + 2 * step, high), shift)
+        v3, v4 = _value(tl.minimum(low + 3 * step, high), shift), _value(tl.minimum(low + 4 * step, high), shift)
+        v5, v6 = _value(tl.minimum(low + 5 * step, high), shift), _value(tl.minimum(low + 6 * step, high), shift)
+        v7 = _value(tl.minimum(low + 7 * step, high), shift)
         s1 = tl.zeros([chunk], tl.float32)
         s2, s3, s4, s5, s6, s7 = s1, s1, s1, s1, s1, s1
         for start in range(0, vocab, chunk):
             column = start + tl.arange(0, chunk)
             values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            key = _key(values, shift)
-            if counts:
-                weight = tl.where(column < vocab, 1.0, 0.0)
-            else:
-                weight = _weights(values, top, temperature)
-            s1 += tl.where(key >= k1, weight, 0.0)
-            s2 += tl.where(key >= k2, weight, 0.0)
-            s3 += tl.where(key >= k3, weight, 0.0)
-            s4 += tl.where(key >= k4, weight, 0.0)
-            s5 += tl.where(key >= k5, weight, 0.0)
-            s6 += tl.where(key >= k6, weight, 0.0)
-            s7 += tl.where(key >= k7, weight, 0.0)
+            weight = tl.where(column < vocab, 1.0, 0.0) if counts else _weights(values, top, coldness)
+            s1 += tl.where(values >= v1, weight, 0.0)
+            s2 += tl.where(values >= v2, weight, 0.0)
+            s3 += tl.where(values >= v3, weight, 0.0)
+            s4 += tl.where(values >= v4, weight, 0.0)
+            s5 += tl.where(values >= v5, weight, 0.0)
+            s6 += tl.where(values >= v6, weight, 0.0)
+            s7 += tl.where(values >= v7, weight, 0.0)
         g1, g2 = tl.sum(s1.to(tl.float64), 0), tl.sum(s2.to(tl.float64), 0)
         g3, g4 = tl.sum(s3.to(tl.float64), 0), tl.sum(s4.to(tl.float64), 0)
         g5, g6, g7 = tl.sum(s5.to(tl.float64), 0), tl.sum(s6.to(tl.float64), 0), tl.sum(s7.to(tl.float64), 0)
@@ -207,27 +202,25 @@ def _search(
 
 
 @triton.jit
-def _total(
-    line, top, temperature, beyond, floor, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr
-):  # fmt: skip
-    """What the tokens with larger keys than `beyond` weigh together that weigh at least `floor` each."""
+def _total(line, top, coldness, beyond, floor, vocab: tl.constexpr, chunk: tl.constexpr):
+    """What the tokens with larger logits than `beyond` weigh together that weigh at least `floor` each."""
     total = tl.zeros([chunk], tl.float32)
     for start in range(0, vocab, chunk):
         column = start + tl.arange(0, chunk)
         values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        weight = _weights(values, top, temperature)
-        total += tl.where((_key(values, shift) > beyond) & (weight >= floor), weight, 0.0)
+        weight = _weights(values, top, coldness)
+        total += tl.where((values > beyond) & (weight >= floor), weight, 0.0)
     return tl.sum(total.to(tl.float64), 0)
 
 
 @triton.jit
-def _nth(line, wanted, n, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr):
-    """Where the n-th logit of this key is, the first being 0; the last one if there are fewer."""
+def _nth(line, wanted, n, vocab: tl.constexpr, chunk: tl.constexpr):
+    """Where the n-th logit of this value is, the first being 0; the last one if there are fewer."""
     place, seen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, vocab, chunk):
         column = start + tl.arange(0, chunk)
         values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        is_one = ((_key(values, shift) == wanted) & (column < vocab)).to(tl.int32)
+        is_one = ((values == wanted) & (column < vocab)).to(tl.int32)
         if seen <= n:
             inside = is_one * (seen + tl.cumsum(is_one, 0) <= n + 1).to(tl.int32)
             place = tl.maximum(place, tl.max(tl.where(inside > 0, column, 0), 0))
@@ -248,40 +241,36 @@ def _draw_likely(
         line = logits + row.to(tl.int64) * stride
         top_k = tl.load(told + row * NUM_FIELDS + TOP_K)
         top_p, min_p = _float(told, row, TOP_P).to(tl.float64), _float(told, row, MIN_P)
+        coldness, nowhere = 1 / temperature, tl.full([], float("-inf"), tl.float32)
         high = _key(top, shift).to(tl.int64) + 1
         lowest = _key(top + 1.01 * LEAST * temperature, shift).to(tl.int64) - 1  # nothing weighs anything below
         nothing = tl.zeros([], tl.float64)
         low, kept = lowest, nothing
         if top_k < vocab:
-            bottom = _key(tl.full([], float("-inf"), tl.float32), shift).to(tl.int64)
+            bottom = _key(nowhere, shift).to(tl.int64)
             fewer = (top_k - 1).to(tl.float64)
-            low, count = _search(
-                line, top, temperature, bottom, high, nothing, fewer, True, vocab, shift, chunk
-            )
+            low, count = _search(line, top, coldness, bottom, high, nothing, fewer, True, vocab, shift, chunk)
             # The mass beyond the last key, and that of as many of its tokens as there is room for.
-            beyond = _total(line, top, temperature, low.to(tl.int32), 0.0, vocab, shift, chunk)
-            last = _weights(_value(low.to(tl.int32), shift), top, temperature).to(tl.float64)
+            beyond = _total(line, top, coldness, _value(low, shift), 0.0, vocab, chunk)
+            last = _weights(_value(low, shift), top, coldness).to(tl.float64)
             kept = beyond + (top_k.to(tl.float64) - count) * last
             low = tl.maximum(low, lowest)
         else:
-            kept = _total(line, top, temperature, lowest.to(tl.int32), 0.0, vocab, shift, chunk)
+            kept = _total(line, top, coldness, nowhere, 0.0, vocab, chunk)
         if top_p < 1:
             wanted = top_p * kept
-            low, beyond = _search(
-                line, top, temperature, low, high, nothing, wanted, False, vocab, shift, chunk
-            )
-            last = _weights(_value(low.to(tl.int32), shift), top, temperature).to(tl.float64)
+            low, beyond = _search(line, top, coldness, low, high, nothing, wanted, False, vocab, shift, chunk)
+            last = _weights(_value(low, shift), top, coldness).to(tl.float64)
             kept = beyond + tl.ceil((wanted - beyond) / last) * last
         if min_p > 0:
-            likely = _total(line, top, temperature, lowest.to(tl.int32), min_p, vocab, shift, chunk)
+            likely = _total(line, top, coldness, nowhere, min_p, vocab, chunk)
             kept = tl.minimum(kept, likely)
         wanted = _uniform(told + row * NUM_FIELDS) * kept
-        drawn, beyond = _search(
-            line, top, temperature, low, high, nothing, wanted, False, vocab, shift, chunk
-        )
-        last = _weights(_value(drawn.to(tl.int32), shift), top, temperature).to(tl.float64)
+        drawn, beyond = _search(line, top, coldness, low, high, nothing, wanted, False, vocab, shift, chunk)
+        value = _value(drawn, shift)
+        last = _weights(value, top, coldness).to(tl.float64)
         nth = tl.floor((wanted - beyond) / last).to(tl.int32)
-        tl.store(ids + row, _nth(line, drawn.to(tl.int32), nth, vocab, shift, chunk))
+        tl.store(ids + row, _nth(line, value, nth, vocab, chunk))
 
 
 def _chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
