@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -10,7 +11,7 @@ import pytest
 
 from tests.server.conversing import SESSIONS, Conversation, converse, events_in, joined, service_of
 from tests.server.rules import assert_error
-from tests.server.serving import Running
+from tests.server.serving import WAIT_S, Running
 from tests.server.wire import assert_no_leak, diary_of
 from tests.session.helpers import make_service
 from tests.session.helpers import read as read_chunks
@@ -20,8 +21,11 @@ from tokenmill.params import SamplingParams
 @pytest.mark.req("R36")
 def test_a_session_from_its_beginning_to_its_end(server: Running) -> None:
     talk = converse(server, system="be brief")
-    assert talk.info() == {
-        "id": talk.id, "object": "session", "model": "fake", "state": "idle",
+    info = talk.info()
+    assert 0 <= time.time() - info.pop("created_at") < WAIT_S
+    assert 0 <= time.time() - info.pop("last_used_at") < WAIT_S
+    assert info == {
+        "id": talk.id, "object": "session", "model": "fake", "title": None, "metadata": {}, "state": "idle",
         "num_tokens": 0, "num_turns": 0, "pending": [], "durable": None, "problem": None,
     }  # fmt: skip
     appended = talk.post("append", input="hi")

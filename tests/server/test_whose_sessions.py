@@ -98,10 +98,11 @@ def test_s09_a_key_for_models_shares_no_kv_either() -> None:
 
 # -- the suite can fail -----------------------------------------------------------------------------------------------
 
+MINE = "model.sessions.creation_times(caller.key)"
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (PlantedBug("no ownership", Served, "session", "info.key == caller.key", "True"), other_keys_see_nothing),
     (
-        PlantedBug("a list of all", Served, "sessions", "model.sessions.list(caller.key)", "model.sessions.list()"),
+        PlantedBug("a list of all", Served, "sessions", MINE, MINE.replace("caller.key", "")),
         other_keys_see_nothing,
     ),
     (PlantedBug("one KV for all", Served, "hints", "len(self.config.every_key_hash) > 1", "False"), kv_is_not_shared),

@@ -37,6 +37,7 @@ from tokenmill.server.fields import (
     at_most,
     list_of,
 )
+from tokenmill.session.session import MAX_METADATA
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class StreamOptions(Body):
 ModelName = Annotated[
     StrictStr | None, Field(description="May be left out where the server has one model (--no-default-model: never).")
 ]
+
+
+Metadata = Annotated[dict[str, StrictStr] | None, at_most(MAX_METADATA)]
 
 
 class Hinted(Body):
@@ -376,7 +380,7 @@ class ResponsesRequest(Shared):
     max_output_tokens: StrictInt | None = None
     top_logprobs: StrictInt | None = None
     include: Texts = None
-    metadata: Annotated[dict[str, StrictStr] | None, at_most(16)] = None
+    metadata: Metadata = None
     previous_response_id: StrictStr | None = Field(None, max_length=256)
     store: Flag = None
     presence_penalty: Number | None = None

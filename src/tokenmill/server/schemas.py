@@ -141,6 +141,10 @@ class Session(BaseModel):
     id: str
     object: Literal["session"]
     model: str
+    title: str | None
+    metadata: dict[str, str]
+    created_at: int
+    last_used_at: int
     state: Literal["idle", "appending", "generating", "ended"]
     num_tokens: int
     num_turns: int
@@ -152,6 +156,12 @@ class Session(BaseModel):
 class SessionList(BaseModel):
     object: Literal["list"]
     data: list[Session]
+
+
+class SessionPage(SessionList):
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Turn(BaseModel):

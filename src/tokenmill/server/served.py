@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ LOADING = unavailable("the model is being loaded", "loading")
 STOPPING = stopping()
 TIMEOUT_HEADER = "x-request-timeout"
 """A client's own deadline, in seconds."""
+
+
+ServedSession = tuple[ServedModel, SessionInfo]
+"""A session, and the model it is with."""
 
 
 class Served:
@@ -102,7 +107,7 @@ class Served:
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def session(self, caller: Caller, session_id: str) -> tuple[ServedModel, SessionInfo]:
+    def session(self, caller: Caller, session_id: str) -> ServedSession:
         """A session of this caller's, and the model it is with; of another key's it does not know anything."""
         for model in self.models.loaded:
             try:
@@ -114,9 +119,22 @@ class Served:
                 return model, info
         raise SessionNotFound(f"no session {session_id!r:.80}")
 
-    def sessions(self, caller: Caller) -> list[tuple[ServedModel, SessionInfo]]:
-        """All of this caller's."""
-        return [(model, info) for model in self.models.loaded for info in model.sessions.list(caller.key)]
+    def sessions(
+        self, caller: Caller, limit: int, after: str | None = None, *, newest_first: bool = False
+    ) -> tuple[list[ServedSession], bool]:
+        """A page of this caller's by creation time, from the one after a session on; and whether there are more."""
+        models = self.models.loaded
+        rows = (
+            (created_at, name, place)
+            for place, model in enumerate(models)
+            for created_at, name in model.sessions.creation_times(caller.key)
+        )
+        if after is not None:
+            last = (self.session(caller, after)[1].created_at, after)
+            rows = (row for row in rows if (row[:2] < last if newest_first else row[:2] > last))
+        found = (heapq.nlargest if newest_first else heapq.nsmallest)(limit + 1, rows)
+        page = [(models[place], models[place].sessions.get(name)) for _, name, place in found[:limit]]
+        return page, len(found) > limit
 
 
 def _timeout(http: HttpRequest) -> float | None:

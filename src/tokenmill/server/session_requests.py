@@ -9,9 +9,9 @@ from pydantic import ConfigDict, Field, StrictInt, StrictStr, WithJsonSchema
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import Flag, Number
-from tokenmill.server.requests import Body, ChatFields
+from tokenmill.server.requests import Body, ChatFields, Metadata
 from tokenmill.server.responses import as_message
-from tokenmill.session.session import OVERFLOW_KEEP, Input, Overflow
+from tokenmill.session.session import MAX_TITLE_CHARS, OVERFLOW_KEEP, Input, Overflow
 
 Given = Annotated[
     Any,
@@ -41,12 +41,29 @@ def as_input(given: Any, config: ServerConfig, param: str = "input") -> Input:
     return [as_message(item, config.max_content_parts, param) for item in given]
 
 
+Title = Annotated[StrictStr | None, Field(max_length=MAX_TITLE_CHARS, description="A name for lists of sessions.")]
+
+
+class UpdateSession(Body):
+    """What is left out stays as it is; null removes it."""
+
+    title: Title = None
+    metadata: Metadata = None
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"title": "Capitals", "metadata": {"topic": "travel"}}]})
+
+    def changes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("title", "metadata") if name in self.model_fields_set}
+
+
 class CreateSession(ChatFields):
     """A new conversation. Sampling parameters hold for all of its answers, unless one asks for others."""
 
     model: StrictStr | None = None
     system: StrictStr | None = Field(None, description="The system prompt.")
     messages: Given = Field(None, description="What was said before, if anything was.")
+    title: Title = None
+    metadata: Metadata = None
     overflow: Overflow = Field("error", description="What happens when the conversation outgrows the context.")
     overflow_keep: Annotated[Number, Field(ge=0, le=1)] = Field(
         OVERFLOW_KEEP, description="With `drop_oldest_turns`: the fraction of the context that is kept when turns go."

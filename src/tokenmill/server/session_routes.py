@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +23,7 @@ from tokenmill.server.session_requests import (
     ForkSession,
     RewindSession,
     SaveSession,
+    UpdateSession,
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
@@ -34,6 +35,8 @@ from tokenmill.session.portable import MEDIA_TYPE
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
 FILE = {"type": "string", "format": "binary"}
+PAGE, MAX_PAGE = 100, 1000
+"""Sessions in a list, unless told otherwise, and at most."""
 REFUSALS = (400, 401, 404, 409, 413, 429, 503)
 
 
@@ -68,6 +71,8 @@ def session_routes(served: Served) -> APIRouter:
             key=hints.key,
             namespace=hints.namespace,
             priority=hints.priority,
+            title=body.title,
+            metadata=body.metadata,
         )
         if past is not None:
             try:
@@ -79,11 +84,20 @@ def session_routes(served: Served) -> APIRouter:
                 raise
         return shown(model, session_id, 201)
 
-    @api.get("/sessions", responses={200: {"model": schemas.SessionList}, **schemas.errors(401, 503)})
-    async def list_sessions(http: Request) -> Response:
-        """All of the key's sessions."""
-        data = [session_shape(model, info) for model, info in served.sessions(caller_of(http.scope))]
-        return JSONResponse({"object": "list", "data": data})
+    @api.get("/sessions", responses={200: {"model": schemas.SessionPage}, **schemas.errors(400, 401, 404, 503)})
+    async def list_sessions(
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Sessions on a page.")] = PAGE,
+        after: Annotated[
+            str | None, Query(max_length=256, description="The last session of the page before: `last_id`.")
+        ] = None,
+        order: Annotated[Literal["asc", "desc"], Query(description="By creation time.")] = "asc",
+    ) -> Response:
+        """The key's sessions, page by page."""
+        found, has_more = served.sessions(caller_of(http.scope), limit, after, newest_first=order == "desc")
+        data = [session_shape(model, info) for model, info in found]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
     @api.get("/sessions/{session_id}", responses=one)
     async def get_session(http: Request, session_id: SessionId) -> Response:
@@ -223,6 +237,13 @@ def session_routes(served: Served) -> APIRouter:
         session_id = await restoring
         return shown(found, session_id, 201)
 
+    @api.post("/sessions/{session_id}", responses=one)  # after /sessions/restore, which is no session
+    async def update_session(http: Request, session_id: SessionId, body: UpdateSession) -> Response:
+        """Another title, or other metadata; after an answer that is on its way."""
+        model = find(http, session_id)
+        await in_turn(http, model.sessions.update_session(session_id, **body.changes()))
+        return shown(model, session_id)
+
     return api
 
 
@@ -231,6 +252,10 @@ def session_shape(model: ServedModel, info: SessionInfo) -> dict[str, Any]:
         "id": info.session_id,
         "object": "session",
         "model": model.name,
+        "title": info.title,
+        "metadata": dict(info.metadata),
+        "created_at": int(info.created_at),
+        "last_used_at": int(info.used_at),
         "state": info.state,
         "num_tokens": info.num_tokens,
         "num_turns": len(info.turns),

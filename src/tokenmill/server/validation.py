@@ -10,6 +10,7 @@ from tokenmill.server.errors import ApiError
 WORDS = {
     "missing": "is missing",
     "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
     "int_parsing_size": "is too large a number",
     "float_type": "must be a number",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.session.session import Session
@@ -52,6 +52,11 @@ class SessionInfo:
     """Is all that was acknowledged on the disk? None: it is not meant to be."""
     problem: str | None = None
     """Why it is not."""
+    title: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    created_at: float = 0.0
+    """In Unix time, as the next one."""
+    used_at: float = 0.0
 
 
 def info_of(session: Session, *, has_store: bool = False) -> SessionInfo:
@@ -71,4 +76,8 @@ def info_of(session: Session, *, has_store: bool = False) -> SessionInfo:
         session.inbox,
         durable=session.problem is None if has_store and session.options.is_kept else None,
         problem=session.problem,
+        title=session.title,
+        metadata=session.metadata,
+        created_at=session.created_at,
+        used_at=session.used_at,
     )

@@ -13,7 +13,15 @@ from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.sampling import changed, of_fork
-from tokenmill.session.session import Overflow, Session, SessionOptions, check_overflow_keep, check_template_options
+from tokenmill.session.session import (
+    Overflow,
+    Session,
+    SessionOptions,
+    check_metadata,
+    check_overflow_keep,
+    check_template_options,
+    check_title,
+)
 
 NAME_BYTES = 16
 """Of a session's name: nobody guesses one."""
@@ -36,6 +44,8 @@ def new_session(
     namespace: Hashable,
     priority: int,
     is_kept: bool,
+    title: str | None,
+    metadata: Mapping[str, str] | None,
 ) -> Session:
     """An empty conversation, routed to one engine core; what it is asked to be is checked."""
     if overflow not in ("error", "drop_oldest_turns"):
@@ -56,8 +66,11 @@ def new_session(
         renderer=loaded.renderer(template_options),
         is_kept=is_kept,
     )
+    label = check_title(title), check_metadata(metadata)
     core = loaded.routing.choose(system, loaded.cores_alive())
-    return Session(new_name(), core, options, system, asyncio.get_running_loop().time())
+    session = Session(new_name(), core, options, system, asyncio.get_running_loop().time())
+    session.title, session.metadata = label
+    return session
 
 
 def new_fork(loaded: LoadedModel, session: Session, at_turn: int | None, at_token: int | None) -> Session:
@@ -66,6 +79,7 @@ def new_fork(loaded: LoadedModel, session: Session, at_turn: int | None, at_toke
     child = Session(new_name(), session.core, options, session.system, asyncio.get_running_loop().time())
     child.restore(session.snapshot())
     child.mark = session.mark
+    child.title, child.metadata = session.title, session.metadata
     if at_turn is not None or at_token is not None:
         child.rewind(loaded.opened.text, at_turn, at_token)
     session.num_forks += 1

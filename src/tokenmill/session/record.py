@@ -19,13 +19,17 @@ from tokenmill.session.session import (
     Session,
     SessionOptions,
     SessionState,
+    check_metadata,
     check_overflow_keep,
     check_template_options,
+    check_title,
 )
 from tokenmill.session.turns import Kind, TokenLog, Turn
 from tokenmill.text.messages import Message, check_messages
 
 Json = dict[str, Any]
+MAX_TIME = 1 << 40
+"""In seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ def record_of(session: Session) -> SessionRecord:
         "attempt": session.attempt,
         "num_forks": session.num_forks,
         "replayable_from": session.log.replayable_from,
+        "title": session.title,
+        "metadata": session.metadata,
+        "created_at": session.created_at,
+        "used_at": session.used_at,
     }
     return SessionRecord(session.session_id, head, session.log.tokens[:], tuple(session.log.turns))
 
@@ -71,6 +79,7 @@ def head_json(record: SessionRecord) -> Json:
         "template_options": dict(head["template_options"]),
         "namespace": _plain(head["namespace"]),
         "inbox": [dict(message) for message in head["inbox"]],
+        "metadata": dict(head["metadata"]),
     }
 
 
@@ -116,6 +125,9 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     session.log.note_length()
     session.inbox = head["inbox"]
     session.attempt, session.num_forks = head["attempt"], head["num_forks"]
+    session.title, session.metadata = head["title"], head["metadata"]
+    session.used_at = session.used_at if head["used_at"] is None else head["used_at"]
+    session.created_at = session.used_at if head["created_at"] is None else head["created_at"]
     session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
     return session
 
@@ -152,6 +164,11 @@ def _head(head: Mapping[str, Any]) -> Json:
         "attempt": _count("attempt", head["attempt"]),
         "num_forks": _count("num_forks", head["num_forks"]),
         "replayable_from": _count("replayable_from", head.get("replayable_from", 0)),
+        # Sessions of earlier versions have none of these; files have no times.
+        "title": check_title(head.get("title")),
+        "metadata": check_metadata(head.get("metadata")),
+        "created_at": _time("created_at", head.get("created_at")),
+        "used_at": _time("used_at", head.get("used_at")),
     }
 
 
@@ -203,6 +220,12 @@ def _count(name: str, value: Any, least: int | None = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         raise InvalidRequest(f"{name} is no number that can be")
     return value
+
+
+def _time(name: str, value: Any) -> float | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_TIME):
+        return value
+    raise InvalidRequest(f"{name} must be a Unix time, not {value!r:.40}")
 
 
 def _one_of(name: str, value: Any, known: Sequence[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,15 @@ from tokenmill.session.making import new_fork, new_name, new_session
 from tokenmill.session.portable import write_whole
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed
-from tokenmill.session.session import OVERFLOW_KEEP, Input, Overflow, Session, whole_number
+from tokenmill.session.session import (
+    OVERFLOW_KEEP,
+    Input,
+    Overflow,
+    Session,
+    check_metadata,
+    check_title,
+    whole_number,
+)
 from tokenmill.session.store import SessionStore
 from tokenmill.session.transfer import exported, imported
 from tokenmill.session.upkeep import Upkeep, save
@@ -128,11 +137,14 @@ class SessionService:
         namespace: Hashable = None,
         priority: int = 0,
         is_kept: bool = True,
+        title: str | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> str:
         """A new conversation, routed to one engine core for life; its name. Unless `is_kept` it is in no store.
 
         With `overflow="drop_oldest_turns"` a conversation that outgrows the context is cut down to the fraction
         `overflow_keep` of it.
+        `title` and `metadata` are for whoever lists sessions: the model does not see them.
         """
         loaded = self._model()
         self._upkeep.room.check()
@@ -148,8 +160,24 @@ class SessionService:
             namespace=namespace,
             priority=priority,
             is_kept=is_kept,
+            title=title,
+            metadata=metadata,
         )
         return await self._upkeep.begin(loaded, session)
+
+    async def update_session(self, session_id: str, **changes: Any) -> None:
+        """Another `title` or other `metadata`; None for none. What is not named stays as it is."""
+        checks = {"title": check_title, "metadata": check_metadata}
+        unknown = changes.keys() - checks.keys()
+        if unknown:
+            raise InvalidRequest(f"a session has no {', '.join(sorted(unknown))} to change; known: title, metadata")
+        checked = {name: checks[name](value) for name, value in changes.items()}
+
+        def operation(session: Session) -> None:
+            for name, value in checked.items():
+                setattr(session, name, value)
+
+        await self._upkeep.change(self._model(), session_id, operation)
 
     async def append_input(self, session_id: str, given: Input, *, raw: bool = False) -> int:
         """New input: a user's message, a list of messages, or ids; `raw` text goes in as it is.
@@ -360,9 +388,12 @@ class SessionService:
 
     def list(self, key: str | None = None) -> list[SessionInfo]:
         """All sessions, or those of a key."""
+        return [self.get(name) for _, name in self.creation_times(key)]
+
+    def creation_times(self, key: str | None = None) -> builtins.list[tuple[float, str]]:
+        """When each session was created, and its name: what a list of many is sorted by."""
         found = self._model().master.sessions.values()
-        has_store = self._lifecycle.store is not None
-        return [info_of(one, has_store=has_store) for one in found if key is None or one.options.key == key]
+        return [(one.created_at, one.session_id) for one in found if key is None or one.options.key == key]
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ EMPTY_BYTES = 1024
 """What a session takes without its log, so that empty ones are not without limit."""
 BIAS_BYTES = 64
 """Of a token in a `logit_bias`."""
+MAX_TITLE_CHARS = 256
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
+"""Entries, and characters of their keys and values, as at OpenAI."""
 Overflow = Literal["error", "drop_oldest_turns"]
 OVERFLOW_KEEP = 0.5
 """Dropping less would be paid for more often: what is kept is computed once more each time."""
@@ -83,6 +87,7 @@ class Session:
         "attempt",
         "core",
         "costs",
+        "created_at",
         "fixed_bytes",
         "has_saved_kv",
         "inbox",
@@ -91,12 +96,15 @@ class Session:
         "live",
         "log",
         "mark",
+        "metadata",
         "num_forks",
         "options",
         "problem",
         "session_id",
         "state",
         "system",
+        "title",
+        "used_at",
         "waiting",
     )
 
@@ -123,6 +131,11 @@ class Session:
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
         self.last_used = now
+        """By the event loop's clock; `used_at` is the same in Unix time, for its owner."""
+        self.created_at = self.used_at = time.time()
+        self.title: str | None = None
+        self.metadata: Mapping[str, str] = {}
+        """Its owner's; neither is read by the model."""
         self.problem: str | None = None
         """Why its latest state is not in the store."""
         self.has_saved_kv = False
@@ -138,7 +151,8 @@ class Session:
     def num_bytes(self) -> int:
         """What it costs, about."""
         pending = sum(len(str(message)) for message in self.inbox)
-        return self.fixed_bytes + self.log.num_bytes + pending
+        label = len(self.title or "") + sum(len(key) + len(value) for key, value in self.metadata.items())
+        return self.fixed_bytes + self.log.num_bytes + pending + label
 
     @property
     def hints(self) -> Hints:
@@ -410,6 +424,29 @@ def whole_number(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a whole number, not {value!r}")
     return value
+
+
+def check_title(title: Any) -> str | None:
+    """A session's title, as a caller gave it."""
+    if title is None or (isinstance(title, str) and len(title) <= MAX_TITLE_CHARS):
+        return title
+    raise InvalidRequest(f"title must be a string of at most {MAX_TITLE_CHARS} characters", param="title")
+
+
+def check_metadata(metadata: Any) -> dict[str, str]:
+    """A session's metadata, as a caller gave it: a copy."""
+    found = {} if metadata is None else metadata
+    is_small = isinstance(found, Mapping) and len(found) <= MAX_METADATA
+    if not is_small or not all(_is_entry(key, value) for key, value in found.items()):
+        what = f"at most {MAX_METADATA} strings of at most {MAX_METADATA_CHARS} characters"
+        keys = f"keys of at most {MAX_METADATA_KEY_CHARS} characters"
+        raise InvalidRequest(f"metadata must map {keys} to {what}", param="metadata")
+    return dict(found)
+
+
+def _is_entry(key: Any, value: Any) -> bool:
+    is_text = isinstance(key, str) and isinstance(value, str)
+    return is_text and len(key) <= MAX_METADATA_KEY_CHARS and len(value) <= MAX_METADATA_CHARS
 
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "template", "self"})

@@ -296,7 +296,7 @@ def _write(connection: sqlite3.Connection, record: SessionRecord, fingerprint: s
         "INSERT INTO sessions VALUES (?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET fingerprint = excluded.fingerprint, head = excluded.head, "
         "used_at = excluded.used_at",
-        (name, fingerprint, _dump(head_json(record)), time.time()),
+        (name, fingerprint, _dump(head_json(record)), record.head["used_at"]),
     )
     _write_tokens(connection, name, record.tokens)
     _write_turns(connection, name, [_dump(turn_json(turn)) for turn in record.turns])
@@ -346,7 +346,8 @@ def _read_all(connection: sqlite3.Connection, fingerprint: str, vocab_size: int)
         try:
             turns = [json.loads(turn) for turn in _turns(connection, name)]
             tokens = array("i", _as_numbers(_tokens(connection, name)).tolist())
-            record = read_record(name, json.loads(head), turns, tokens, vocab_size)
+            # Heads of earlier versions have no times of their own.
+            record = read_record(name, {"used_at": used_at, **json.loads(head)}, turns, tokens, vocab_size)
         except (TokenmillError, ValueError) as error:
             log.warning("session %s stays in the store: %s", name, error)
             continue

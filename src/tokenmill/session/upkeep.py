@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -29,7 +30,7 @@ class Upkeep:
 
     def used(self, loaded: LoadedModel, session: Session) -> None:
         """Something was done with it: note when, and what its log costs now."""
-        session.last_used = asyncio.get_running_loop().time()
+        session.last_used, session.used_at = asyncio.get_running_loop().time(), time.time()
         self.room.take(session.session_id, session.num_bytes)
         self.watch_idle(loaded)
 

@@ -7,6 +7,7 @@ import { poll } from "./poll.js";
 
 const PERIOD_MS = 3000;
 const MOST_ROWS = 50;
+const MOST_SESSIONS = 1000; // of one answer
 const ORDER = ["generating", "appending", "idle", "ended"];
 const rank = ({ state }) => ORDER.indexOf(state);
 
@@ -15,8 +16,8 @@ export function Sessions({ state, follower }) {
   const isLive = follower.status === "live";
   useEffect(() => {
     if (!isLive) return undefined;
-    const take = ({ data }) => setSessions(data.reverse().sort((one, other) => rank(one) - rank(other)));
-    return poll("/v1/sessions", PERIOD_MS, take, (error) => {
+    const take = ({ data }) => setSessions(data.sort((one, other) => rank(one) - rank(other)));
+    return poll(`/v1/sessions?limit=${MOST_SESSIONS}&order=desc`, PERIOD_MS, take, (error) => {
       if (error instanceof Unreachable) follower.start(); // its stream may not have noticed yet
     });
   }, [isLive]);
@@ -39,7 +40,8 @@ export function Sessions({ state, follower }) {
               <td>${sayKept(kept.get(session.id))}</td><td class="name">${session.model}</td>
             </tr>`)}</tbody>
         </table></div>`}
-      ${sessions.length > MOST_ROWS && html`<p class="empty">and ${count(sessions.length - MOST_ROWS)} more</p>`}
+      ${sessions.length > MOST_ROWS && html`
+        <p class="empty">and ${count(sessions.length - MOST_ROWS)}${sessions.length === MOST_SESSIONS && " or"} more</p>`}
     </section>`;
 }
 
