@@ -6,6 +6,7 @@
     │   └── ModelNotFound       no model of that name or at that path
     ├── InvalidRequest          a request asks for something impossible; nothing was run
     │   ├── TokenizeFailed      a text can't be turned into tokens
+    │   ├── TooManyTokens       a text has more tokens than it may have
     │   ├── ContextOverflow     a conversation has outgrown the context
     │   └── SessionFileError    a session's file is damaged, of another model or of a later version
     ├── NotDurable              what was done is in memory, but could not be written to the store
@@ -60,6 +61,14 @@ class InvalidRequest(TokenmillError, ValueError):
 
 class TokenizeFailed(InvalidRequest):
     """A text can't be turned into tokens."""
+
+
+class TooManyTokens(InvalidRequest):
+    """A text has more tokens than it may have; how many is not known, since tokenization stopped there."""
+
+    def __init__(self, at_least: int, limit: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens; {limit} are allowed")
+        self.at_least = at_least
 
 
 class ContextOverflow(InvalidRequest):

@@ -6,15 +6,15 @@ import itertools
 import math
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.core import ModelInfo
 from tokenmill.engine.outputs import OutputStream, TextDelta
-from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request
-from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed
+from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request, context_overflow
+from tokenmill.errors import ContextOverflow, EngineDead, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import (
     ENDED_WELL,
     CompletionOutput,
@@ -211,17 +211,35 @@ class Intake:
 
     def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, /, **options: Any) -> list[int]:
         """The prompt of a conversation, as the model's template (or the caller's) writes it."""
-        return self.text.template_of(chat_template).encode(messages, **options)
+        with self._within_context():
+            return self.text.template_of(chat_template).encode(messages, self._max_model_len, **options)
 
     def prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it has one, and its ids."""
         if isinstance(prompt, Mapping):
             return self.prompt(_from_mapping(prompt))
         text = prompt if isinstance(prompt, str) else None
-        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(token_ids("prompt", prompt))
+        ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return text, ids
+
+    def _encoded(self, prompt: str) -> list[int]:
+        with self._within_context():
+            return self.text.tokenizer.encode(prompt, limit=self._max_model_len)
+
+    def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is looked at
+            raise ContextOverflow(context_overflow(self._max_model_len, len(prompt), 1))
+        return list(token_ids("prompt", prompt))
+
+    @contextmanager
+    def _within_context(self) -> Iterator[None]:
+        """A prompt that is longer than any may be is refused as soon as that is known."""
+        try:
+            yield
+        except TooManyTokens as error:
+            raise ContextOverflow(context_overflow(self._max_model_len, error.at_least, 1, is_exact=False)) from None
 
     def _name(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"

@@ -218,19 +218,21 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
     request.draw.params.check_vocabulary(model.vocab_size)
 
 
-def context_overflow(longest: int, num_prompt: int, num_new: int) -> str:
-    """Clients look for the first six words; the rest says which of the two numbers is too large, and by how much."""
+def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: bool = True) -> str:
+    """Clients look for the first six words; the rest says which of the two numbers is too large, and by how much.
+
+    Unless it `is_exact`, the prompt has at least so many tokens.
+    """
+    least = "" if is_exact else "at least "
     wanted = f"{num_prompt} of the prompt and {num_new} to be generated" if num_new else f"{num_prompt} of the prompt"
+    needed = f"{least}{num_prompt + num_new} are needed: {least}{wanted}"
     room = longest - num_prompt
     too_large = (
         f"Ask for at most {room} tokens to be generated, or shorten the prompt."
         if num_new > 1 and room > 0
         else "The prompt is too long: shorten it."
     )
-    return (
-        f"This model's maximum context length is {longest} tokens, but {num_prompt + num_new} are needed: {wanted}. "
-        f"{too_large}"
-    )
+    return f"This model's maximum context length is {longest} tokens, but {needed}. {too_large}"
 
 
 def _checked_array(request_id: str, tokens: list[int]) -> IntArray:

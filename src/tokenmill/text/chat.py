@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Template
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, TooManyTokens
 from tokenmill.text.environment import compile_template, run_template
 from tokenmill.text.guard import Guard, raw_of
 from tokenmill.text.messages import (
@@ -107,16 +107,20 @@ class ChatTemplate:
     def encode(
         self,
         messages: Sequence[Message],
+        limit: int | None = None,
         /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **options: Any,
     ) -> list[int]:
-        """Ids of the whole conversation; with `continue_final_message` they end where the last message's text does."""
+        """Ids of the whole conversation; with `continue_final_message` they end where the last message's text does.
+
+        `TooManyTokens` if there are more than `limit`, as soon as that is known.
+        """
         if continue_final_message:
-            return self.encode_rendered(self._rendered_open(messages, **options))
-        return self.encode_rendered(self.rendered(messages, add_generation_prompt, **options))
+            return self.encode_rendered(self._rendered_open(messages, **options), limit=limit)
+        return self.encode_rendered(self._rendered(messages, add_generation_prompt, options, limit), limit=limit)
 
     def render(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> str:
         """The text of the conversation as the template writes it."""
@@ -124,8 +128,19 @@ class ChatTemplate:
 
     def rendered(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> Rendered:
         """The conversation, and which special tokens in it are the template's own."""
+        return self._rendered(messages, add_generation_prompt, options)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+        limit: int | None = None,
+    ) -> Rendered:
         given = self._checked(messages, options)
         text = self._run(given, add_generation_prompt)
+        if limit is not None and (least := self.tokenizer.min_num_tokens(text)) > limit:
+            raise TooManyTokens(least, limit)
         if self._special is None:
             return Rendered(text, [])
         try:
@@ -141,17 +156,18 @@ class ChatTemplate:
             raise InvalidRequest("this chat template can't be used with messages that hold special tokens as text")
         return own
 
-    def encode_rendered(self, rendered: Rendered, start: int = 0) -> list[int]:
+    def encode_rendered(self, rendered: Rendered, start: int = 0, limit: int | None = None) -> list[int]:
         """Ids of what a template wrote, from a character on: as they end the ids of the whole."""
         tail = rendered.after(start)
         if start == 0 or any(at == 0 for at, _ in tail.special):
-            return self._encode(tail)
+            return self._encode(tail, limit)
         # Tokenizers treat the beginning of a text in their own way; but this is no beginning, so something goes before.
         for lead in LEADS:
-            before, ids = self.tokenizer.encode_template(lead), self._encode(tail.behind(lead))
+            before = self.tokenizer.encode_template(lead)
+            ids = self._encode(tail.behind(lead), None if limit is None else limit + len(before))
             if ids[: len(before)] == before:
                 return ids[len(before) :]
-        return self._encode(tail)
+        return self._encode(tail, limit)
 
     def _rendered_open(self, messages: Sequence[Message], /, **options: Any) -> Rendered:
         """The conversation up to the last character of its last message, which is an answer's beginning."""
@@ -165,17 +181,17 @@ class ChatTemplate:
             raise InvalidRequest("this chat template does not show the last message as it is", param="messages")
         return Rendered(whole.text[:end], [(at, until) for at, until in whole.special if until <= end])
 
-    def _encode(self, rendered: Rendered) -> list[int]:
+    def _encode(self, rendered: Rendered, limit: int | None) -> list[int]:
         text, special = rendered.text, rendered.special
         if not text:
             return []
         if special == self._places(text):
-            ids = self.tokenizer.encode_template(text)
+            ids = self.tokenizer.encode_template(text, limit=limit)
             meant = [self.tokenizer.special_tokens[text[at:end]] for at, end in special]
             # Tokenizers that normalise may see more special tokens than are spelt out.
             if [one for one in ids if one in self._ids] == meant:
                 return ids
-        return self.tokenizer.encode_template(text, special)
+        return self.tokenizer.encode_template(text, special, limit=limit)
 
     def _checked(self, messages: Sequence[Message], options: Mapping[str, Any]) -> _Input:
         if "messages" in options:

@@ -8,12 +8,12 @@ found out by the conversation itself. Then the log is cut where it begins to dif
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, TooManyTokens
 from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.messages import QUESTION, Message, check_messages
 
@@ -54,36 +54,42 @@ class DeltaRenderer:
             self._only_adds(*probe) is not False for probe in PROBES.values()
         )
 
-    def first_turn(self, messages: Sequence[Message]) -> list[int]:
+    def first_turn(self, messages: Sequence[Message], limit: int | None = None) -> list[int]:
         """Ids up to where the model answers, default system prompt and BOS included."""
-        return self._template.encode(messages, **self._options)
+        return self._template.encode(messages, limit, **self._options)
 
     def extend(
-        self, log: Sequence[int], past: Sequence[Message], new: Sequence[Message], ended_with: int | None
+        self,
+        log: Sequence[int],
+        past: Sequence[Message],
+        new: Sequence[Message],
+        ended_with: int | None,
+        limit: int | None = None,
     ) -> Continuation:
         """The log of a conversation after new messages: what the template would write now.
 
         `past` are the messages that the log holds, answers included, each as it was generated; none, if they are not
-        known. The log's own ids are kept, unless the template would no longer write their text.
+        known. The log's own ids are kept, unless the template would no longer write their text. `TooManyTokens` if the
+        log would have more than `limit`, as soon as that is known.
         """
         if not log:
-            return Continuation(0, self.first_turn([*past, *new]))
+            return Continuation(0, self.first_turn([*past, *new], limit))
         if not past:
-            return Continuation(len(log), self.next_turn(new, ended_with))
+            return Continuation(len(log), _after(log, limit, lambda left: self.next_turn(new, ended_with, left)))
         past, new = check_messages(past), check_messages(new)
         now = self._template.rendered([*past, *new], **self._options)
         before = self._text_of_log(past)
         if before is not None and now.text.startswith(before):
-            ids = self._template.encode_rendered(now, start=len(before))
+            ids = _after(log, limit, lambda left: self._template.encode_rendered(now, len(before), left))
             return Continuation(len(log), self._without_second_end(ids, ended_with))
         if not self._warned:
             self._warned = True
             logger.warning("this chat template rewrites past turns: part of each turn is computed again")
-        whole = self._template.encode_rendered(now)
+        whole = self._template.encode_rendered(now, limit=limit)
         keep = _common_length(log, whole)
         return Continuation(keep, whole[keep:])
 
-    def next_turn(self, messages: Sequence[Message], ended_with: int | None) -> list[int]:
+    def next_turn(self, messages: Sequence[Message], ended_with: int | None, limit: int | None = None) -> list[int]:
         """Ids that follow an answer: its end, the new messages, up to where the model answers again.
 
         `ended_with` is the stop token that the answer's log ends with; a turn that was cut short has none, and gets the
@@ -94,7 +100,7 @@ class DeltaRenderer:
         at = now.text.find(ANSWER)
         if at < 0:
             raise InvalidRequest("this chat template does not write answers as they are: give the whole conversation")
-        ids = self._template.encode_rendered(now, start=at + len(ANSWER))
+        ids = self._template.encode_rendered(now, at + len(ANSWER), limit)
         return self._without_second_end(ids, ended_with)
 
     def opening(self, past: Sequence[Message], num_replaced: int, start: Sequence[Message]) -> list[int] | None:
@@ -140,6 +146,16 @@ class DeltaRenderer:
             return None
         before, once, twice = map(str, texts)
         return once.startswith(before + answer) and twice.startswith(once + answer)
+
+
+def _after(log: Sequence[int], limit: int | None, encode: Callable[[int | None], list[int]]) -> list[int]:
+    """Ids that follow a log, where the limit is on both together."""
+    if limit is None:
+        return encode(None)
+    try:
+        return encode(limit - len(log) + 1)  # the end of the answer may be left out again
+    except TooManyTokens as error:
+        raise TooManyTokens(len(log) + error.at_least - 1, limit) from None
 
 
 def _common_length(log: Sequence[int], whole: Sequence[int]) -> int:

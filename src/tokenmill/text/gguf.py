@@ -16,31 +16,21 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.errors import ModelLoadError
 from tokenmill.text.hf import HuggingFaceTokenizer
+from tokenmill.text.pieces import DIGIT, GPT2, LLAMA3, QWEN2, TEKKEN
 
 CONTROL, USER_DEFINED = 3, 4
 """Token types of the format."""
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS = r"\p{N}"
 CUTS: Mapping[str, Sequence[str]] = {
-    "default": [_GPT2],
-    "gpt-2": [_GPT2],
-    "smollm": [_DIGITS, _GPT2],
-    "starcoder": [_DIGITS, _GPT2],
-    "refact": [_DIGITS, _GPT2],
-    "llama-bpe": [_LLAMA3],
-    "llama3": [_LLAMA3],
-    "qwen2": [_LLAMA3.replace("{1,3}", "")],
-    "tekken": [_TEKKEN],
+    "default": [GPT2],
+    "gpt-2": [GPT2],
+    "smollm": [DIGIT, GPT2],
+    "starcoder": [DIGIT, GPT2],
+    "refact": [DIGIT, GPT2],
+    "llama-bpe": [LLAMA3],
+    "llama3": [LLAMA3],
+    "qwen2": [QWEN2],
+    "tekken": [TEKKEN],
 }
 """Name of the cut -> the expressions that cut a text, one after the other."""
 WHOLE_TOKENS_FIRST = frozenset({"llama-bpe", "llama3", "tekken"})

@@ -11,8 +11,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from tokenmill.errors import ModelLoadError
+from tokenmill.errors import ModelLoadError, TokenizeFailed, TooManyTokens
 from tokenmill.files import read_json
+from tokenmill.text.pieces import BYTE_OF, length_bound, safe_cuts
 from tokenmill.text.tokenizer import Places, to_utf8
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -20,13 +21,19 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class HuggingFaceTokenizer:
-    """Text to ids and back as the model's authors meant it. Everything is loaded at once, so threads can share it."""
+    """Text to ids and back as the model's authors meant it. Everything is loaded at once, so threads can share it.
+
+    The interpreter lock is released while a text is tokenized, and long texts are tokenized in pieces.
+    """
 
     def __init__(self, tokenizer_json: str, eos_ids: frozenset[int] = frozenset()) -> None:
         # Two of them, since how special tokens in a text are read is a setting of the whole tokenizer.
         self._for_users = RustTokenizer.from_str(tokenizer_json)
         self._for_users.encode_special_tokens = True
         self._for_templates = RustTokenizer.from_str(tokenizer_json)
+        for one in (self._for_users, self._for_templates):  # settings of whoever saved the file, not of the model
+            one.no_truncation()
+            one.no_padding()
         added = self._for_templates.get_added_tokens_decoder()
         self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._eos_ids = eos_ids
@@ -35,6 +42,10 @@ class HuggingFaceTokenizer:
         self._meant = {
             self._for_users.token_to_id(new): self._special_tokens[old] for old, new in self._stand_ins.items()
         }
+        self._cuts = safe_cuts(self._for_users)
+        self._bound = length_bound(self._for_templates)
+        self._around = _added_around(self._for_users)
+        """The ids that `add_special` puts before a text and after it."""
 
     @classmethod
     def from_directory(cls, folder: Path) -> HuggingFaceTokenizer:
@@ -63,19 +74,23 @@ class HuggingFaceTokenizer:
     def eos_ids(self) -> frozenset[int]:
         return self._eos_ids
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """A user's text: special tokens in it stay text; `add_special` puts BOS and the like around it."""
-        return self._encode(self._for_users, text, add_special)
+    def min_num_tokens(self, text: str) -> int:
+        return 0 if self._bound is None else self._bound.min_num_tokens(to_utf8(text))
 
-    def encode_template(self, text: str, special: Places | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:
+        """A user's text: special tokens in it stay text; `add_special` puts BOS and the like around it."""
+        before, after = self._around if add_special else ([], [])
+        return [*before, *self._encode(self._for_users, text, limit), *after]
+
+    def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:
         """What a chat template wrote: special tokens in it are meant (with `special`, only those at these places)."""
         if special is None:
-            return self._encode(self._for_templates, text, add_special=False)
+            return self._encode(self._for_templates, text, limit)
         pieces, at = [], 0
         for start, end in special:
             pieces += [text[at:start], self._stand_ins[text[start:end]]]
             at = end
-        ids = self._encode(self._for_users, "".join([*pieces, text[at:]]), add_special=False)
+        ids = self._encode(self._for_users, "".join([*pieces, text[at:]]), limit)
         return [self._meant.get(number, number) for number in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -91,22 +106,37 @@ class HuggingFaceTokenizer:
             return text.encode()
         if found := BYTE_TOKEN.fullmatch(piece):
             return bytes([int(found[1], 16)])
-        known = [_BYTE_OF.get(character) for character in piece]
+        known = [BYTE_OF.get(character) for character in piece]
         return text.encode() if None in known else bytes(byte for byte in known if byte is not None)
 
-    def _encode(self, tokenizer: Any, text: str, add_special: bool) -> list[int]:
+    def _encode(self, tokenizer: Any, text: str, limit: int | None) -> list[int]:
+        if limit is not None and (least := self.min_num_tokens(text)) > limit:
+            raise TooManyTokens(least, limit)
         to_utf8(text)
-        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+        ids: list[int] = []
+        for piece in [text] if self._cuts is None else self._cuts.pieces(text):
+            ids += _ids_of(tokenizer, piece)
+            if limit is not None and len(ids) > limit:
+                raise TooManyTokens(len(ids), limit)
+        return ids
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+def _ids_of(tokenizer: Any, text: str) -> list[int]:
+    """As a batch, since `encode` holds the interpreter lock; of one text, so that it runs on one thread."""
+    try:
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    except BaseException as error:  # a panic of the package is no Exception: its regex engine gives up on long runs
+        if type(error).__name__ == "PanicException":
+            raise TokenizeFailed(f"the tokenizer failed on this text: {error}") from None
+        raise
+    return list(encoding.ids)
 
 
-_BYTE_OF = _byte_alphabet()
+def _added_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before a text and after it."""
+    encoding = tokenizer.encode("a")
+    of_text = [at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+    return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else (encoding.ids, [])
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:

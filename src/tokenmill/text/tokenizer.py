@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from tokenmill.errors import TokenizeFailed
+from tokenmill.errors import TokenizeFailed, TooManyTokens
 
 Places = list[tuple[int, int]]
 """Parts of a text: where each begins and ends, in order."""
@@ -27,14 +27,21 @@ class Tokenizer(Protocol):
         """Text of each special token -> its id."""
         ...
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of the text. Special tokens that a user has typed stay text; `add_special` adds BOS and the like."""
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound on the number of ids of a text, without tokenizing it; 0 if nothing is known."""
         ...
 
-    def encode_template(self, text: str, special: Places | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:
+        """Ids of the text. Special tokens that a user has typed stay text; `add_special` adds BOS and the like.
+
+        `TooManyTokens` if the text has more than `limit` of them, as soon as that is known.
+        """
+        ...
+
+    def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:
         """Ids of what a chat template wrote: nothing is added, and special tokens in it are meant.
 
-        With `special`, only those at these places are, and all others stay text.
+        With `special`, only those at these places are, and all others stay text. `limit` as in `encode`.
         """
         ...
 
@@ -75,15 +82,20 @@ class ByteTokenizer:
     def special_tokens(self) -> Mapping[str, int]:
         return {}
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:  # noqa: ARG002 (it has none)
+    def min_num_tokens(self, text: str) -> int:
+        return len(to_utf8(text))
+
+    def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:  # noqa: ARG002
+        if limit is not None and (least := self.min_num_tokens(text)) > limit:
+            raise TooManyTokens(least, limit)
         ids = list(to_utf8(text))
         outside = next((i for i in ids if i >= self._vocab_size), None)
         if outside is not None:
             raise TokenizeFailed(f"byte {outside} is outside this vocabulary of {self._vocab_size}")
         return ids
 
-    def encode_template(self, text: str, special: Places | None = None) -> list[int]:  # noqa: ARG002 (it has none)
-        return self.encode(text)
+    def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:  # noqa: ARG002 (it has none)
+        return self.encode(text, limit=limit)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         pieces, run = [], bytearray()
