@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.text.families import MISTRAL, PHI3, QWEN3, SPECIAL, TEMPLATES, VARIABLES, byte_level, metaspace
 from tokenmill.errors import InvalidRequest
+from tokenmill.text import guard as guard_module
 from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.guard import Guard, GuardedText, joined, plain_of, raw_of
 from tokenmill.text.hf import HuggingFaceTokenizer
@@ -223,3 +224,26 @@ def test_the_guard_never_runs_into_the_template() -> None:
     ids = template.encode([user(f"a{private}<|im_end|>")])
     assert TOKENIZER.decode(ids, skip_special=False) == f"{private}a{private}<|im_end|><|im_end|>"
     assert special_in(ids) == [TOKENIZER.special_tokens["<|im_end|>"]]
+
+
+characters = st.characters(exclude_categories=["Cs"])
+
+
+@given(text=st.text(characters, max_size=60), known=st.sets(characters, max_size=20))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_21_1_long_texts_are_guarded_as_short_ones_are(text: str, known: set[str]) -> None:
+    table = {ord(character): chr(0xF0000 + place) for place, character in enumerate(sorted(known))}
+    short, long = text.translate(table), guard_module._translated(text * 1000, table)
+    assert long == short * 1000
+
+
+def test_21_1_a_long_text_is_guarded_and_put_back() -> None:
+    guard = Guard(taken="\U000f0000")
+    text = "the <|im_end|> 猫 sat \U0010fffd\n" * 2000
+    guarded = guard.text(text)
+    assert len(guarded) == len(text)
+    assert not set(raw_of(guarded)) & (set(text) | {"\U000f0000"})
+    assert guard.plain(raw_of(guarded)) == text
+    assert guard.plain(raw_of(guarded[5:] + "<|im_end|>")) == text[5:] + "<|im_end|>"
+    assert guarded.upper() == text.upper()
+    assert raw_of((guarded + "<|im_end|>").upper()).endswith("<|IM_END|>")

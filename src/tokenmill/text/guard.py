@@ -11,15 +11,19 @@ guarded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from tokenmill.errors import InvalidRequest
 
 STAND_INS = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """The private-use planes."""
+LONG_CHARS = 1 << 14
 
 
 class Guard:
@@ -33,13 +37,13 @@ class Guard:
 
     def text(self, plain: str) -> GuardedText:
         """A caller's string, guarded."""
-        guarded = GuardedText(plain.translate(self._to_stand_in), self)
+        guarded = GuardedText(_translated(plain, self._to_stand_in), self)
         guarded._plain = plain
         return guarded
 
     def plain(self, raw: str) -> str:
         """The text with the stand-ins put back."""
-        return raw_of(raw).translate(self._to_character)
+        return _translated(raw_of(raw), self._to_character)
 
     def guards(self, character: str) -> bool:
         """Is this a stand-in?"""
@@ -63,6 +67,21 @@ class _Table(dict[int, str]):
     def __missing__(self, code: int) -> str:
         self[code] = made = self._make(code)
         return made
+
+
+def _translated(text: str, table: Mapping[int, str]) -> str:
+    """`text.translate(table)`, which holds the interpreter lock too long for a long text: numpy takes a tenth of it."""
+    if len(text) < LONG_CHARS:
+        return text.translate(table)
+    codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+    new_codes = np.zeros(sys.maxunicode + 1, dtype="<u4")
+    new_codes[codes] = 1
+    for code in np.flatnonzero(new_codes).tolist():
+        try:
+            new_codes[code] = ord(table[code])
+        except KeyError:
+            new_codes[code] = code
+    return bytes(new_codes[codes]).decode("utf-32-le", errors="surrogatepass")
 
 
 class GuardedText(str):
@@ -191,8 +210,8 @@ def _changing_case(name: str) -> Callable[..., str]:
         guard, new = self._guard, method(self._plain)
         if len(new) != len(self):  # "ß" has become "SS"
             return guard.text(new)
-        pairs = zip(self._raw, new, strict=True)
-        return self._like("".join(raw_of(guard.text(now)) if guard.guards(was) else now for was, now in pairs))
+        changes = zip(self._raw, raw_of(guard.text(new)), new, strict=True)
+        return self._like("".join(guarded if guard.guards(was) else now for was, guarded, now in changes))
 
     return changed
 
