@@ -11,7 +11,7 @@ import pytest
 from tests.backends.llamacpp.files import write_attention
 from tests.text.test_gguf import byte_level, byte_level_metadata  # noqa: F401 (a fixture)
 from tokenmill import LLM, SamplingParams, open_model
-from tokenmill.errors import ModelLoadError
+from tokenmill.errors import ModelLoadError, TokenizeFailed, TooManyTokens
 from tokenmill.text.llamacpp import LlamaTokenizer
 from tokenmill.text.model_text import open_text
 
@@ -40,6 +40,33 @@ def test_it_stands_in_where_ours_does_not_know_the_cut(odd: Path, caplog: pytest
     assert end in text.tokenizer.eos_ids
     assert text.tokenizer.token_bytes(10**6) == b""
     assert text.tokenizer.decode([end, *ids]) == TEXT
+    opened.close()
+
+
+def test_21_1_long_texts(byte_level: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A limit holds, by the length alone where that is enough; what would end the process is refused."""
+    metadata = {**byte_level_metadata(byte_level), "tokenizer.ggml.pre": "deepseek-llm"}
+    opened = open_model(str(write_attention(tmp_path / "long.gguf", tokenizer=metadata)), backend="llamacpp")
+    tokenizer = open_text(opened).tokenizer
+    assert isinstance(tokenizer, LlamaTokenizer)
+    text = TEXT * 2000
+    ids = tokenizer.encode(text, add_special=False)
+    assert tokenizer.decode(ids) == text
+    assert 0 < tokenizer.min_num_tokens(text) < len(ids)
+    places = [(at, at + len("<|im_end|>")) for at in range(len(text)) if text.startswith("<|im_end|>", at)]
+    templates: list[list[Any]] = [[text], [text, places]]
+    for arguments in templates:
+        ids = tokenizer.encode_template(*arguments)
+        assert tokenizer.encode_template(*arguments, limit=len(ids)) == ids
+        for limit in (len(ids) - 1, 5):
+            with pytest.raises(TooManyTokens) as caught:
+                tokenizer.encode_template(*arguments, limit=limit)
+            assert limit < caught.value.at_least <= len(ids)
+    for run in ("a", " ", "1", "-", "日", "e\u0301"):
+        assert tokenizer.encode((run * 5000)[:5000])
+        with pytest.raises(TokenizeFailed, match="characters of one kind"):
+            tokenizer.encode("the cat " + run * 50_000)
+    assert tokenizer.encode("日本。" * 20_000)
     opened.close()
 
 

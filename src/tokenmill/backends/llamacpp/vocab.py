@@ -9,6 +9,9 @@ import llama_cpp as llama
 
 from tokenmill.backends.llamacpp.native import NativeModel
 
+CHUNK = 1 << 16
+"""Ids that become Python's at a time."""
+
 
 class LlamaVocab:
     """Bytes to ids and back. Any thread; of use as long as the model is open."""
@@ -31,6 +34,20 @@ class LlamaVocab:
         control = (i for i in range(self.size) if llama.llama_vocab_is_control(self._vocab, i))
         return {llama.llama_vocab_get_text(self._vocab, i).decode("utf-8", errors="replace"): i for i in control}
 
+    @cached_property
+    def uses_expressions(self) -> bool:
+        """Does it cut texts by regular expressions first?"""
+        return bool(llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE)
+
+    @cached_property
+    def keeps_text(self) -> bool:
+        """Is every byte of a text in one of its tokens, unless the vocabulary lacks the byte?"""
+        kinds = (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM, llama.LLAMA_VOCAB_TYPE_RWKV)
+        takes_spaces = llama.LLAMA_TOKEN_ATTR_LSTRIP | llama.LLAMA_TOKEN_ATTR_RSTRIP
+        return llama.llama_vocab_type(self._vocab) in kinds and not any(
+            llama.llama_vocab_get_attr(self._vocab, i) & takes_spaces for i in range(self.size)
+        )
+
     def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         """Ids of a text; with `parse_special`, the texts of special tokens in it become those."""
         room = len(text) + 8
@@ -39,7 +56,10 @@ class LlamaVocab:
         if count < 0:  # more ids than bytes: this is how many
             ids = (ctypes.c_int32 * -count)()
             count = llama.llama_tokenize(self._vocab, text, len(text), ids, -count, add_special, parse_special)
-        return list(ids[:count])
+        found: list[int] = []
+        for start in range(0, count, CHUNK):  # other threads run in between
+            found += ids[start : min(start + CHUNK, count)]
+        return found
 
     def detokenize(self, ids: list[int], *, skip_special: bool) -> bytes:
         """The bytes that ids stand for."""
