@@ -13,7 +13,7 @@ TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(V
 $(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test flaky soak clients screenshots docs check format requirements clean
+.PHONY: help serve tour test flaky mutants soak clients screenshots docs check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ test: $(VENV)/.dev  ## run all tests, on two cores
 flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
 	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test
 
+mutants: $(VENV)/.dev  ## mutate core, engine, session, sampling and text at random; list what no test notices
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
 soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
@@ -81,5 +84,5 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 requirements: $(VENV)/.dev  ## print requirement -> tests; fails if a delivered one has no test
 	@$(BIN)/python -m tests.requirements
 
-clean:  ## remove .venv, .clients and caches
-	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## remove .venv, .clients, .mutants and caches
+	rm -rf $(VENV) .clients .mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
