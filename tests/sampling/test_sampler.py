@@ -125,6 +125,16 @@ def test_xtc_excludes_all_but_the_least_of_the_top_choices() -> None:
     assert set(draws(logits, nothing_above, 2000).tolist()) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("allowed", [VOCAB, VOCAB - 5])
+def test_xtc_with_a_threshold_of_zero_leaves_the_least_likely_token(allowed: int) -> None:
+    """However unlikely it is, and whatever is banned: banned tokens have a probability of 0, which is no less."""
+    logits = 3 * random_logits(50, seed=11)
+    banned = tuple(range(allowed, VOCAB))
+    params = SamplingParams(xtc_probability=1.0, xtc_threshold=0.0, banned_token_ids=banned)
+    assert (sample(logits, [params] * 50).ids == logits[:, :allowed].argmin(axis=1)).all()
+
+
 @pytest.mark.req("G12", "R6")
 def test_a_row_draws_the_same_alone_and_in_any_crowd() -> None:
     logits = random_logits(64, seed=9)

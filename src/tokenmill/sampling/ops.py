@@ -85,7 +85,8 @@ def keep_likely(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, mi
     whole = torch.where(top_k >= vocab, total, kept_k.logsumexp(dim=-1))
     probs = (kept_k - whole[:, None]).exp()
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-    inside_p = (before < top_p[:, None]) | (rank == 0)
+    # A sum of rounded probabilities may reach 1 before the last token.
+    inside_p = (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
     inside_min = ordered >= ordered[:, :1] + min_p[:, None].log()
     return kept_k.masked_fill(~(inside_p & inside_min), NEVER)
 
@@ -93,7 +94,7 @@ def keep_likely(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, mi
 def exclude_top_choices(ordered: Tensor, threshold: Tensor, struck: Tensor) -> Tensor:
     """XTC on logits in falling order: where `struck`, drop the tokens above the threshold but the least likely one."""
     probs = ordered.softmax(dim=-1)
-    above = probs >= threshold[:, None]
+    above = (probs >= threshold[:, None]) & (ordered > NEVER)  # at threshold 0, what is excluded already is not above
     next_above = torch.cat([above[:, 1:], torch.zeros_like(above[:, :1])], dim=-1)
     return ordered.masked_fill(above & next_above & struck[:, None], NEVER)
 
