@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from tokenmill.params import SamplingParams
 
 Row = np.ndarray
+ROUNDING = 1e-5
+"""What sums and edited logits in float32 may be off by."""
 
 
 def softmax(logits: Row) -> Row:
@@ -31,10 +34,9 @@ def edited(logits: Row, params: SamplingParams, log: list[int], num_prompt: int,
         for token in stop_ids:
             logits[token] = -np.inf
     output = log[num_prompt:]
-    for token in range(len(logits)):
-        if token in log:
-            factor = params.repetition_penalty
-            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(log):
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         count = output.count(token)
         logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
     if params.dry_multiplier:
@@ -98,3 +100,49 @@ def distribution(logits: Row, params: SamplingParams) -> Row:
     tokens = kept(logits, params)
     among[tokens] = logits[tokens] / params.temperature
     return softmax(among)
+
+
+def may_be_drawn(edited: Row, params: SamplingParams, first: float, second: float) -> set[int]:
+    """The token that these two random numbers draw; more than one where rounding decides, none if there is none.
+
+    `edited` are the logits after `edited()`. The numbers are compared with running sums, and so are the thresholds:
+    each may be off by `ROUNDING`.
+    """
+    if not np.isfinite(edited.max()):
+        return set()
+    if params.temperature < 1e-5:
+        return set(np.flatnonzero(edited >= edited.max() - ROUNDING).tolist())
+    found = set()
+    for nudge in (-ROUNDING, 0.0, ROUNDING):
+        tokens = _candidates(edited, params, nudge, second < params.xtc_probability)
+        probs = softmax(edited[tokens] / params.temperature)
+        for number in (first - ROUNDING, first, first + ROUNDING):
+            found.add(_fall(tokens, probs, number))
+    return found
+
+
+def _candidates(edited: Row, params: SamplingParams, nudge: float, is_struck: bool) -> list[int]:
+    """The tokens among which one is drawn, in the order of the draw, with all thresholds nudged."""
+    nudged = {
+        name: min(max(value + nudge, 1e-9), 1.0)
+        for name in ("top_p", "typical_p", "min_p")
+        if 0 < (value := getattr(params, name)) < 1
+    }
+    tokens = kept(edited, replace(params, **nudged))
+    is_filtered = params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
+    if not is_filtered:
+        return sorted(tokens)
+    if is_struck:
+        probs = softmax(edited[tokens] / params.temperature)
+        above = [token for token, prob in zip(tokens, probs, strict=True) if prob >= params.xtc_threshold + nudge]
+        tokens = [token for token in tokens if token not in above[:-1]]
+    return tokens
+
+
+def _fall(tokens: list[int], probs: Row, number: float) -> int:
+    total = 0.0
+    for token, prob in zip(tokens, probs.tolist(), strict=True):
+        total += prob
+        if number < total:
+            return token
+    return tokens[-1]
