@@ -142,3 +142,24 @@ def test_chunks_follow_a_change_of_load(
     serve(model, device, target_s, 200, seed)
     other = Device(*(slowness * cost for cost in astuple(device)))
     assert_right(serve(model, other, target_s, 300, seed + 100), other, target_s, min_chunk)
+
+
+@pytest.mark.req("R13")
+@pytest.mark.parametrize("noise", [0.1, 0.3, 0.5])
+def test_chunks_leave_the_floor_on_a_noisy_host(noise: float) -> None:
+    """Prompts of one size and a past of small chunks show nothing of the slope: they must not pile up for good."""
+    for seed in range(12):
+        model, rng, waiting = CostModel(256), random.Random(seed), 0
+        for step in range(40):
+            prefill = 256 * (step % 2)
+            model.observe(8 + prefill, 256.0 * prefill, 0.02 + 6e-5 * prefill if prefill else 0.003, prefill)
+        for _ in range(600):
+            num_decode = rng.randint(50, 64)
+            draft = Draft(MOST)
+            draft.give_decodes(np.arange(num_decode, dtype=np.int32), num_decode, CONTEXT * num_decode)
+            waiting += 512 * rng.choice((0, 0, 1, 2))
+            prefill = min(model.largest_chunk(draft, 0, 0.025), waiting)
+            waiting -= prefill
+            seconds = LAUNCH_BOUND.step(num_decode, prefill) * rng.lognormvariate(0, noise)
+            model.observe(num_decode + prefill, CONTEXT * num_decode + prefill * prefill / 2, seconds, prefill)
+        assert waiting < 4096, seed

@@ -26,6 +26,8 @@ ENOUGH = 3
 ROUNDS = 6
 DAMPING = 0.02
 """Strength of the previous slopes: the data decide once sizes vary by more than about 15 %."""
+FADING = 0.95
+"""Of the slopes, each time that they allow less than the smallest chunk."""
 TOLERANCE = 0.01
 """Residuals below this fraction of a typical step weigh alike."""
 FORGET = 0.98
@@ -56,6 +58,11 @@ class StepFit:
     def assume(self, per_token: float) -> None:
         """Start from this slope until the steps differ enough in size to tell."""
         self._slopes = np.array([per_token, 0.0])
+        self._is_stale = True
+
+    def doubt(self) -> None:
+        """Chunks are as small as they get, so nothing will show that the slopes are too large: let them fade."""
+        self._slopes = FADING * self._slopes
         self._is_stale = True
 
     @property
@@ -150,6 +157,8 @@ class CostModel:
         # Any prompt token costs this much more than decoding alone: a chunk is worth that once it takes as long itself.
         entry = (self._prefill.predict(len(draft.decodes), draft.decode_attention) or 0.0) - decoding
         worthwhile = _tokens_in(entry, per_token, per_cell, num_computed, limit + already) - already
+        if max(chunk, worthwhile) < least:
+            self._prefill.doubt()
         return max(0, min(limit, max(chunk, worthwhile, least)))
 
 
