@@ -94,6 +94,7 @@ def _within_limits(case: schemathesis.Case) -> None:
     body = case.body
     if isinstance(body, dict):
         required = case.operation.body[0].definition["schema"].get("required", ())
+        required = {*required, next((name for name in ("prompt", "content", "messages") if body.get(name)), "")}
         others = sorted(name for name in body if name not in {*required, *REFUSED})
         first = len(str(body)) % max(len(others), 1)
         case.body = {name: body[name] for name in body if name in {*required, *others[first : first + 2]}}

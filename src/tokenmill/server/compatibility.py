@@ -23,6 +23,7 @@ class Endpoint(Enum):
     RESPONSES = "responses"
     EMBEDDINGS = "embeddings"
     SESSIONS = "sessions"
+    TOKENIZE = "tokenize"
 
 
 class Origin(Enum):
@@ -43,6 +44,7 @@ class Treatment(Enum):
 
 
 GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.SESSIONS})
+PROMPTED = GENERATING | {Endpoint.TOKENIZE}
 EVERYWHERE = frozenset(Endpoint)
 EMBEDDING = frozenset({Endpoint.EMBEDDINGS})
 Condition = Callable[[Any, Mapping[str, Any]], bool]
@@ -200,7 +202,7 @@ FIELDS: tuple[RequestField, ...] = (
     # Formats, tools, media.
     *_rejected(Origin.OPENAI, "response_format", CONSTRAINT, condition=ONLY_TEXT),
     *_rejected(Origin.OPENAI, "text", CONSTRAINT, condition=ONLY_TEXT_FORMAT),
-    *_rejected(Origin.OPENAI, "tools", NO_CALLS, neutral=([],), condition=NO_TOOLS),
+    *_rejected(Origin.OPENAI, "tools", NO_CALLS, neutral=([],), condition=NO_TOOLS, where=PROMPTED),
     *_rejected(Origin.OPENAI, "tool_choice", NO_CALLS, neutral=("none", "auto")),
     *_rejected(Origin.OPENAI, "functions", NO_CALLS, neutral=([],), condition=NO_FUNCTIONS),
     *_rejected(Origin.OPENAI, "function_call", NO_CALLS, neutral=("none", "auto")),
@@ -258,14 +260,14 @@ FIELDS: tuple[RequestField, ...] = (
         Origin.VLLM, "add_generation_prompt continue_final_message", "of chats", where=frozenset({Endpoint.CHAT})
     ),
     *_rejected(Origin.VLLM, "chat_template_kwargs", "only options that templates are known to have", neutral=({},)),
-    *_rejected(Origin.VLLM, "chat_template", "templates are the model's own"),
+    *_rejected(Origin.VLLM, "chat_template", "templates are the model's own", where=PROMPTED),
     *_rejected(Origin.VLLM, "documents", "put them into the messages", neutral=([],)),
     *_rejected(
         Origin.VLLM,
         "add_special_tokens",
         "send token ids to leave them out",
         condition=SPECIAL_TOKENS,
-        where=EVERYWHERE - {Endpoint.SESSIONS},
+        where=EVERYWHERE - {Endpoint.SESSIONS, Endpoint.TOKENIZE},
     ),
     *_rejected(Origin.VLLM, "prompt_embeds", "a prompt is a text or token ids", where=EVERYWHERE),
     *_rejected(Origin.VLLM, "truncate_prompt_tokens", "prompts are never cut", where=EVERYWHERE),

@@ -62,11 +62,33 @@ def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:
     return ids
 
 
-async def tokenize(body: TokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
-    """The ids of a text."""
-    encode = llm.get_tokenizer().encode
-    ids = await off_the_loop(len(body.prompt), lambda: encode(body.prompt, add_special=body.add_special_tokens))
-    return {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids}
+async def tokenize(size: int, body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
+    """The ids of a text or a conversation, of at most so many bytes; as vLLM and llama-server give them."""
+    body.check(config)
+    options = body.template_options(config)
+
+    def work() -> dict[str, Any]:
+        ids = _ids_of(body, model.llm, options)
+        pieces = [{"id": token, "piece": model.forms.piece(token)} for token in ids] if body.with_pieces else ids
+        strings = {"token_strs": [model.forms.text(token) for token in ids]} if body.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": model.llm.max_model_len, "tokens": pieces, **strings}
+
+    return await off_the_loop(size, work)
+
+
+def _ids_of(body: TokenizeRequest, llm: AsyncLLM, options: dict[str, Any]) -> list[int]:
+    if body.messages is not None:
+        return llm.chat_ids([message.model_dump(exclude_unset=True) for message in body.messages], **options)
+    tokenizer, text = llm.get_tokenizer(), (body.prompt if body.content is None else body.content) or ""
+    if not body.parses_special:
+        return tokenizer.encode(text, add_special=body.adds_special)
+    ids = tokenizer.encode_template(text)
+    if not body.adds_special:
+        return ids
+    # What is added around a text is the same around all of them.
+    plain, full = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
+    at = next(place for place in range(len(full)) if full[place : place + len(plain)] == plain)
+    return [*full[:at], *ids, *full[at + len(plain) :]]
 
 
 async def detokenize(body: DetokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:

@@ -91,9 +91,10 @@ def other_routes(served: Served) -> APIRouter:
     refusals = schemas.errors(400, 401, 404, 413, 503)
 
     @api.post("/tokenize", responses={200: {"model": schemas.Tokens}, **refusals}, tags=["texts"], dependencies=[KEY])
-    async def create_tokens(body: TokenizeRequest) -> Response:
-        """The ids of a text."""
-        return JSONResponse(await tokenize(body, (await served.model(body.model)).llm))
+    async def create_tokens(http: Request, body: TokenizeRequest) -> Response:
+        """The ids of a text or a conversation."""
+        size = len(await http.body())
+        return JSONResponse(await tokenize(size, body, await served.model(body.model), served.config))
 
     @api.post(
         "/detokenize", responses={200: {"model": schemas.Detokenized}, **refusals}, tags=["texts"], dependencies=[KEY]

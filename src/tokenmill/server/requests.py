@@ -7,6 +7,7 @@ unknown ones are ignored. Types are checked here, values by `SamplingParams`; th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -14,7 +15,6 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    StrictBool,
     StrictInt,
     StrictStr,
     WithJsonSchema,
@@ -211,6 +211,37 @@ class ChatMessage(BaseModel):
     content: Content = None
 
 
+def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> None:
+    """How many there may be, and what each needs."""
+    if len(messages) > config.max_messages:
+        raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
+    for message in messages:
+        if isinstance(message.content, list) and len(message.content) > config.max_content_parts:
+            what = f"at most {config.max_content_parts} parts in a message's content"
+            raise ApiError(400, what, param="messages")
+        if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
+            raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
+
+
+def template_kwargs(given: Mapping[str, Any] | None, config: ServerConfig) -> dict[str, Any]:
+    """What the chat template is told beyond the messages: only what templates are known to ask for."""
+    options = dict(given or {})
+    if set(options) - config.template_options:
+        known = ", ".join(sorted(config.template_options))
+        raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
+    return options
+
+
+def where_it_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, bool]:
+    """What the template is told about the end of the prompt: an answer begins, or the last message goes on."""
+    if continue_final_message and add_generation_prompt:
+        what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
+        raise ApiError(400, f"{what}: not both", param="continue_final_message")
+    if continue_final_message:
+        return {"continue_final_message": True}
+    return {"add_generation_prompt": add_generation_prompt is not False}
+
+
 class ChatFields(SamplingFields):
     """What chats and answers of sessions understand."""
 
@@ -278,28 +309,12 @@ class ChatRequest(ChatFields):
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"):
             if self.session_id is not None and getattr(self, name) is not None:
                 raise ApiError(400, f"{name} is not for a session's messages", param=name)
-        if len(self.messages) > config.max_messages:
-            raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
-        for message in self.messages:
-            if isinstance(message.content, list) and len(message.content) > config.max_content_parts:
-                what = f"at most {config.max_content_parts} parts in a message's content"
-                raise ApiError(400, what, param="messages")
-            if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
-                raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
-            raise ApiError(400, f"{what}: not both", param="continue_final_message")
+        check_messages(self.messages, config)
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        """What the template is told beyond the messages: only what it is known to ask for."""
-        options = dict(self.chat_template_kwargs or {})
-        unknown = sorted(set(options) - config.template_options)
-        if unknown:
-            known = ", ".join(sorted(config.template_options))
-            raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
-        if self.continue_final_message:
-            return {**options, "continue_final_message": True}
-        return {**options, "add_generation_prompt": self.add_generation_prompt is not False}
+        """What the template is told beyond the messages."""
+        end = where_it_ends(self.add_generation_prompt, self.continue_final_message)
+        return {**template_kwargs(self.chat_template_kwargs, config), **end}
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -344,11 +359,63 @@ class EmbeddingRequest(Hinted):
 
 
 class TokenizeRequest(Body):
-    model: StrictStr | None = None
-    prompt: StrictStr
-    add_special_tokens: StrictBool = True
+    """A text or a conversation, under vLLM's names (`prompt`, `messages`) or llama-server's (`content`)."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Hello there"}]})
+    endpoint = Endpoint.TOKENIZE
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = Field(None, description="Tokenized as a prompt is: special tokens are added.")
+    content: StrictStr | None = Field(None, description="Tokenized as it is: special tokens in it are parsed.")
+    messages: Annotated[list[ChatMessage] | None, FailFast(), Field(min_length=1), at_most(1 << 16)] = None
+    add_special_tokens: Flag = Field(None, description="Add BOS and the like. Default: true for `prompt`, else false.")
+    add_special: Flag = Field(None, description="Another name of `add_special_tokens`.")
+    parse_special: Flag = Field(
+        None, description="Special tokens in the text are meant as such. Default: true for `content`, else false."
+    )
+    return_token_strs: Flag = Field(None, description="Add `token_strs`, the text of each token.")
+    with_pieces: Flag = Field(None, description="Each of `tokens` is an object: its `id`, and its text as `piece`.")
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"prompt": "Hello there"}],
+            "anyOf": [{"required": [name]} for name in ("prompt", "content", "messages")],
+        }
+    )
+
+    def check(self, config: ServerConfig) -> None:
+        """One of the three, and what goes with it."""
+        given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
+        if not given:
+            raise ApiError(400, "prompt is missing: send prompt, content or messages", param="prompt")
+        if len(given) > 1:
+            what = f"send one of prompt, content and messages, not {' and '.join(given)}"
+            raise ApiError(400, what, param=given[1])
+        if None not in (self.add_special_tokens, self.add_special) and self.add_special != self.add_special_tokens:
+            raise ApiError(400, "add_special and add_special_tokens contradict each other", param="add_special")
+        if self.messages is None:
+            return
+        check_messages(self.messages, config)
+        for name in ("add_special_tokens", "add_special", "parse_special"):
+            if getattr(self, name):
+                what = "the chat template writes the special tokens of messages"
+                raise ApiError(400, f"{name} must be false for messages: {what}", param=name)
+
+    @property
+    def adds_special(self) -> bool:
+        named = self.add_special_tokens if self.add_special is None else self.add_special
+        return self.prompt is not None if named is None else named
+
+    @property
+    def parses_special(self) -> bool:
+        return self.content is not None if self.parse_special is None else self.parse_special
+
+    def template_options(self, config: ServerConfig) -> dict[str, Any]:
+        """What the template is told beyond the messages."""
+        end = where_it_ends(self.add_generation_prompt, self.continue_final_message)
+        return {**template_kwargs(self.chat_template_kwargs, config), **end}
 
 
 class LoadModel(Body):

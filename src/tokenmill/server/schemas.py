@@ -191,10 +191,16 @@ class SessionAnswer(BaseModel):
     durable: bool | None
 
 
+class Piece(BaseModel):
+    id: int
+    piece: str | list[int]
+
+
 class Tokens(BaseModel):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[Piece]
+    token_strs: list[str] | None = None
 
 
 class Detokenized(BaseModel):

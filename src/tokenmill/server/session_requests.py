@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, StrictInt, StrictStr, WithJsonSchema
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import Flag, Number
-from tokenmill.server.requests import Body, ChatFields, Metadata
+from tokenmill.server.requests import Body, ChatFields, Metadata, template_kwargs
 from tokenmill.server.responses import as_message
 from tokenmill.session.session import MAX_TITLE_CHARS, OVERFLOW_KEEP, Input, Overflow
 
@@ -75,11 +75,7 @@ class CreateSession(ChatFields):
     )
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        options = dict(self.chat_template_kwargs or {})
-        if set(options) - config.template_options:
-            known = ", ".join(sorted(config.template_options))
-            raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
-        return options
+        return template_kwargs(self.chat_template_kwargs, config)
 
 
 class AppendInput(Body):

@@ -31,6 +31,14 @@ class TokenForms:
         except UnicodeDecodeError:
             return PART_OF_A_CHARACTER + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def piece(self, token: int) -> str | list[int]:
+        """A token's text; of part of a character, its bytes as llama-server gives them."""
+        raw = self._bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return list(raw)
+
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special=False)
