@@ -210,7 +210,7 @@ def length_bound(tokenizer: RustTokenizer) -> LengthBound | None:
         longest, unknown = max(len(token.replace("▁", " ").encode()) for token in vocabulary), b""
     else:
         return None
-    longest = max(longest, *(len(token.content.encode()) for token in added))
+    longest = max([longest, *(len(token.content.encode()) for token in added)])
     if composes:
         return None if unknown else LengthBound(longest * NFC_SHRINKS)
     return LengthBound(longest, unknown)
