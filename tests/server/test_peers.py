@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.server.loading import two_models
 from tests.server.refusals import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, check_refusal
-from tests.server.rules import fake_server
+from tests.server.rules import fake_server, http_chunks
 from tests.server.serving import HI, Running, child, request
 
 GENERATED = {CHAT: {"max_tokens": 6}, COMPLETIONS: {"max_tokens": 6}}
@@ -110,6 +111,14 @@ def test_21_7_the_chunk_with_the_role_counts_no_token(server: Running) -> None:
     assert counts == sorted(counts)
     assert counts[0] >= 1
     assert counts[-1] == 6
+
+
+def test_21_7_the_chunk_with_the_role_is_sent_with_the_first_text(server: Running) -> None:
+    """Benchmarks take the first chunk with choices for the first token: sent earlier, it would be a lie."""
+    first = http_chunks(server, CHAT, {**BODIES[CHAT], **GREEDY, "allowed_token_ids": [ord("a")]})[0]
+    role, text, *_ = [json.loads(one.removeprefix(b"data: ")) for one in first.split(b"\n\n") if one]
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text["choices"][0]["delta"]["content"].startswith("a")
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------

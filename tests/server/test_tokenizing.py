@@ -87,6 +87,7 @@ def test_21_7_special_tokens_in_a_text_are_parsed_if_they_are_meant(server: Runn
     assert MARK not in as_text
     assert len(as_text) == len(text)
     assert ids(server, prompt=text) == [BOS, *as_text], "as in a prompt of /v1/completions"
+    assert ids(server, prompt=text, content=text) == [BOS, *as_text], "from a client of both servers"
 
 
 def test_21_7_messages_are_tokenized_as_a_chat_does(chatting: Running) -> None:

@@ -79,7 +79,7 @@ async def tokenize(size: int, body: TokenizeRequest, model: ServedModel, config:
 def _ids_of(body: TokenizeRequest, llm: AsyncLLM, options: dict[str, Any]) -> list[int]:
     if body.messages is not None:
         return llm.chat_ids([message.model_dump(exclude_unset=True) for message in body.messages], **options)
-    tokenizer, text = llm.get_tokenizer(), (body.prompt if body.content is None else body.content) or ""
+    tokenizer, text = llm.get_tokenizer(), (body.content if body.prompt is None else body.prompt) or ""
     if not body.parses_special:
         return tokenizer.encode(text, add_special=body.adds_special)
     ids = tokenizer.encode_template(text)

@@ -390,7 +390,8 @@ class TokenizeRequest(Body):
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
             raise ApiError(400, "prompt is missing: send prompt, content or messages", param="prompt")
-        if len(given) > 1:
+        is_same = given == ["prompt", "content"] and self.prompt == self.content  # for either server
+        if len(given) > 1 and not is_same:
             what = f"send one of prompt, content and messages, not {' and '.join(given)}"
             raise ApiError(400, what, param=given[1])
         if None not in (self.add_special_tokens, self.add_special) and self.add_special != self.add_special_tokens:
@@ -410,7 +411,7 @@ class TokenizeRequest(Body):
 
     @property
     def parses_special(self) -> bool:
-        return self.content is not None if self.parse_special is None else self.parse_special
+        return self.prompt is None if self.parse_special is None else self.parse_special
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
         """What the template is told beyond the messages."""
