@@ -44,6 +44,9 @@ SAMPLES = [
     "<base href='http://example.com/'>",
     "<meta http-equiv='refresh' content='0; url=http://example.com'>",
     "<button data-copy='code' onclick='window.hurt=1'>bait</button>",
+    'x[^"onclick=window.hurt=1]\n\n[^"onclick=window.hurt=1]: <script>window.hurt=1</script>',
+    "x[^<img/src=x/onerror=window.hurt=1>]\n\n[^<img/src=x/onerror=window.hurt=1>]: [bait](javascript:window.hurt=1)",
+    "so $$\\href{javascript:window.hurt=1}{x}$$ it is, <think>`<img src=x onerror=window.hurt=1>`",
 ]
 
 
@@ -67,7 +70,7 @@ def test_samples_of_harmful_markdown_are_inert(visit: Visit, tmp_path: Path) -> 
     expect(visit.answers).to_have_count(len(SAMPLES))
     for thoughts in visit.page.locator(".thoughts summary").all():
         thoughts.click()
-    expect(visit.page.locator(".math[data-set]")).to_have_count(2)  # the formulas are set by now
+    expect(visit.page.locator(".math[data-set]")).to_have_count(3)  # the formulas are set by now
     for bait in visit.page.locator("article.assistant a, article.assistant button:has-text('bait')").all():
         assert (bait.get_attribute("href") or "").startswith("http://example.com/"), bait.inner_html()
     inside = "article.assistant .prose"
@@ -138,6 +141,103 @@ def test_libraries_are_what_the_manifest_says() -> None:
         assert (folder / f"{one['file']}.LICENSE").read_text().strip()
         assert one["version"]
         assert one["licence"]
+
+
+def shown(visit: Visit, tmp_path: Path, *contents: str) -> None:
+    """The page, with a conversation in which a model has said all this."""
+    path = tmp_path / "sample.json"
+    path.write_text(file_of(list(contents)))
+    visit.open()
+    visit.page.locator("input[type=file]").set_input_files(path)
+    expect(visit.answers).to_have_count(len(contents))
+
+
+def test_21_10_formulas_within_a_line_are_set(visit: Visit, tmp_path: Path) -> None:
+    shown(
+        visit,
+        tmp_path,
+        "The sum $$\\sum_{i=1}^n i = \\frac{n(n+1)}{2}$$ is known, and $$ E = mc^2 $$, too.\n\n- in a list: $$a^2$$\n\n"
+        "Some lines $$x\n= y$$ long.\n\n| a |\n| --- |\n| $$z$$ |\n\nBy \\[ w \\] itself.",
+        "$$\n\\int_0^1 x\\,dx\n$$\n\nBefore\n$$y$$\nafter.",
+        "A price of $5, or $$ alone, `$$code$$`, $$5 and $6.\n\n```\n$$code$$\n```",
+    )
+    within, alone, prices = visit.answers.all()
+    expect(within.locator("math[display=block]")).to_have_count(6)
+    expect(within).not_to_contain_text("$")
+    expect(alone.locator("math[display=block]")).to_have_count(2)
+    expect(alone.locator("p")).to_have_text(["Before", "after."])
+    expect(prices.locator("math")).to_have_count(0)
+    expect(prices).to_contain_text("A price of $5, or $$ alone, $$code$$, $$5 and $6.")
+
+
+def test_21_10_footnotes_lead_to_their_notes_and_back(visit: Visit, tmp_path: Path) -> None:
+    text = (
+        "Water boils[^heat], freezes[^2] and boils again[^heat]. Nobody knows[^why].\n\n"
+        "[^2]: At 0 °C.\n[^heat]: At **100 °C**,\n    at sea level.\n\n    If it is pure.\n"
+        "[^extra]: Referred to by nothing.\n# After the notes\n\n```\n[^heat]: code\n```"
+    )
+    shown(visit, tmp_path, text, "Another[^heat].\n\n[^heat]: A note of its own.")
+    first, second = visit.answers.all()
+    expect(first.locator("sup")).to_have_text(["1", "2", "1"])
+    expect(first).to_contain_text("Nobody knows[^why].")
+    notes = first.locator(".footnotes li")
+    expect(notes).to_have_count(3)
+    expect(notes.nth(0)).to_contain_text("At 100 °C, at sea level.")
+    expect(notes.nth(0)).to_contain_text("If it is pure.")
+    expect(notes.nth(1)).to_contain_text("At 0 °C.")
+    expect(notes.nth(2)).to_have_text("Referred to by nothing.")
+    expect(first.locator("h1")).to_have_text("After the notes")
+    expect(first.locator("pre")).to_have_text("[^heat]: code")
+    url = visit.page.url
+    first.get_by_role("button", name="Footnote 1").last.click()
+    expect(notes.nth(0)).to_be_focused()
+    notes.nth(0).get_by_role("button", name="Back to the text").click()
+    expect(first.get_by_role("button", name="Footnote 1").first).to_be_focused()
+    second.get_by_role("button", name="Footnote 1").click()
+    expect(second.locator(".footnotes li")).to_be_focused()
+    expect(second.locator(".footnotes li")).to_contain_text("A note of its own.")
+    assert visit.page.url == url, "the address is the conversation's"
+
+
+THINKING = {
+    "<think>\nIt is *Tokyo*.\n</think>\n\nTokyo.": ["It is Tokyo."],
+    "The template has opened it.\n</think>\n\nTokyo.": ["The template has opened it."],
+    "<think>first</think>One.\n\n<think>second\n```\nopen</think>\nTokyo.": ["first", "second"],
+    "<think>\n\n</think>\n\nTokyo.": [],
+    "Write `</think>` and\n```\n<think>\n```\nTokyo.": [],
+    "<think>cut short": ["cut short"],
+}
+
+
+def test_21_10_thoughts_are_folded(visit: Visit, tmp_path: Path) -> None:
+    shown(visit, tmp_path, *THINKING)
+    for answer, thoughts in zip(visit.answers.all(), THINKING.values(), strict=True):
+        folds = answer.locator(".thoughts")
+        expect(folds).to_have_count(len(thoughts))
+        for fold, thought in zip(folds.all(), thoughts, strict=True):
+            expect(fold.locator("summary")).to_have_text("Thoughts")
+            expect(fold.get_by_text(thought, exact=True)).to_be_hidden()
+            fold.locator("summary").click()
+            expect(fold).to_contain_text(thought)
+            expect(fold.get_by_text(thought, exact=True)).to_be_visible()
+    for answer in visit.answers.all()[:5]:
+        expect(answer.locator("> .prose").last).to_contain_text("Tokyo.")
+    expect(visit.answers.nth(2).locator("> .prose").first).to_have_text("One.")
+    expect(visit.answers.nth(4)).to_contain_text("Write </think> and")
+
+
+def test_21_10_thoughts_are_folded_from_their_first_letter(visit: Visit) -> None:
+    """As an answer grows: no tag and no thought is seen before it is known to be one."""
+    visit.open()
+    script = """async (text) => {
+        const { partsOf } = await import("/web/js/chat/thoughts.js");
+        return Array.from({ length: text.length + 1 }, (_, end) => partsOf(text.slice(0, end), true)
+            .filter(({ isThought }) => !isThought).map(({ content }) => content).join("").trim());
+    }"""
+    assert set(visit.page.evaluate(script, "<think>deep")) == {""}
+    seen = visit.page.evaluate(script, "a < b\n<think>deep</think>done")
+    assert not any("<think" in one or "deep" in one for one in seen)
+    assert (seen[3], seen[-1]) == ("a <", "a < b\ndone")
 
 
 def test_a_table_code_and_formulas_are_shown(visit: Visit, browser: Browser, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ const SAFE_LINK = /^(https?:|mailto:)/i;
 const ALLOWED = {
   ALLOWED_TAGS: [
     "a", "blockquote", "br", "button", "code", "del", "div", "em", "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6",
-    "hr", "input", "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+    "hr", "input", "li", "ol", "p", "pre", "section", "span", "strong", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: [
-    "align", "checked", "class", "data-copy", "data-display", "disabled", "href", "rel", "role", "start", "tabindex", "target",
-    "type", "aria-label",
+    "align", "checked", "class", "data-copy", "data-display", "data-note", "data-place", "disabled", "href", "rel", "role", "start",
+    "tabindex", "target", "type", "aria-label",
   ],
   ALLOWED_URI_REGEXP: SAFE_LINK, // holds for all attributes but those that hold no address
   ADD_URI_SAFE_ATTR: ["align", "aria-label", "checked", "disabled", "rel", "start", "tabindex", "target", "type"],
@@ -75,25 +75,83 @@ function coloured(text, language) {
   return highlighter.getLanguage(language) ? highlighter.highlight(text, { language, ignoreIllegals: true }).value : escape(text);
 }
 
-// Formulas: $$ ... $$ and \[ ... \] by themselves, $ ... $ and \( ... \) within a line.
-const formula = (name, level, begin, pattern, display) => ({
+// Where formulas and footnotes may begin: all of them in one, since a text is searched for each that is given. A block begins a
+// line; the paragraph before it is cut there, and nowhere else.
+const BLOCKS = /(?<=\n)(?:\$\$|\\\[|\[\^[^\]\s]+\]:)/;
+const IN_LINES = /\$|\\[([]|\[\^/;
+const beginning = (pattern) => (text) => pattern.exec(text)?.index;
+
+// Formulas: $$ ... $$ and \[ ... \] are set by themselves, wherever they stand; $ ... $ and \( ... \) within the line.
+const formula = (name, level, pattern, display) => ({
   name, level,
-  start: (text) => { const found = text.search(begin); return found < 0 ? undefined : found; },
   tokenizer(text) {
     const found = pattern.exec(text);
     return found ? { type: name, raw: found[0], text: found[1].trim() } : undefined;
   },
-  renderer: ({ text }) => `<${display ? "div" : "span"} class="math" data-display="${display}">${escape(text)}</${display ? "div" : "span"}>`,
+  renderer: ({ text }) => `<span class="math" data-display="${display}">${escape(text)}</span>`,
 });
+
+// Footnotes: [^name] refers to a note, [^name]: ... is one. Notes are known when the lines are read, which is after all blocks
+// are; they are numbered as they are referred to, and stand at the end. Addresses (#...) are the conversations', so these are
+// buttons: Prose moves between them.
+const NOTE = new RegExp([
+  /^\[\^([^\]\s]+)\]:[ \t]*/, // its name,
+  /([^\n]*(?:\n(?!\[\^|[#>|~`*+-]|\d+[.)])[ \t]*\S[^\n]*|\n+(?: {4}|\t)[^\n]*)*)/, // the lines that go on with it, and indented ones
+  /(?:\n+|$)/,
+].map(({ source }) => source).join(""));
+
+const footnote = {
+  name: "footnote", level: "block",
+  start: beginning(BLOCKS),
+  tokenizer(text) {
+    const found = NOTE.exec(text);
+    if (!found) return undefined;
+    const [raw, name, content] = found;
+    const token = { type: "footnote", raw, tokens: [] };
+    const notes = (this.lexer.tokens.notes ??= Object.assign(new Map(), { numReferred: 0 }));
+    if (!notes.has(name)) notes.set(name, { number: null, tokens: token.tokens });
+    this.lexer.blockTokens(content.replace(/^(?: {4}|\t)/gm, ""), token.tokens);
+    return token;
+  },
+  renderer: () => "",
+};
+
+const reference = {
+  name: "reference", level: "inline",
+  start: beginning(IN_LINES),
+  tokenizer(text) {
+    const found = /^\[\^([^\]\s]+)\]/.exec(text);
+    const notes = this.lexer.tokens.notes;
+    const note = found && notes?.get(found[1]);
+    if (!note) return undefined;
+    note.number ??= (notes.numReferred += 1);
+    return { type: "reference", raw: found[0], number: note.number };
+  },
+  renderer: ({ number }) => `<sup><button type="button" class="quiet" data-note="${number}" aria-label="Footnote ${number}">${number}</button></sup>`,
+};
+
+/** All notes of a text as one block; those that nothing refers to come last. */
+function notesOf(notes) {
+  const numbered = [...notes.values()].sort((one, other) => (one.number ?? Infinity) - (other.number ?? Infinity));
+  const items = numbered.map(({ number, tokens }) => {
+    const back = number === null ? "" : `<button type="button" class="quiet" data-place="${number}" aria-label="Back to the text">↩</button>`;
+    return `<li${number === null ? "" : ` data-note="${number}" tabindex="-1"`}>${marked.parser(tokens)}${back}</li>`;
+  });
+  return `<section class="footnotes" role="group" aria-label="Footnotes"><ol>${items.join("")}</ol></section>`;
+}
 
 const marked = new Marked({
   gfm: true,
   renderer,
   extensions: [
-    formula("dollars", "block", /\$\$/, /^\$\$([^$]+?)\$\$(?:\n|$)/, true),
-    formula("brackets", "block", /\\\[/, /^\\\[([\s\S]+?)\\\](?:\n|$)/, true),
-    formula("dollar", "inline", /\$/, /^\$(?![\s$])([^$\n]*?[^\s$\\])\$(?!\d)/, false),
-    formula("parentheses", "inline", /\\\(/, /^\\\(([^\n]+?)\\\)/, false),
+    footnote,
+    reference,
+    formula("dollars", "block", /^\$\$((?:\\[^]|[^$\\])+)\$\$[ \t]*(?:\n|$)/, true),
+    formula("brackets", "block", /^\\\[([^]+?)\\\][ \t]*(?:\n|$)/, true),
+    formula("inline dollars", "inline", /^\$\$((?:\\[^]|[^$`\\])+)\$\$/, true),
+    formula("inline brackets", "inline", /^\\\[([^`]+?)\\\]/, true),
+    formula("dollar", "inline", /^\$(?![\s$])((?:\\.|[^$\n\\])+?)(?<!\s)\$(?!\d)/, false),
+    formula("parentheses", "inline", /^\\\(([^\n]+?)\\\)/, false),
   ],
 });
 
@@ -101,19 +159,26 @@ const cache = new Map(); // sanitised, by what it was made of
 
 /** The blocks of a text, each as HTML. A block that has not changed is the very same object as before. */
 export function blocks(text, isLive = false) {
-  const tokens = marked.lexer(text).filter((token) => token.type !== "space");
-  return tokens.map((token, i) => {
+  const all = marked.lexer(text);
+  const tokens = all.filter(({ type }) => type !== "space" && type !== "footnote");
+  const made = tokens.map((token, i) => {
     isOpen = isLive && i === tokens.length - 1;
-    const made = marked.parser([token]);
-    if (isOpen) return DOMPurify.sanitize(made, ALLOWED);
-    let known = cache.get(made);
-    if (known === undefined) {
-      known = DOMPurify.sanitize(made, ALLOWED);
-      if (cache.size >= CACHED_BLOCKS) cache.delete(cache.keys().next().value);
-      cache.set(made, known);
-    }
-    return known;
+    return harmless(marked.parser([token]));
   });
+  if (all.notes === undefined) return made;
+  isOpen = isLive;
+  return [...made, harmless(notesOf(all.notes))];
+}
+
+function harmless(content) {
+  if (isOpen) return DOMPurify.sanitize(content, ALLOWED);
+  let known = cache.get(content);
+  if (known === undefined) {
+    known = DOMPurify.sanitize(content, ALLOWED);
+    if (cache.size >= CACHED_BLOCKS) cache.delete(cache.keys().next().value);
+    cache.set(content, known);
+  }
+  return known;
 }
 
 let formulas = null;

@@ -3,6 +3,7 @@ import { useChanges } from "../../shared/emitter.js";
 import { KeyDialog } from "../../shared/key_dialog.js";
 import { THEMES, setTheme, theme } from "../../shared/theme.js";
 import { html, useEffect, useState } from "../../shared/view.js";
+import { withoutThoughts } from "../thoughts.js";
 import { titleOf } from "../tree.js";
 import { Composer } from "./composer.js";
 import { Shortcuts } from "./dialogs.js";
@@ -97,7 +98,7 @@ function Announcer({ answering }) {
     setWords("Generating an answer");
     return () => {
       const { status, error, content } = answering.message; // an error says itself, and one that goes on elsewhere says nothing
-      setWords(status === "done" && !error ? content || "Stopped" : "");
+      setWords(status === "done" && !error ? withoutThoughts(content).trim() || "Stopped" : "");
     };
   }, [answering]);
   return html`<div class="visually-hidden" aria-live="polite">${words}</div>`;

@@ -3,19 +3,20 @@ import { useChanges } from "../../shared/emitter.js";
 import { html, useEffect, useMemo, useRef } from "../../shared/view.js";
 import { copy } from "../copying.js";
 import { blocks, colours, setFormulas } from "../markdown.js";
-
-const THOUGHTS = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
+import { partsOf } from "../thoughts.js";
 
 export function Prose({ text, isLive }) {
   useChanges(colours);
-  const thoughts = THOUGHTS.exec(text);
-  const rest = thoughts ? text.slice(thoughts[0].length) : text;
-  return html`
-    ${thoughts && html`<${Thoughts} text=${thoughts[1]} isLive=${isLive && rest === ""} />`}
-    <${Blocks} text=${rest} isLive=${isLive} />`;
+  const parts = partsOf(text, isLive);
+  return parts.map(({ isThought, content }, i) => {
+    const isOpen = isLive && i === parts.length - 1;
+    return isThought ? html`<${Thoughts} key=${i} text=${content} isLive=${isOpen} />` : html`<${Blocks} key=${i} text=${content} isLive=${isOpen} />`;
+  });
 }
 
+/** Folded until the reader opens it. */
 function Thoughts({ text, isLive }) {
+  if (!isLive && text.trim() === "") return null; // a model that was told not to think
   return html`
     <details class="thoughts">
       <summary>${isLive ? "Thinking…" : "Thoughts"}</summary>
@@ -35,9 +36,19 @@ function Block({ content }) {
 }
 
 async function onClick(event) {
-  const button = event.target.closest("[data-copy]");
+  const button = event.target.closest("button");
   if (button === null) return;
+  const { note, place } = button.dataset;
+  const prose = button.closest(".prose");
+  if (note) return show(prose.querySelector(`li[data-note="${note}"]`));
+  if (place) return show(prose.querySelector(`button[data-note="${place}"]`));
   await copy(button.closest("figure").querySelector("code").textContent);
   button.textContent = "Copied";
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+/** A footnote, or the place that refers to it. */
+function show(element) {
+  element.scrollIntoView({ block: "nearest" });
+  element.focus();
 }
