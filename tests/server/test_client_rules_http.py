@@ -201,7 +201,12 @@ def test_c19_the_list_of_models(server: Running) -> None:
         listed = server.get(path).json()
         assert listed["object"] == "list"
         (one,) = listed["data"]
-        assert strict(Model, one, more=frozenset({"root", "max_model_len", "status", "aliases"})).id == "fake"
+        assert (
+            strict(
+                Model, one, more=frozenset({"root", "max_model_len", "status", "aliases", "default_sampling_params"})
+            ).id
+            == "fake"
+        )
         assert one["root"] == "fake"
         assert one["max_model_len"] == 4096
     assert server.get("/v1/models/fake").json() == one

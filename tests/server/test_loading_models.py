@@ -67,11 +67,13 @@ def test_load_and_unload() -> None:
     with two_models(store, **no_keys()) as server:
         loaded = admin(server, "load", "two")
         assert (loaded.status, loaded.json()["id"], loaded.json()["status"]) == (200, "second", "loaded")
+        assert loaded.json()["default_sampling_params"]["temperature"] == 1.0
         assert admin(server, "load").status == 200
         assert store.happened == ["load"]
         wanted = chat(server, "second").json()["choices"]
         unloaded = admin(server, "unload")
         assert (unloaded.status, unloaded.json()["status"]) == (200, "unloaded")
+        assert unloaded.json()["default_sampling_params"] is None
         assert admin(server, "unload").status == 200, "it is, already"
         assert chat(server, "second").json()["choices"] == wanted
         assert store.happened == ["load", "close", "load"]

@@ -302,9 +302,23 @@ def loading_error(name: str, error: TokenmillError) -> ApiError:
     return ApiError(503, f"{name} can't be loaded", "server_error", "model_load_failed", cause=str(error))
 
 
+DEFAULTS_SHOWN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling parameters whose defaults `/v1/models` shows."""
+
+
 def describe(place: Place, created: int) -> dict[str, Any]:
     """A model, as `/v1/models` shows it."""
     name, model = place.spec.name, place.model
     about: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "tokenmill", "root": name}
     length = None if model is None else model.llm.max_model_len
-    return {**about, "max_model_len": length, "status": place.state.value, "aliases": sorted(place.spec.aliases)}
+    about |= {"max_model_len": length, "status": place.state.value, "aliases": sorted(place.spec.aliases)}
+    sampling = None if model is None else model.llm.get_default_sampling_params()
+    return {**about, "default_sampling_params": sampling and {name: getattr(sampling, name) for name in DEFAULTS_SHOWN}}

@@ -44,6 +44,7 @@ class Model(BaseModel):
     max_model_len: int | None
     status: Literal["unloaded", "loading", "loaded"]
     aliases: list[str]
+    default_sampling_params: dict[str, float] | None
 
 
 class ModelList(BaseModel):

@@ -3,6 +3,13 @@ import { html, useState } from "../../shared/view.js";
 import { FIELDS } from "../sampling.js";
 import { Dialog } from "./dialogs.js";
 
+/** What holds where nothing is set. */
+function defaultOf(name, defaults) {
+  const value = defaults?.[name];
+  if (value === undefined) return "model default"; // it is not loaded
+  return `${name === "top_k" && value <= 0 ? "all" : value} (default)`;
+}
+
 export function Settings({ chat, conversation, onClose }) {
   const [isDefault, setDefault] = useState(false);
 
@@ -22,9 +29,10 @@ export function Settings({ chat, conversation, onClose }) {
     for (const field of event.target.form.querySelectorAll("input[type=number], textarea")) field.value = "";
   };
 
-  const field = ({ name, label, hint, ...range }) => html`
+  const defaults = chat.modelOf(conversation)?.default_sampling_params;
+  const field = ({ name, label, hint, unset, ...range }) => html`
     <label>${label}
-      <input type="number" name=${name} ...${range} placeholder="the model's own" value=${conversation.sampling[name] ?? ""} aria-describedby=${`${name}-hint`} />
+      <input type="number" name=${name} ...${range} placeholder=${unset ?? defaultOf(name, defaults)} value=${conversation.sampling[name] ?? ""} aria-describedby=${`${name}-hint`} />
       <span class="hint" id=${`${name}-hint`}>${hint}</span>
     </label>`;
 
@@ -36,7 +44,7 @@ export function Settings({ chat, conversation, onClose }) {
         </label>
         <div class="fields">${FIELDS.map(field)}</div>
         <label>Stop at
-          <textarea name="stop" rows="2" placeholder="texts that end an answer, one a line" value=${(conversation.sampling.stop ?? []).join("\n")}></textarea>
+          <textarea name="stop" rows="2" placeholder="texts that end an answer, one per line" value=${(conversation.sampling.stop ?? []).join("\n")}></textarea>
         </label>
         <label class="check"><input type="checkbox" checked=${isDefault} onChange=${(event) => setDefault(event.target.checked)} /> For new conversations, too</label>
         <div class="buttons">
