@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 from playwright.sync_api import expect
 
@@ -95,6 +97,44 @@ def test_an_edited_answer_is_what_the_model_is_told(visit: Visit) -> None:
         {"role": "user", "content": JAPAN},
         {"role": "assistant", "content": "The capital of Japan is Kyoto."},
     ]
+
+
+def num_context(server: Child, *messages: str) -> int:
+    """Tokens of a conversation, as the server counts them."""
+    said = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), messages, strict=False)]
+    body = {"model": "smollm2-135m", "messages": said, "add_generation_prompt": False}
+    return int(request(server.port, "POST", "/tokenize", body).json()["count"])
+
+
+def test_21_10_the_context_meter_follows_the_branch_that_is_shown(visit: Visit, server: Child) -> None:
+    visit.open()
+    gauge = visit.page.locator(".gauge")
+    visit.ask(JAPAN)
+    whole = visit.last_stats()["total"]
+    expect(gauge).to_have_text(f"{whole} of 2,048 tokens of context")
+    visit.act(visit.answers.last, "Edit the answer")
+    visit.page.get_by_label("The answer").fill("Kyoto, " * 100)
+    visit.page.get_by_role("button", name="Save", exact=True).click()
+    expect(visit.answers.last).to_contain_text("Edited by you.")
+    edited = num_context(server, JAPAN, "Kyoto, " * 100)
+    assert edited > 200
+    expect(gauge).to_have_text(f"{edited} of 2,048 tokens of context")
+    expect(gauge.get_by_label("Context used")).to_have_js_property("value", edited)
+    visit.page.reload()
+    expect(gauge).to_have_text(f"{edited} of 2,048 tokens of context")
+    visit.act(visit.answers.last, "Previous branch")
+    first = num_context(server, *visit.said())
+    assert abs(first - whole) <= 2, "but for the end of the answer, and what begins the next one"
+    expect(gauge).to_have_text(f"{first} of 2,048 tokens of context")
+    visit.page.get_by_label("Settings").click()
+    visit.page.get_by_label("System prompt").fill("You are a parrot. " * 20)
+    visit.page.get_by_role("button", name="Save").click()
+    expect(gauge).not_to_have_text(f"{first} of 2,048 tokens of context")
+    told = [{"role": "system", "content": "You are a parrot. " * 20}]
+    told += [{"role": role, "content": text} for role, text in visit.stored_path()]
+    body = {"messages": told, "add_generation_prompt": False}
+    count = request(server.port, "POST", "/tokenize", body).json()["count"]
+    expect(gauge).to_have_text(f"{count} of 2,048 tokens of context")
 
 
 @pytest.mark.req("R41")

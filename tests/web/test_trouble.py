@@ -117,6 +117,23 @@ def test_a_conversation_that_outgrows_the_context(browser: Browser) -> None:
         visit.ask("short again")
 
 
+def test_21_10_the_context_meter_of_a_conversation_that_has_outgrown_it(browser: Browser) -> None:
+    with fake_visit(browser, max_context=256) as (_, visit):
+        visit.open(max_tokens=8)
+        visit.ask("short")
+        visit.send("long " * 100)
+        expect(visit.page.get_by_role("alert")).to_contain_text("outgrown the model's context")
+        gauge = visit.page.locator(".gauge")
+        expect(gauge).to_have_text("more than 256 tokens of context")
+        expect(gauge).to_have_class("gauge hint over")
+        expect(gauge.get_by_label("Context used")).to_have_js_property("value", 256)  # it is full
+        visit.act(visit.questions.last, "Edit and ask again")
+        visit.page.get_by_label("Your question").fill("shorter")
+        with visit.answered():
+            visit.page.keyboard.press("Control+Enter")
+        expect(gauge).to_have_text(f"{visit.last_stats()['total']} of 256 tokens of context")
+
+
 def test_a_page_that_dies_before_the_first_word_leaves_nothing_behind(browser: Browser) -> None:
     with fake_visit(browser) as (server, visit):
         visit.open(max_tokens=8)

@@ -4,7 +4,7 @@ import { Emitter } from "../shared/emitter.js";
 import { Answering } from "./answer.js";
 import { abandon, abandonAll, forkInto } from "./sessions.js";
 import * as storage from "./storage.js";
-import { add, choose, copyUpTo, newConversation, remove } from "./tree.js";
+import { add, choose, copyUpTo, newConversation, pathTo, remove } from "./tree.js";
 
 const SAVE_MS = 500;
 const LOOK_AGAIN_MS = 1500;
@@ -151,6 +151,7 @@ export class Chat extends Emitter {
     if (model !== conversation.model || system !== conversation.system) {
       if (this.answering(conversation)) this.#stale.add(conversation.id); // the answer on its way is not disturbed
       else abandonAll(conversation);
+      conversation.context = null;
     }
     Object.assign(conversation, { model, system, sampling });
     if (isDefault) localStorage.setItem(DEFAULTS, JSON.stringify({ model, system, sampling }));
@@ -163,6 +164,26 @@ export class Chat extends Emitter {
     } catch {
       return {};
     }
+  }
+
+  /** Count what the model would read of the branch that is shown, unless the last answer's usage has told it. */
+  async countContext(conversation) {
+    const { leaf, system } = conversation;
+    const model = this.modelOf(conversation)?.id;
+    if (leaf === null || !model || conversation.context?.leaf === leaf) return;
+    const said = pathTo(conversation, leaf).filter(({ content }) => content !== "").map(({ role, content }) => ({ role, content }));
+    const messages = system.trim() ? [{ role: "system", content: system }, ...said] : said;
+    let tokens;
+    try {
+      ({ count: tokens } = await ask("/tokenize", { method: "POST", body: { model, messages, add_generation_prompt: false } }));
+    } catch (error) {
+      if (error.code !== "context_length_exceeded") return; // it is not shown, then
+      tokens = null; // the server does not count what can't fit
+    }
+    const isSame = conversation.leaf === leaf && conversation.system === system && this.modelOf(conversation)?.id === model;
+    if (!isSame || this.answering(conversation)) return;
+    conversation.context = { leaf, tokens };
+    this.#changed(conversation);
   }
 
   // -- questions and answers ------------------------------------------------------------------------------------------
@@ -260,6 +281,7 @@ export class Chat extends Emitter {
     const isOurs = await withLock(conversation.id, () => begin(answering));
     this.#answering.delete(conversation.id);
     if (this.#stale.delete(conversation.id)) abandonAll(conversation);
+    else if (message.stats) conversation.context = { leaf: message.id, tokens: message.stats.total };
     if (!isOurs) this.#fail(conversation, message, ELSEWHERE);
     this.#changed(conversation);
     if (message.status === "failed") this.look();

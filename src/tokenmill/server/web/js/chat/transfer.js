@@ -7,7 +7,7 @@ const VERSION = 1;
 const SESSION_FILE = "tokenmill-session"; // how one begins
 
 /** Without what holds for this browser and this server only. */
-function portable({ sessions, ...conversation }) {
+function portable({ sessions, context, ...conversation }) {
   const messages = Object.fromEntries(Object.entries(conversation.messages).map(([id, { resume, session, ...message }]) => [id, message]));
   return { ...conversation, messages };
 }

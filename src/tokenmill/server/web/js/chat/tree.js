@@ -11,6 +11,7 @@ export function newConversation({ model = null, system = "", sampling = {} } = {
     id: newId(), title: null, created: now, updated: now, model, system, sampling,
     messages: {}, leaf: null, removed: [],
     sessions: {}, // what the server's sessions have taken in: see sessions.js
+    context: null, // { leaf, tokens }: length of the branch up to a message; null tokens: more than the context
   };
 }
 

@@ -63,13 +63,17 @@ export function Composer({ chat, conversation }) {
 }
 
 function Gauge({ chat, conversation }) {
+  const { leaf, model, system, context } = conversation;
+  const isIdle = chat.server === "ready" && chat.answering(conversation) === null;
+  useEffect(() => { if (isIdle) chat.countContext(conversation); }, [isIdle, leaf, model, system]);
   const most = chat.modelOf(conversation)?.max_model_len;
-  if (!most || conversation.leaf === null) return html`<p class="gauge hint">Answers may be wrong. Enter sends, Shift+Enter begins a new line.</p>`;
-  const last = pathTo(conversation, conversation.leaf).reverse().find((message) => message.stats);
-  const used = last?.stats.total ?? 0;
+  if (!most || leaf === null) return html`<p class="gauge hint">Answers may be wrong. Enter sends, Shift+Enter begins a new line.</p>`;
+  const isOfBranch = context && pathTo(conversation, leaf).some(({ id }) => id === context.leaf);
+  if (!isOfBranch) return html`<p class="gauge hint">${count(most)} tokens of context</p>`;
+  const used = context.tokens ?? Infinity;
   return html`
-    <p class="gauge hint">
-      <meter min="0" max=${most} high=${0.9 * most} value=${used} aria-label="Context used"></meter>
-      ${count(used)} of ${count(most)} tokens of context
+    <p class="gauge hint ${used > most ? "over" : ""}">
+      <meter min="0" max=${most} high=${0.9 * most} value=${Math.min(used, most)} aria-label="Context used"></meter>
+      ${used === Infinity ? `more than ${count(most)}` : `${count(used)} of ${count(most)}`} tokens of context
     </p>`;
 }

@@ -43,7 +43,8 @@ export function Message({ chat, conversation, message, answering }) {
           <${Branches} chat=${chat} conversation=${conversation} message=${message} />
           <${Actions} chat=${chat} conversation=${conversation} message=${message} isLive=${isLive} onEdit=${() => setEdited(true)}
             isRaw=${isRaw} onRaw=${() => setRaw(!isRaw)} />
-          ${message.stats && html`<${Stats} stats=${message.stats} finish=${message.finish} />`}
+          ${message.stats && html`<${Stats} stats=${message.stats} />`}
+          ${!isLive && ENDINGS[message.finish] && html`<span class="ending">${message.stats ? "· " : ""}${ENDINGS[message.finish]}</span>`}
         </footer>`}
     </article>`;
 }
@@ -116,15 +117,14 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
     </span>`;
 }
 
-function Stats({ stats, finish }) {
+function Stats({ stats }) {
   const parts = [
     `${count(stats.completion)} tokens`,
     stats.rate !== null && `${rate(stats.rate)} tokens/s`,
     stats.ttft !== null && `first after ${duration(stats.ttft)}`,
   ].filter(Boolean);
   return html`
-    <span class="stats">${parts.join(" · ")} · <span class="reused" data-cached=${stats.cached} data-prompt=${stats.prompt}>${count(stats.cached)} of ${count(stats.prompt)} reused</span>
-      ${ENDINGS[finish] && html` · <span class="ending">${ENDINGS[finish]}</span>`}</span>`;
+    <span class="stats">${parts.join(" · ")} · <span class="reused" data-cached=${stats.cached} data-prompt=${stats.prompt}>${count(stats.cached)} of ${count(stats.prompt)} reused</span></span>`;
 }
 
 function Editor({ text, label, action, isBusy, onSave, onCancel }) {
