@@ -160,6 +160,70 @@ def test_a_reload_in_the_middle_of_an_answer_loses_nothing(visit: Visit, server:
     assert visit.last_stats()["completion"] == plain["usage"]["completion_tokens"]
 
 
+@pytest.mark.req("R41")
+def test_21_10_settings_show_the_values_of_the_model(visit: Visit, server: Child) -> None:
+    visit.open()
+    visit.page.get_by_label("Settings").click()
+    dialog = visit.page.get_by_role("dialog")
+    dialog.get_by_role("button", name="Clear all").click()
+    (model,) = request(server.port, "GET", "/v1/models").json()["data"]
+    values = model["default_sampling_params"]
+    assert (values["temperature"], values["top_p"], values["top_k"]) == (0.2, 0.9, 0), "what its authors recommend"
+    expected = {
+        "Temperature": "0.2 (default)",
+        "Top p": "0.9 (default)",
+        "Top k": "all (default)",
+        "Min p": "0 (default)",
+        "Repetition penalty": "1 (default)",
+        "Presence penalty": "0 (default)",
+        "Frequency penalty": "0 (default)",
+        "Longest answer": "no limit",
+        "Seed": "random",
+    }
+    for label, placeholder in expected.items():
+        expect(dialog.get_by_label(label)).to_have_attribute("placeholder", placeholder)
+        expect(dialog.get_by_label(label)).to_have_value("")
+
+
+@pytest.mark.req("R41")
+def test_21_10_icons_have_tooltips(visit: Visit) -> None:
+    visit.open()
+    visit.ask(CAPITAL)
+    with visit.answered():
+        visit.act(visit.answers.last, "Another answer")
+    tooltip = visit.page.get_by_role("tooltip")
+    expect(tooltip).to_have_count(0)
+    icons = visit.page.locator("button:visible, summary:visible").filter(has=visit.page.locator("svg"))
+    silent = [one for one in icons.all() if not (one.inner_text().strip() or one.get_attribute("data-tip"))]
+    assert silent == []
+    for label in ("Copy", "Edit the answer", "Another answer", "Fork to a new conversation", "Previous branch"):
+        visit.answers.last.get_by_role("button", name=label, exact=True).hover()
+        expect(tooltip).to_have_text(label)
+        inside = tooltip.bounding_box()
+        size = visit.page.viewport_size
+        assert inside
+        assert size
+        assert inside["x"] >= 0
+        assert inside["x"] + inside["width"] <= size["width"]
+        assert inside["y"] + inside["height"] <= size["height"]
+    visit.page.get_by_label("Settings").hover()
+    expect(tooltip).to_have_text("Settings")
+    visit.field.hover()
+    expect(tooltip).to_have_count(0)
+    visit.page.get_by_label("List of conversations").focus()
+    visit.page.keyboard.press("Tab")  # past the model
+    visit.page.keyboard.press("Tab")
+    expect(tooltip).to_have_text("Settings")
+    visit.page.keyboard.press("Escape")
+    expect(tooltip).to_have_count(0)
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.act(visit.answers.last, "Copy")
+    expect(tooltip).to_have_text("Copied")
+    expect(tooltip).to_have_text("Copy")
+    visit.act(visit.answers.last, "Edit the answer")
+    expect(tooltip).to_have_count(0)
+
+
 def test_settings_belong_to_a_conversation(visit: Visit) -> None:
     visit.open()
     visit.page.get_by_label("Settings").click()

@@ -7,7 +7,7 @@ import { withoutThoughts } from "../thoughts.js";
 import { titleOf } from "../tree.js";
 import { Composer } from "./composer.js";
 import { Shortcuts } from "./dialogs.js";
-import { Icon } from "./icons.js";
+import { IconButton, Tooltip } from "./icons.js";
 import { Search } from "./search.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -61,6 +61,7 @@ export function App({ chat }) {
         <${Thread} key=${`thread ${current.id}`} chat=${chat} conversation=${current} />
         <${Composer} key=${`composer ${current.id}`} chat=${chat} conversation=${current} />
       </main>
+      <${Tooltip} />
       <${Announcer} answering=${chat.answering(current)} />
       ${dialog === "search" && html`<${Search} chat=${chat} onClose=${close} />`}
       ${dialog === "settings" && html`<${Settings} chat=${chat} conversation=${current} onClose=${close} />`}
@@ -79,14 +80,14 @@ function Header({ chat, conversation, isListShown, onList, onSettings }) {
   const model = chat.modelOf(conversation);
   return html`
     <header>
-      <button class="quiet" onClick=${onList} aria-label="List of conversations" aria-expanded=${isListShown} aria-controls="sidebar" title="Ctrl+B"><${Icon} name="menu" /></button>
+      <${IconButton} icon="menu" label="List of conversations" keys="Ctrl+B" onClick=${onList} aria-expanded=${isListShown} aria-controls="sidebar" />
       <h1>${titleOf(conversation)}</h1>
       <select aria-label="Model" value=${model?.id} disabled=${chat.answering(conversation) !== null}
         onChange=${(event) => chat.configure(conversation, { model: event.target.value })}>
         ${chat.models.map(({ id, status }) => html`<option value=${id}>${id}${status === "loaded" ? "" : ` (${status})`}</option>`)}
       </select>
-      <button class="quiet" onClick=${onSettings} aria-label="Settings" title="System prompt and sampling"><${Icon} name="settings" /></button>
-      <button class="quiet" onClick=${nextTheme} aria-label=${`Theme: ${chosen}`} title=${`Theme: ${chosen}`}><${Icon} name="theme" /></button>
+      <${IconButton} icon="settings" label="Settings" onClick=${onSettings} />
+      <${IconButton} icon="theme" label=${`Theme: ${chosen}`} onClick=${nextTheme} />
     </header>`;
 }
 

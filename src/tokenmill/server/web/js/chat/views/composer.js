@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { count } from "../../shared/words.js";
 import { pathTo } from "../tree.js";
-import { Icon } from "./icons.js";
+import { IconButton } from "./icons.js";
 
 const MOST_ROWS_PX = 240;
 const TOUCH = matchMedia("(pointer: coarse)"); // no Shift key to begin a new line with, and a keyboard that hides half the page
@@ -55,8 +55,8 @@ export function Composer({ chat, conversation }) {
         <textarea ref=${field} rows="1" aria-label="Your message" placeholder="Ask anything" value=${text}
           onInput=${(event) => write(event.target.value)} onKeyDown=${onKeyDown}></textarea>
         ${isBusy
-          ? html`<button class="danger" onClick=${stop} aria-label="Stop the answer" title="Stop (Esc)"><${Icon} name="stop" /></button>`
-          : html`<button class="primary" onClick=${send} disabled=${text.trim() === "" || !isReady} aria-label="Send" title="Send (Enter)"><${Icon} name="send" /></button>`}
+          ? html`<${IconButton} icon="stop" label="Stop the answer" keys="Esc" kind="danger" onClick=${stop} />`
+          : html`<${IconButton} icon="send" label="Send" keys="Enter" kind="primary" onClick=${send} disabled=${text.trim() === "" || !isReady} />`}
       </div>
       <${Gauge} chat=${chat} conversation=${conversation} />
     </div>`;

@@ -1,5 +1,5 @@
-// Small pictures for buttons; the button itself says what it does.
-import { html } from "../../shared/view.js";
+// Small pictures for buttons, and the tooltips that say what they do.
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../../shared/view.js";
 
 const PATHS = {
   plus: "M12 5v14M5 12h14",
@@ -21,5 +21,58 @@ const PATHS = {
   theme: "M12 3a9 9 0 1 0 0 18zM12 3a9 9 0 0 1 0 18",
   more: "M5 12h.01M12 12h.01M19 12h.01",
 };
+
+const REST_MS = 400;
+const GAP_PX = 6;
+
+/** A button that is only a picture. */
+export const IconButton = ({ icon, label, keys, kind = "quiet", ...rest }) => html`
+  <button class=${kind} aria-label=${label} data-tip=${keys ? `${label} (${keys})` : label} ...${rest}><${Icon} name=${icon} /></button>`;
+
+/** The tooltip of whatever has one (data-tip): when the pointer rests on it, or the keyboard gets there. One for the page. */
+export function Tooltip() {
+  const [target, setTarget] = useState(null);
+  const [text, setText] = useState("");
+  const element = useRef(null);
+  useEffect(() => {
+    let timer = 0;
+    const show = (next, delay) => {
+      clearTimeout(timer);
+      timer = setTimeout(() => setTarget(next), delay);
+    };
+    const hide = () => show(null, 0);
+    const tipped = (place) => place.closest?.("[data-tip]") ?? null;
+    const handlers = {
+      pointerover: (event) => { if (event.pointerType !== "touch") show(tipped(event.target), tipped(event.target) ? REST_MS : 0); },
+      focusin: (event) => { if (event.target.matches(":focus-visible")) show(tipped(event.target), 0); },
+      focusout: (event) => setTarget((shown) => (shown === tipped(event.target) ? null : shown)),
+      keydown: (event) => { if (event.key === "Escape") hide(); },
+      scroll: hide,
+      click: () => requestAnimationFrame(() => setTarget((shown) => (shown?.isConnected ? shown : null))), // it may be gone now
+    };
+    for (const [name, handler] of Object.entries(handlers)) document.addEventListener(name, handler, true);
+    return () => {
+      clearTimeout(timer);
+      for (const [name, handler] of Object.entries(handlers)) document.removeEventListener(name, handler, true);
+    };
+  }, []);
+  useEffect(() => {
+    if (target === null) return undefined;
+    const read = () => setText(target.dataset.tip ?? "");
+    read();
+    const observer = new MutationObserver(read); // what a button does may change while it is looked at
+    observer.observe(target, { attributeFilter: ["data-tip"] });
+    return () => observer.disconnect();
+  }, [target]);
+  useLayoutEffect(() => {
+    if (target === null || !element.current) return;
+    const { left, width, top, bottom } = target.getBoundingClientRect();
+    const { offsetWidth, offsetHeight, style } = element.current;
+    const isBelow = bottom + GAP_PX + offsetHeight < innerHeight;
+    style.left = `${Math.max(GAP_PX, Math.min(left + width / 2 - offsetWidth / 2, innerWidth - offsetWidth - GAP_PX))}px`;
+    style.top = `${isBelow ? bottom + GAP_PX : top - GAP_PX - offsetHeight}px`;
+  }, [target, text]);
+  return target && html`<div class="tooltip" role="tooltip" ref=${element}>${text}</div>`;
+}
 
 export const Icon = ({ name }) => html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;

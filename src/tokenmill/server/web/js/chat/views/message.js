@@ -5,7 +5,7 @@ import { count, duration, rate } from "../../shared/words.js";
 import { canGoOn } from "../answer.js";
 import { copy } from "../copying.js";
 import { siblings } from "../tree.js";
-import { Icon } from "./icons.js";
+import { IconButton } from "./icons.js";
 import { Prose } from "./prose.js";
 
 const QUIET = new Emitter();
@@ -81,7 +81,7 @@ function Branches({ chat, conversation, message }) {
   if (all.length < 2) return null;
   const place = all.findIndex(({ id }) => id === message.id);
   const arrow = (label, icon, step) => html`
-    <button class="quiet" disabled=${!all[place + step]} aria-label=${label} onClick=${() => chat.choose(conversation, all[place + step], label)}><${Icon} name=${icon} /></button>`;
+    <${IconButton} icon=${icon} label=${label} disabled=${!all[place + step]} onClick=${() => chat.choose(conversation, all[place + step], label)} />`;
   return html`
     <span class="branches" role="group" aria-label="Branches" ref=${group}>
       ${arrow("Previous branch", "left", -1)}
@@ -100,7 +100,7 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
     setTimeout(() => setCopied(false), 1500);
   };
   const action = (icon, label, onClick, isOff = isBusy) =>
-    html`<button class="quiet" onClick=${onClick} disabled=${isOff} aria-label=${label} title=${label} data-edit=${icon === "edit" ? "" : undefined}><${Icon} name=${icon} /></button>`;
+    html`<${IconButton} icon=${icon} label=${label} onClick=${onClick} disabled=${isOff} data-edit=${icon === "edit" ? "" : undefined} />`;
   const another = () => {
     chat.regenerate(conversation, message);
     document.querySelector(".composer textarea").focus();

@@ -5,7 +5,7 @@ import { reason } from "../../shared/words.js";
 import { download, fileName, fromJson, isSessionFile, toJson, toMarkdown } from "../transfer.js";
 import { titleOf } from "../tree.js";
 import { Confirm, Notice, Rename } from "./dialogs.js";
-import { Icon } from "./icons.js";
+import { Icon, IconButton } from "./icons.js";
 
 export function Sidebar({ chat, onChosen, onSearch, onShortcuts }) {
   const [dialog, setDialog] = useState(null);
@@ -20,7 +20,7 @@ export function Sidebar({ chat, onChosen, onSearch, onShortcuts }) {
     <nav class="sidebar" id="sidebar" aria-label="Conversations">
       <div class="top">
         <button class="primary" onClick=${() => chat.startNew()} title="Ctrl+Shift+O"><${Icon} name="plus" /> New conversation</button>
-        <button onClick=${onSearch} aria-label="Search conversations" title="Search (Ctrl+K)"><${Icon} name="search" /></button>
+        <${IconButton} icon="search" label="Search conversations" keys="Ctrl+K" kind="" onClick=${onSearch} />
       </div>
       <ul class="conversations">
         ${list.map((conversation) => html`<${Entry} key=${conversation.id} chat=${chat} conversation=${conversation} setDialog=${setDialog} close=${close} onChosen=${onChosen} />`)}
@@ -109,7 +109,7 @@ function Menu({ label, text, above = false, children }) {
   };
   return html`
     <details class="menu" ref=${element} onToggle=${place} onFocusOut=${onFocusOut} onKeyDown=${onKeyDown}>
-      <summary aria-label=${label} title=${label} class="button quiet">${text ?? html`<${Icon} name="more" />`}</summary>
+      <summary aria-label=${label} data-tip=${text ? undefined : label} class="button quiet">${text ?? html`<${Icon} name="more" />`}</summary>
       <div class="items" ref=${items} onClick=${shut}>${children}</div>
     </details>`;
 }

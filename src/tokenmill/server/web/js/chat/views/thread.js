@@ -1,7 +1,7 @@
 // The branch that is shown. It follows its end, unless the reader has gone up.
 import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { pathTo } from "../tree.js";
-import { Icon } from "./icons.js";
+import { IconButton } from "./icons.js";
 import { Message } from "./message.js";
 
 const NEAR_PX = 60;
@@ -45,7 +45,7 @@ export function Thread({ chat, conversation }) {
           <${Message} key=${message.id} chat=${chat} conversation=${conversation} message=${message}
             answering=${answering?.message === message ? answering : null} />`)}
       </div>
-      ${!isAtEnd && html`<button class="to-end" onClick=${toEnd} aria-label="Go to the end"><${Icon} name="down" /></button>`}
+      ${!isAtEnd && html`<${IconButton} icon="down" label="Go to the end" kind="to-end" onClick=${toEnd} />`}
     </div>`;
 }
 
