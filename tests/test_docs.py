@@ -1,4 +1,4 @@
-"""The code in the README runs as it stands."""
+"""The code in the README and in docs/python.md runs as it stands."""
 
 import inspect
 import json
@@ -15,15 +15,19 @@ from tokenmill import errors
 from tokenmill.engine.lifecycle import ENDINGS
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/python.md")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+]
 SHELL = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 ADDRESS = "127.0.0.1:8000"
 """Where `make serve` listens."""
 
 
 @pytest.mark.parametrize("block", [one for one in BLOCKS if ADDRESS not in one], ids=lambda one: one.splitlines()[0])
-def test_the_readme_runs(block: str) -> None:
-    exec(compile(block, "README.md", "exec"), {})
+def test_printed_code_runs(block: str) -> None:
+    exec(compile(block, "docs", "exec"), {})
 
 
 @pytest.mark.req("R34")
