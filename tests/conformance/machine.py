@@ -272,6 +272,10 @@ class Machine:
                 self.check_cells(seq, self.subject.peek(self.backend, seq))
         assert self.kv.free() == self.spec.free(), f"{self.kv.free()} cells free, specification: {self.spec.free()}"
         assert self.kv.stats() == self.spec.stats()
+        seqs = range(self.config.max_seqs)
+        for some in [(), seqs, seqs[::2], seqs[1::2], *((seq,) for seq in seqs)]:
+            got, expected = self.kv.exclusive(some), self.spec.exclusive(some)
+            assert got == expected, f"sequences {[*some]} alone hold {got} cells, specification says {expected}"
         check_integrity = getattr(self.kv, "check_integrity", None)
         if check_integrity is not None:
             check_integrity()

@@ -7,6 +7,7 @@ with this one; the conformance suite compares them operation by operation.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,12 @@ class CellTable:
 
     def free(self) -> int:
         return int(self._free_blocks().sum()) * self.block_size
+
+    def exclusive(self, seqs: Collection[int]) -> int:
+        others = np.ones(len(self.held), dtype=bool)
+        others[[self._checked(seq) for seq in seqs]] = False
+        needed = self.held[others].any(axis=0).reshape(self.num_blocks, self.block_size).any(axis=1)
+        return int((~self._free_blocks() & ~needed).sum()) * self.block_size
 
     def stats(self) -> KVStats:
         return KVStats(

@@ -7,6 +7,7 @@ Cells are handed out in blocks; a block size of 1 is llama.cpp's unified memory.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -127,6 +128,10 @@ class KVMemory(Protocol):
 
     def free(self) -> int:
         """Cells that can still be handed out, counted in whole blocks."""
+        ...
+
+    def exclusive(self, seqs: Collection[int]) -> int:
+        """Cells that removing all of these sequences would free, counted in whole blocks: no other one holds them."""
         ...
 
     def needed(self, batch: Batch) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from tokenmill.errors import IntegrityError, InvalidBatch, InvalidOperation, Out
 
 BoolArray = NDArray[np.bool_]
 
+NO_BLOCKS: IntArray = np.zeros(0, dtype=np.int32)
 STATE_MAGIC = b"TMKV0001"
 STATE_HEADER = struct.Struct("<8siiI")
 """Before the data of an exported sequence: magic, first position, end, checksum of the data."""
@@ -109,6 +111,12 @@ class PagedKV:
 
     def free(self) -> int:
         return self.tables.pool.num_free * self.block_size
+
+    def exclusive(self, seqs: Collection[int]) -> int:
+        rows = [self.tables.blocks_of(self._checked(seq)) for seq in set(seqs)]
+        refs = self.tables.pool.refs
+        num_holders = np.bincount(np.concatenate([NO_BLOCKS, *rows]), minlength=len(refs))
+        return int(np.count_nonzero((num_holders > 0) & (num_holders == refs))) * self.block_size
 
     def stats(self) -> KVStats:
         active = self.tables.active()
