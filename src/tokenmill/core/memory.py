@@ -9,6 +9,9 @@ from pathlib import Path
 
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
+LEAST_SEQS, MOST_SEQS = 256, 4096
+CELLS_PER_SEQ = 64
+"""Cells for each sequence id: a short conversation has as many that no other one shares."""
 UNKNOWN_FREE_BYTES = 2 << 30
 """Taken for free where the system does not tell."""
 
@@ -39,6 +42,11 @@ def cells_for(num_seqs: int, context: int, block_size: int) -> int:
     """
     blocks = -(-(context + 1) // block_size)
     return (num_seqs * blocks + 2) * block_size
+
+
+def seqs_for(num_cells: int, num_running: int) -> int:
+    """Sequence ids for so many cells, so that cells run out before ids do: parked KV needs an id, too."""
+    return max(LEAST_SEQS, 2 * num_running, min(num_cells // CELLS_PER_SEQ, MOST_SEQS))
 
 
 def free_host_bytes() -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.backends.loading import describe_model
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle
-from tokenmill.core.memory import MemoryPlan, cells_for
+from tokenmill.core.memory import MemoryPlan, cells_for, seqs_for
 from tokenmill.errors import ConfigError
 
 MIB = 1 << 20
@@ -63,10 +63,10 @@ def plan_fit(model: str, sessions: int, context: int | None, *, free_bytes: int 
 def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
     """What an engine core for so many requests of this length asks of its backend."""
     defaults, config = BackendLimits(), EngineConfig()
-    return replace(
-        defaults,
-        num_cells=cells_for(num_seqs, context, block_size),
-        max_seqs=max(defaults.max_seqs, 2 * num_seqs),
+    num_cells = cells_for(num_seqs, context, block_size)
+    return BackendLimits(
+        num_cells=num_cells,
+        max_seqs=seqs_for(num_cells, num_seqs),
         ubatch_size=min(defaults.ubatch_size, max(config.max_num_batched_tokens, num_seqs)),
     )
 

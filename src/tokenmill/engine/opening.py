@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
-from tokenmill.core.memory import cells_for
+from tokenmill.core.memory import cells_for, seqs_for
 from tokenmill.engine.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
@@ -113,11 +113,9 @@ def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int
         kv_cache_tokens = _default_kv_tokens(model, config)
     if kv_cache_tokens < 1:
         raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
-    defaults = BackendLimits()
-    return replace(
-        defaults,
+    return BackendLimits(
         num_cells=kv_cache_tokens,
-        max_seqs=max(defaults.max_seqs, 2 * config.max_num_seqs),
+        max_seqs=seqs_for(kv_cache_tokens, config.max_num_seqs),
         max_context=longest_context(model.info, config),
         num_running=config.max_num_seqs,
     )

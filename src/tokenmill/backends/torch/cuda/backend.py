@@ -70,7 +70,7 @@ class CudaBackend(TorchBackend):
         self._stream = torch.cuda.current_stream(self._device)
         """Everything is launched there. Asking for it anew each time takes longer than a launch."""
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
-        self._buffer = InputBuffer(capacity(ubatch_size, kv.tables), self._device)
+        self._buffer = InputBuffer(capacity(ubatch_size, kv.tables, num_running), self._device)
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
         self._layers = PagedLayers(storage, decoder.config.windows)
         self._graphs: DecodeGraphs | None = None

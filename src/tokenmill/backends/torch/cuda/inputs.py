@@ -64,10 +64,10 @@ class StepInputs:
     longs: LongRuns | None
 
 
-def capacity(num_tokens: int, tables: BlockTables) -> int:
+def capacity(num_tokens: int, tables: BlockTables, num_running: int | None) -> int:
     """Numbers that the largest step sends."""
     sections = 20
-    most_runs = min(num_tokens, len(tables.table))
+    most_runs = min(num_tokens, num_running or len(tables.table))
     return 12 * (num_tokens + most_runs) + most_runs * int(tables.table.shape[1]) + sections * ALIGNED
 
 
