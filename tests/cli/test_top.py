@@ -53,10 +53,12 @@ SNAPSHOT: dict[str, Any] = {
     ],
     "waiting": [{"request": "cmpl-2/0~async-2/0", "session": None, "tokens": 700, "preempted": True}],
     "parked": [
-        {"seq": 4, "session": "sess-b", "tokens": 300},
-        {"seq": 5, "session": "sess-b", "tokens": 100},
-        {"seq": 6, "session": None, "tokens": 50},
+        {"seq": 4, "session": "sess-b", "tokens": 400},
+        {"seq": 5, "session": "sess-c", "tokens": 350},
+        {"seq": 6, "session": None, "tokens": 300},
+        {"seq": 7, "session": None, "tokens": 300},
     ],
+    "parked_tokens": {"all": 450, "plain": 40},
     "cells": {"all": 4096, "free": 2048, "used": 2048},
 }
 TICKS = [(2, 0), (1, 64), (0, 128)]
@@ -89,17 +91,19 @@ def test_a_frame_has_slots_steps_queue_kv_and_rates(state: LiveState) -> None:
     assert "ticks dmp" in text
     assert "2,096 of 4,096 cells, 450 tokens parked" in text
     assert re.search(r"700 tokens +cmpl-2/0~async-2/0 +preempted", text)
-    assert re.search(r"400 tokens +sess-b\n +50 tokens +\(no session\)", text)
+    assert re.search(r"400 tokens +sess-b\n +350 tokens +sess-c\n +40 tokens +\(no session\)", text)
 
 
 @pytest.mark.req("B4")
 def test_what_was_evicted_is_shown_with_for_whom(state: LiveState) -> None:
     at = state.now - 2
     lost = {"model": "smollm2-135m", "core": 0, "at": at, "change": "evicted", "seq": 4, "session": "sess-b"}
-    state.take("parked", {**lost, "tokens": 300, "for": "chatcmpl-9/0~async-9/0"})
-    state.take("parked", {**lost, "seq": 6, "session": None, "tokens": 50, "for": None})
+    left = {"parked_tokens": {"all": 400, "plain": 40}}
+    state.take("parked", {**lost, **left, "tokens": 400, "for": "chatcmpl-9/0~async-9/0"})
+    state.take("parked", {**lost, **left, "seq": 6, "session": None, "tokens": 300, "for": None})
     text = "\n".join(frame(state, 100, 40, colour=False))
-    assert "evicted KV of sessions\n         300 tokens  sess-b for chatcmpl-9/0~async-9/0, 2 s ago" in text
+    assert "400 tokens parked" in text
+    assert "evicted KV of sessions\n         400 tokens  sess-b for chatcmpl-9/0~async-9/0, 2 s ago" in text
     assert text.count("s ago") == 1, "nobody comes back for what is no session's"
 
 

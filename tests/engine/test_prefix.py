@@ -38,7 +38,8 @@ def test_match_finds_the_longest_usable_prefix(
 ) -> None:
     index = PrefixIndex()
     entries = [entry(i, toks, None if parked else min(n, len(toks))) for i, (toks, n, parked) in enumerate(stored)]
-    for one in entries:
+    for one, (_, n, _) in zip(entries, stored, strict=True):
+        one.owner = "session" if n % 2 else None
         index.insert(one)
         index.check_integrity()
     for i in removals:
@@ -53,9 +54,28 @@ def test_match_finds_the_longest_usable_prefix(
     if match.length:
         assert match.entry in live
         assert min(common[match.entry], match.entry.num_computed()) == match.length
+    check_questions(index, live, wanted)
     whole = index.match(np.array(wanted, dtype=np.int32), whole_only=True)
     fitting = [len(one.tokens) for one in live if one.parked and common[one] == len(one.tokens)]
     assert whole.length == max(fitting, default=0)
+
+
+def check_questions(index: PrefixIndex, live: list[Entry], wanted: list[int]) -> None:
+    """Compare what the index says of its entries with what their tokens say."""
+    logs = {one: one.tokens.tolist() for one in live}
+    array = np.array(wanted, dtype=np.int32)
+    assert set(index.covering(array, None)) == {one for one in live if logs[one][: len(wanted)] == wanted}
+    assert set(index.covered(array, None)) == {one for one in live if wanted[: len(logs[one])] == logs[one]}
+    for one in live:
+        held = [min(shared(logs[one], logs[other]), other.num_computed()) for other in live if other is not one]
+        assert index.num_exclusive(one) == len(logs[one]) - max(held, default=0)
+
+    def beginnings(some: list[Entry]) -> set[tuple[int, ...]]:
+        return {tuple(logs[one][:end]) for one in some if one.parked for end in range(1, len(logs[one]) + 1)}
+
+    owned = beginnings([one for one in live if one.owner is not None])
+    assert index.num_parked_tokens == len(beginnings(live))
+    assert index.num_plain_tokens == len(beginnings(live) - owned)
 
 
 def test_namespaces_never_match() -> None:

@@ -50,6 +50,38 @@ def test_a_thousand_sessions_on_two_cores_with_room_for_eight() -> None:
     asyncio.run(asyncio.wait_for(play(), 240))
 
 
+@pytest.mark.req("R4", "R9")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_21_2_sessions_with_identical_histories_leave_the_kv_of_others(depth: int) -> None:
+    """More turns than there are sequence ids, in a memory that stays almost empty."""
+
+    async def play() -> None:
+        async with make_service(depth, cells=8192, max_seqs=32) as service:
+            core = service._model().client.pool.cores[0]  # type: ignore[attr-defined]
+            names: list[str] = []
+
+            async def converse(said: list[str]) -> None:
+                names.append(await service.create_session(sampling_params=GREEDY, seed=1))
+                for text in said:
+                    await service.append_input(names[-1], text)
+                    await read(await service.generate_stream(names[-1], 2))
+                stats, views = core.call(lambda one: (one.stats(), one.kv.parked_views())).result(30)
+                assert sorted(view.owner for view in views) == sorted(names), "each has one"
+                assert stats.num_parked_tokens <= stats.kv.held_cells < stats.kv.num_cells / 2
+
+            for number in range(5):
+                await converse([f"session {number}"])
+            for _ in range(4):
+                await converse([f"turn {turn}" for turn in range(12)])
+            await service.append_input(names[0], "again")
+            log = len(service._model().master.find(names[0]).log)
+            *_, last = await read(await service.generate_stream(names[0], 2))
+            assert last.usage is not None
+            assert last.usage.cached_tokens >= log - 1
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
 @pytest.mark.req("R9")
 def test_ten_thousand_idle_sessions_cost_little() -> None:
     tokens = 50

@@ -11,6 +11,8 @@ from tests.session.helpers import continuation, make_service, read
 from tokenmill import SessionService
 from tokenmill.config import EngineConfig
 from tokenmill.core import Fault, FaultKind
+from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, StartEvent
+from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.params import SamplingParams
 
 WORDS = ["hi", "what", "is this", "é", "😀", "tell me more", "no"]
@@ -60,6 +62,24 @@ class Twin:
     @property
     def is_answered(self) -> bool:
         return len(self.ends) % 2 == 0 and not self.inbox
+
+
+class OneEach:
+    """Hears a core's events, and notes each time a session has more than one parked sequence."""
+
+    def __init__(self, snapshot: CoreSnapshot) -> None:
+        self.owners = {one.seq: one.owner for one in snapshot.parked}
+        self.found: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StartEvent):
+            self.owners.clear()
+        elif isinstance(event, ParkedEvent):
+            self.owners.pop(event.seq, None)
+            if event.change in (ParkedChange.PARKED, ParkedChange.SHORTENED):
+                if event.owner in self.owners.values():
+                    self.found.append(f"{event.owner} has two parked sequences")
+                self.owners[event.seq] = event.owner
 
 
 class Tree:
@@ -216,6 +236,8 @@ async def grow(choose: Chooser, depth: int, num_operations: int) -> list[str]:
     config = EngineConfig(max_num_seqs=choose.one_of([4, 1]), prefill_chunk=choose.one_of([64, 7]), min_shared_prefix=8)
     async with make_service(depth, cells=cells, max_seqs=choose.one_of([40, 5]), config=config) as service:
         tree = Tree(service, choose)
+        watches: list[OneEach] = []
+        service._model().client.subscribe(0, lambda snapshot: watches.append(OneEach(snapshot)) or watches[0])
         try:
             await tree.create()
             for _ in range(num_operations):
@@ -225,6 +247,8 @@ async def grow(choose: Chooser, depth: int, num_operations: int) -> list[str]:
             stats = tree.core().call(lambda core: (core.check_integrity(), core.stats())[1]).result(30)
             assert (stats.num_running, stats.num_waiting, stats.num_parked) == (0, 0, 0)
             assert stats.kv.referenced_cells == 0
+            assert not watches[0].found, watches[0].found
+            assert not watches[0].owners
             assert service._upkeep.room.total == 0
         except Exception as error:
             raise AssertionError("\n  ".join([repr(error), *tree.notes[-25:]])) from error

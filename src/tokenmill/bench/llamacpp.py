@@ -101,9 +101,7 @@ class Decoding(Tokenmill):
         state = kv.kv.export(next(iter(kv.parked_views())).seq)
         kv.evict_all()
         for number in range(num_tokens // PIECE):
-            seq, _ = kv.start(kv.match(np.array([number], dtype=np.int32), None), None) or (-1, 0)
-            kv.kv.import_(seq, state)
-            kv.park(seq, [number, *range(1, PIECE)], Hints())
+            kv.import_(np.array([number, *range(1, PIECE)], dtype=np.int32), state, Hints())
 
     def let_stay(self, num_cells: int | None) -> None:
         """How many parked cells stay when others start."""

@@ -78,7 +78,6 @@ def _rates(rates: RateView) -> str:
 def _cells(snapshot: CoreSnapshot, width: int) -> Line:
     """How full KV memory is: in use, parked (which can be given up), free."""
     used = snapshot.num_cells - snapshot.free_cells
-    parked = sum(one.num_tokens for one in snapshot.parked)  # more than there are cells, where they are shared
     running = min(sum(slot.num_computed for slot in snapshot.slots), used)
     size = min(BAR_WIDTH, max(width - 40, 8))
     in_use, kept = (round(size * part / max(snapshot.num_cells, 1)) for part in (running, used - running))
@@ -87,7 +86,7 @@ def _cells(snapshot: CoreSnapshot, width: int) -> Line:
         Piece("#" * in_use, GREEN),
         Piece("=" * kept, BLUE),
         Piece("." * (size - in_use - kept), DIM),
-        Piece(f" {used:,} of {snapshot.num_cells:,} cells, {parked:,} tokens parked"),
+        Piece(f" {used:,} of {snapshot.num_cells:,} cells, {snapshot.parked_tokens.total:,} tokens parked"),
     ]
 
 
@@ -139,7 +138,7 @@ def _waiting(snapshot: CoreSnapshot, width: int) -> list[Line]:
 
 
 def _sessions(snapshot: CoreSnapshot, width: int) -> list[Line]:
-    tokens = by_session(snapshot.parked)
+    tokens = by_session(snapshot)
     lines: list[Line] = [[Piece("  parked KV by session", DIM)]] if tokens else []
     for session, count in list(tokens.items())[:MOST_SESSIONS]:
         name = "(no session)" if session is None else _short(session, width - 22)

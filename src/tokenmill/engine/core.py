@@ -367,6 +367,7 @@ class EngineCore:
             slots=tuple(self.slots()),
             waiting=self.scheduler.queue.views(),
             parked=self.kv.parked_views(),
+            parked_tokens=self.kv.parked_tokens,
             free_cells=self.kv.free(),
             num_cells=self.kv.num_cells,
         )
@@ -378,7 +379,7 @@ class EngineCore:
             return
         if self.scheduler.rows.num_running or len(self.scheduler.queue):
             raise IntegrityError("an idle engine still has rows or waiting requests")
-        if self.kv.kv.stats().referenced_cells != self.kv.num_parked_tokens:
+        if self.kv.num_leased:
             raise IntegrityError("an idle engine holds KV that is not parked")
 
 

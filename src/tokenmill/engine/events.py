@@ -15,6 +15,7 @@ from functools import cached_property
 
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import NO_ROW, Request
+from tokenmill.engine.stats import ParkedTokens
 from tokenmill.outputs import CacheVerdict, FinishReason
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class ParkedChange(Enum):
     """A request goes on with it."""
     RELEASED = "released"
     """Its session has ended."""
+    REPLACED = "replaced"
+    """Newer KV of its session or its prompt, or longer KV that begins with it, took its place."""
     EVICTED = "evicted"
     """It was given up to make room, or because it no longer held what it said."""
 
@@ -132,6 +135,8 @@ class ParkedEvent:
     seq: int
     num_tokens: int
     """What it holds; once it is gone, what it held."""
+    parked_tokens: ParkedTokens
+    """Of the whole core, after the change."""
     owner: str | None
     """The session it is kept for."""
     key: str = ""

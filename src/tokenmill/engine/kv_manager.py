@@ -1,23 +1,26 @@
 """`KVManager`: whose KV is whose. The only caller of KV mutators, and the only place that knows `Capabilities`.
 
 A sequence id is *leased* to a running request, *parked* with the KV of a finished or preempted one, or free. Parked KV
-is a cache: it is indexed by its tokens for whoever comes next, and evicted when cells or ids run short: plain requests'
-first, sessions' last, each by least recent use. Nothing is ever pinned.
+is a cache: it is indexed by its tokens for later requests, and evicted when cells or ids run short. Nothing is pinned.
+
+A session has at most one parked sequence, and so has a plain prompt: newer KV replaces it. KV that a longer parked
+sequence of plain requests begins with is not kept beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tokenmill.core import Batch, Capabilities, IntArray, KVMemory
 from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
-from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex
+from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex, common_prefix
 from tokenmill.engine.request import Hints, Request
-from tokenmill.engine.stats import ParkedView
+from tokenmill.engine.stats import ParkedTokens, ParkedView
 from tokenmill.errors import IntegrityError, InvalidOperation, OutOfKV
 from tokenmill.outputs import CacheVerdict, Divergence, Loss
 
@@ -26,19 +29,29 @@ ROOM, WEIGHTS, FAILURE = "room", "weights", "failure"
 NUM_SHOWN = 16
 """Tokens that are told where a prompt leaves what is known."""
 MOST_LOSSES = 10_000
+MOST_CANDIDATES = 256
+"""Parked sequences, least recently used first, that are compared when an id is needed: bounds what a start costs."""
 
 
 @dataclass(eq=False)
 class Parked:
-    """KV that nobody is running: a sequence, the tokens it holds, and whose it is (None: a plain request's)."""
+    """KV that nobody is running: a sequence and the tokens it holds."""
 
     entry: Entry
-    owner: str | None
     key: str
+    holder: Hashable
+    """What it is parked for, which has one parked sequence at most: a session, or the prompt of plain requests."""
+    base: int
+    """`KVManager._base` when it was last of use."""
 
     @property
     def seq(self) -> int:
         return self.entry.seq
+
+    @property
+    def owner(self) -> str | None:
+        """Its session; None: a plain request's."""
+        return self.entry.owner
 
 
 class KVManager:
@@ -57,7 +70,11 @@ class KVManager:
         self._leased: dict[int, Entry | None] = {}
         self._plain: OrderedDict[int, Parked] = OrderedDict()
         self._sessions: OrderedDict[int, Parked] = OrderedDict()
-        self._cells_parked = 0
+        """By least recent use, both."""
+        self._held: dict[Hashable, Parked] = {}
+        """By holder."""
+        self._base = 0
+        """What the dearest parked sequence cost that was given up for its id: see `_cheapest`."""
         self._losses: OrderedDict[str, Loss] = OrderedDict()
         """What sessions have lost since they last ran, latest first to go."""
         self._since = events.clock()
@@ -89,11 +106,18 @@ class KVManager:
 
     # -- starting and ending ------------------------------------------------------------------------------------------
 
-    def match(self, tokens: IntArray, namespace: Namespace) -> Match:
+    def match(self, tokens: IntArray, hints: Hints) -> Match:
         """What KV these tokens could start from. The last one is always computed: its logits are what is wanted."""
         if not self._reuse:
             return Match()
-        return self.index.match(tokens[:-1], namespace, whole_only=not self._capabilities.partial_cp)
+        wanted, whole_only = tokens[:-1], not self._capabilities.partial_cp
+        match = self.index.match(wanted, hints.namespace, whole_only=whole_only)
+        own = self._held.get(hints.owner) if hints.owner is not None else None
+        if own is None or own.entry.namespace != hints.namespace:
+            return match
+        length = common_prefix(own.entry.tokens, wanted)
+        is_usable = length == len(own.entry.tokens) if whole_only else length > 0
+        return replace(match, entry=own.entry) if is_usable and length == match.length else match
 
     def start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
         """Lease a sequence that holds the match: (sequence, tokens it holds). None if no sequence id can be had."""
@@ -103,21 +127,33 @@ class KVManager:
 
     def _start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
         entry = match.entry
+        self._leave_behind(match, owner)
         if entry is None:
             seq = self._lease()
             return None if seq is None else (seq, 0)
         if entry.parked and match.length == len(entry.tokens) and self._parked(entry.seq).owner in (None, owner):
-            return self._take_over(entry, match.length)
-        seq = self._lease(keep=entry)
+            return self._take_over(entry, match.length, ParkedChange.TAKEN)
+        seq = self._lease(unless=entry)
+        if seq is None and entry.parked:
+            self._note_evicted(self._parked(entry.seq), ROOM)
+            return self._take_over(entry, match.length, ParkedChange.EVICTED)
         if seq is None:
-            return self._take_over(entry, match.length) if entry.parked else None
+            return None
         self.touch(entry)
         self.kv.seq_cp(entry.seq, seq, 0, match.length)
         return seq, match.length
 
-    def _take_over(self, entry: Entry, length: int) -> tuple[int, int]:
-        """Go on with a parked sequence itself instead of a copy: it is used up, or its id is the last one left."""
-        self._unpark(entry.seq, ParkedChange.TAKEN)
+    def _leave_behind(self, match: Match, owner: str | None) -> None:
+        """Give up the KV that a session has parked if what it starts from holds all of that, and more."""
+        own = self._held.get(owner) if owner is not None else None
+        if own is not None and match.entry is not None and own.entry is not match.entry:
+            matched = match.entry.tokens[: match.length]
+            if own.entry.namespace == match.entry.namespace and _begins(matched, own.entry.tokens):
+                self._give_up(own, ParkedChange.REPLACED)
+
+    def _take_over(self, entry: Entry, length: int, change: ParkedChange) -> tuple[int, int]:
+        """Go on with a parked sequence itself instead of a copy."""
+        self._unpark(entry.seq, change)
         self._leased[entry.seq] = None
         if not self._trim(entry.seq, length):
             self.kv.seq_rm(entry.seq)
@@ -149,28 +185,62 @@ class KVManager:
         self._forget_lease(seq)
         self._free(seq)
 
-    def park(self, seq: int, tokens: Sequence[int], hints: Hints) -> None:
-        """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus)."""
+    def park(self, seq: int, tokens: Sequence[int], num_prompt: int, hints: Hints) -> None:
+        """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus).
+
+        It replaces what its holder had parked. If that, or another plain request's KV, holds all of it, it is freed.
+        """
         self._forget_lease(seq)
         keep = min(self.length(seq), len(tokens))
         if not self._reuse or keep == 0 or not self._trim(seq, keep):
             self._free(seq)
             return
-        held = np.array(tokens[:keep], dtype=np.int32)
-        entry = Entry(seq, held, hints.namespace, lambda: keep, parked=True)
+        log = np.array(tokens, dtype=np.int32)
+        holder = (hints.namespace, log[:num_prompt].tobytes()) if hints.owner is None else hints.owner
+        entry = Entry(seq, log[:keep], hints.namespace, lambda: keep, parked=True, owner=hints.owner)
+        covering = self._covering(entry, self._held.get(holder))
+        if covering is not None:
+            self.touch(covering.entry)
+            self._free(seq)
+            return
+        for replaced in self._replaced_by(entry, self._held.get(holder)):
+            self._give_up(replaced, ParkedChange.REPLACED)
         self.index.insert(entry)
-        self._cells_parked += self._cells_of(entry)
-        shelf = self._plain if hints.owner is None else self._sessions
-        shelf[seq] = Parked(entry, hints.owner, hints.key)
-        self._tell(shelf[seq], ParkedChange.PARKED)
+        parked = Parked(entry, hints.key, holder, self._base)
+        (self._plain if hints.owner is None else self._sessions)[seq] = parked
+        self._held[holder] = parked
+        self._tell(parked, ParkedChange.PARKED)
+
+    def _covering(self, entry: Entry, own: Parked | None = None) -> Parked | None:
+        """Parked KV that makes a parked entry superfluous: its holder's own, or of a plain one any plain request's."""
+        if own is not None and own.entry.namespace == entry.namespace and self._covers(own.entry, entry):
+            return own
+        others = self.index.covering(entry.tokens, entry.namespace) if entry.owner is None else ()
+        for other in others:
+            if other is not entry and other.seq in self._plain and self._covers(other, entry):
+                return self._plain[other.seq]
+        return None
+
+    def _replaced_by(self, entry: Entry, own: Parked | None) -> list[Parked]:
+        """Parked KV that a parked entry makes superfluous: its holder's, and of a plain one that of other prompts."""
+        replaced = [own] if own is not None else []
+        if entry.owner is None:
+            others = self.index.covered(entry.tokens, entry.namespace)
+            plain = [self._plain[other.seq] for other in others if other.seq in self._plain]
+            replaced += [parked for parked in plain if parked is not own and self._covers(entry, parked.entry)]
+        return replaced
+
+    def _covers(self, entry: Entry, other: Entry) -> bool:
+        """Can whatever starts from `other` start from `entry` as well?"""
+        is_same_length = len(entry.tokens) == len(other.tokens)
+        return (is_same_length or self._capabilities.partial_cp) and _begins(entry.tokens, other.tokens)
 
     def export(self, owner: str) -> tuple[IntArray, bytes] | None:
-        """The longest KV that is parked for a session: its tokens and its bytes. None: there is none to be had."""
-        held = [parked for parked in self._sessions.values() if parked.owner == owner]
-        if not held or not self._capabilities.state_bytes:
+        """The KV that is parked for a session: its tokens and its bytes. None: there is none to be had."""
+        parked = self._held.get(owner)
+        if parked is None or not self._capabilities.state_bytes:
             return None
-        longest = max(held, key=lambda parked: len(parked.entry.tokens))
-        return longest.entry.tokens, self.kv.export(longest.seq)
+        return parked.entry.tokens, self.kv.export(parked.seq)
 
     def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
         """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
@@ -187,13 +257,14 @@ class KVManager:
         if self.kv.seq_pos_min(seq) != 0 or self.length(seq) != len(tokens):
             self.release(seq)
             return False
-        self.park(seq, tokens.tolist(), hints)
+        self.park(seq, tokens.tolist(), len(tokens), hints)
         return True
 
     def drop_owner(self, owner: str) -> None:
         """A session ended: its parked KV is free."""
         self._losses.pop(owner, None)
-        for parked in [parked for parked in self._sessions.values() if parked.owner == owner]:
+        parked = self._held.get(owner)
+        if parked is not None:
             self._give_up(parked, ParkedChange.RELEASED)
 
     def touch(self, entry: Entry) -> None:
@@ -201,6 +272,7 @@ class KVManager:
         for shelf in (self._plain, self._sessions):
             if entry.seq in shelf:
                 shelf.move_to_end(entry.seq)
+                shelf[entry.seq].base = self._base
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -217,7 +289,10 @@ class KVManager:
 
     def make_room(self, cells: int, keep: Entry | None = None) -> bool:
         """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough."""
-        if self.kv.free() + self._parked_cells(keep) < cells:
+        free = self.kv.free()
+        if free >= cells:
+            return True
+        if free + self.kv.exclusive([one.seq for one in self._all_parked() if one.entry is not keep]) < cells:
             return False
         while self.kv.free() < cells:
             victim = self._oldest(keep)
@@ -234,16 +309,8 @@ class KVManager:
         most = self._capabilities.parked_cells
         if most is None:
             return
-        while (excess := sum(self._cells_of(parked.entry) for parked in self._plain.values()) - most) > 0:
+        while (excess := self.kv.exclusive(self._plain.keys()) - most) > 0:
             self._shorten(next(iter(self._plain.values())), excess)
-
-    def _parked_cells(self, keep: Entry | None) -> int:
-        """The most cells that eviction could free; less where parked sequences share them."""
-        kept = self._cells_of(keep) if keep is not None and keep.parked else 0
-        return self._cells_parked - kept
-
-    def _cells_of(self, entry: Entry) -> int:
-        return self._cells(len(entry.tokens))
 
     def _cells(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv.block_size) * self.kv.block_size
@@ -258,27 +325,42 @@ class KVManager:
         entry = parked.entry
         lost = len(entry.tokens) - keep
         self.index.remove(entry)
-        self._cells_parked -= self._cells_of(entry)
         entry.tokens = entry.tokens[:keep]
-        self._cells_parked += self._cells_of(entry)
         self.index.insert(entry)
         self._note_loss(parked, lost, ROOM)
-        if self.kv.free() == before:
+        if self.kv.free() == before or self._covering(entry) is not None:
             self._evict(parked)
         else:
             self._tell(parked, ParkedChange.SHORTENED)
 
+    def _all_parked(self) -> Iterator[Parked]:
+        """In the order in which cells are taken from them: plain requests' first, each by least recent use."""
+        yield from self._plain.values()
+        yield from self._sessions.values()
+
     def _oldest(self, keep: Entry | None = None) -> Parked | None:
-        for shelf in (self._plain, self._sessions):
-            for parked in shelf.values():
-                if parked.entry is not keep:
-                    return parked
-        return None
+        return next((parked for parked in self._all_parked() if parked.entry is not keep), None)
+
+    def _cheapest(self) -> tuple[Parked, int] | None:
+        """The parked sequence whose id is worth least, with its cost: the tokens that only it holds.
+
+        Those that others hold all of go first, then plain requests'. A cost counts from the highest one paid when the
+        KV was last of use (the GreedyDual rule), so that long KV that is of no use any more does not stay for ever.
+        """
+        first = itertools.islice(self._all_parked(), MOST_CANDIDATES)
+        costs = [(one, self.index.num_exclusive(one.entry)) for one in first]
+        if not costs:
+            return None
+        found, lost = min(costs, key=lambda cost: (cost[1] > 0, cost[0].owner is not None, cost[0].base + cost[1]))
+        return found, found.base + lost
 
     def _evict(self, parked: Parked, reason: str = ROOM) -> None:
+        self._note_evicted(parked, reason)
+        self._give_up(parked, ParkedChange.EVICTED)
+
+    def _note_evicted(self, parked: Parked, reason: str) -> None:
         self.num_evicted += 1
         self._note_loss(parked, len(parked.entry.tokens), reason)
-        self._give_up(parked, ParkedChange.EVICTED)
 
     def _give_up(self, parked: Parked, change: ParkedChange) -> None:
         self._unpark(parked.seq, change)
@@ -288,20 +370,31 @@ class KVManager:
         if self._events.is_heard:
             length = len(parked.entry.tokens)
             by = self.serving if change in (ParkedChange.EVICTED, ParkedChange.SHORTENED) else None
-            names = (
-                parked.owner,
-                parked.key,
-                None if by is None else by.request_id,
-                "" if by is None else by.hints.key,
+            self._events.emit(
+                ParkedEvent(
+                    self._events.clock(),
+                    change,
+                    parked.seq,
+                    length,
+                    self.parked_tokens,
+                    parked.owner,
+                    parked.key,
+                    None if by is None else by.request_id,
+                    "" if by is None else by.hints.key,
+                )
             )
-            self._events.emit(ParkedEvent(self._events.clock(), change, parked.seq, length, *names))
 
     # -- sequence ids -------------------------------------------------------------------------------------------------
 
-    def _lease(self, keep: Entry | None = None) -> int | None:
+    def _lease(self, unless: Entry | None = None) -> int | None:
+        """A sequence id, for which parked KV may go. None if there is none, or `unless` is the KV that would go."""
         if not self._free_seqs:
-            victim = self._oldest(keep)
-            if victim is None:
+            found = self._cheapest()
+            if found is None:
+                return None
+            victim, cost = found
+            self._base = max(self._base, cost)
+            if victim.entry is unless:
                 return None
             self._evict(victim)
         seq = self._free_seqs.pop()
@@ -322,9 +415,9 @@ class KVManager:
 
     def _unpark(self, seq: int, change: ParkedChange) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
-        self._tell(parked, change)
+        del self._held[parked.holder]
         self.index.remove(parked.entry)
-        self._cells_parked -= self._cells_of(parked.entry)
+        self._tell(parked, change)
 
     def _trim(self, seq: int, length: int) -> bool:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)
@@ -333,7 +426,7 @@ class KVManager:
 
     def resync(self) -> None:
         """Steps were lost after the fact: drop parked KV that no longer holds what it says."""
-        for parked in [*self._plain.values(), *self._sessions.values()]:
+        for parked in list(self._all_parked()):
             if self.length(parked.seq) != len(parked.entry.tokens):
                 self._evict(parked, FAILURE)
 
@@ -342,12 +435,20 @@ class KVManager:
         return len(self._plain) + len(self._sessions)
 
     @property
+    def parked_tokens(self) -> ParkedTokens:
+        return ParkedTokens(self.index.num_parked_tokens, self.index.num_plain_tokens)
+
+    @property
     def num_parked_tokens(self) -> int:
-        return sum(len(parked.entry.tokens) for parked in [*self._plain.values(), *self._sessions.values()])
+        return self.index.num_parked_tokens
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leased)
 
     def parked_views(self) -> tuple[ParkedView, ...]:
         """All parked KV, by sequence."""
-        parked = sorted([*self._plain.values(), *self._sessions.values()], key=lambda one: one.seq)
+        parked = sorted(self._all_parked(), key=lambda one: one.seq)
         return tuple(ParkedView(one.seq, len(one.entry.tokens), one.owner, one.key) for one in parked)
 
     def evict_all(self, reason: str = ROOM) -> None:
@@ -356,14 +457,22 @@ class KVManager:
             self._evict(victim, reason)
 
     def check_integrity(self) -> None:
-        """Every sequence id is free, leased or parked, and parked KV is as long as its tokens."""
+        """Every sequence id is free, leased or parked; parked KV is as long as its tokens, and none is superfluous."""
         self.index.check_integrity()
         used = [*self._leased, *self._plain, *self._sessions]
         if sorted([*self._free_seqs, *used]) != list(range(self._capabilities.max_seqs)):
             raise IntegrityError("a sequence id is lost or has two users")
-        for parked in [*self._plain.values(), *self._sessions.values()]:
+        if {id(parked) for parked in self._all_parked()} != {id(parked) for parked in self._held.values()}:
+            raise IntegrityError("a session or a prompt has lost its parked sequence, or has two")
+        for parked in self._all_parked():
             if self.length(parked.seq) != len(parked.entry.tokens):
                 raise IntegrityError(f"parked sequence {parked.seq} is not as long as its tokens")
+            if self._covering(parked.entry) is not None:
+                raise IntegrityError(f"parked sequence {parked.seq} holds nothing that another one does not")
         for seq in self._free_seqs:
             if self.length(seq):
                 raise IntegrityError(f"free sequence {seq} still holds KV")
+
+
+def _begins(tokens: IntArray, beginning: IntArray) -> bool:
+    return len(beginning) <= len(tokens) and bool((tokens[: len(beginning)] == beginning).all())

@@ -30,6 +30,8 @@ class Entry:
     namespace: Namespace
     num_computed: Callable[[], int]
     parked: bool
+    owner: str | None = None
+    """The session that it is parked for."""
     node: Node | None = field(default=None, repr=False)
 
     @property
@@ -52,7 +54,7 @@ class Match:
 class Node:
     """An edge of tokens, with the entries whose path goes through all of it."""
 
-    __slots__ = ("children", "end", "entries", "parent", "tokens")
+    __slots__ = ("children", "end", "ending", "entries", "num_owned", "num_plain", "parent", "tokens")
 
     def __init__(self, tokens: IntArray, end: int, parent: Node | None) -> None:
         self.tokens = tokens
@@ -61,6 +63,21 @@ class Node:
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.entries: dict[Entry, None] = {}
+        self.ending: dict[Entry, None] = {}
+        """Entries whose last token is the last one of this edge."""
+        self.num_plain = 0
+        """Parked entries of plain requests, and..."""
+        self.num_owned = 0
+        """...of sessions, among `entries`."""
+
+    @property
+    def is_parked(self) -> bool:
+        return self.num_plain + self.num_owned > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Do plain requests alone have it parked?"""
+        return self.num_plain > 0 and self.num_owned == 0
 
 
 class PrefixIndex:
@@ -69,6 +86,10 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._roots: dict[Namespace, Node] = {}
         self.num_entries = 0
+        self.num_parked_tokens = 0
+        """Tokens of parked entries; those that several of them share count once."""
+        self.num_plain_tokens = 0
+        """Of these, the ones that no session has parked."""
 
     def match(self, tokens: IntArray, namespace: Namespace = None, *, whole_only: bool = False) -> Match:
         """The best entry to start from. `whole_only`: only parked entries that can be taken with all their tokens."""
@@ -114,7 +135,9 @@ class PrefixIndex:
                 if shared < len(child.tokens):
                     child = self._split(child, shared)
             child.entries[entry] = None
+            self._count(child, entry, 1)
             at, node = child.end, child
+        node.ending[entry] = None
         entry.node = node
         self.num_entries += 1
 
@@ -122,8 +145,11 @@ class PrefixIndex:
         """Take an entry out, and with it the edges nobody else needs."""
         node, entry.node = entry.node, None
         self.num_entries -= 1
+        if node is not None:
+            del node.ending[entry]
         while node is not None and node.parent is not None:
             del node.entries[entry]
+            self._count(node, entry, -1)
             parent = node.parent
             if not node.entries:
                 del parent.children[int(node.tokens[0])]
@@ -132,6 +158,31 @@ class PrefixIndex:
             node = parent
         if node is not None and not node.children:
             del self._roots[entry.namespace]
+
+    def covering(self, tokens: IntArray, namespace: Namespace) -> Iterator[Entry]:
+        """The entries that begin with all of these tokens."""
+        path = self._walk(tokens, namespace)
+        if path and path[-1][1] == len(tokens):
+            yield from path[-1][0].entries
+
+    def covered(self, tokens: IntArray, namespace: Namespace) -> Iterator[Entry]:
+        """The entries that these tokens begin with all of."""
+        for node, matched in self._walk(tokens, namespace):
+            if matched == node.end:
+                yield from node.ending
+
+    def num_exclusive(self, entry: Entry) -> int:
+        """Tokens of an entry whose KV no other one has: what would be lost with it."""
+        node, num_shared = entry.node, 0
+        while node is not None and node.end > num_shared:
+            for other in node.entries:
+                if other is not entry:
+                    has = node.end if other.parked else min(node.end, other.num_computed())
+                    num_shared = max(num_shared, has)
+                    if num_shared == node.end:
+                        break
+            node = node.parent
+        return len(entry.tokens) - num_shared
 
     def entries(self) -> Iterator[Entry]:
         for root in self._roots.values():
@@ -155,6 +206,18 @@ class PrefixIndex:
             node = child if shared == len(child.tokens) else None
         return path
 
+    def _count(self, node: Node, entry: Entry, change: int) -> None:
+        """An entry joins an edge or leaves it: keep count of the tokens that are parked."""
+        if not entry.parked:
+            return
+        was_parked, was_plain = node.is_parked, node.is_plain
+        if entry.owner is None:
+            node.num_plain += change
+        else:
+            node.num_owned += change
+        self.num_parked_tokens += len(node.tokens) * (node.is_parked - was_parked)
+        self.num_plain_tokens += len(node.tokens) * (node.is_plain - was_plain)
+
     def _split(self, node: Node, length: int) -> Node:
         """Cut an edge in two; returns the upper half, which takes the node's place."""
         parent = node.parent
@@ -162,6 +225,7 @@ class PrefixIndex:
             raise IntegrityError("a root of the prefix index has no edge to split")
         upper = Node(node.tokens[:length].copy(), node.end - len(node.tokens) + length, parent)
         upper.entries = dict(node.entries)
+        upper.num_plain, upper.num_owned = node.num_plain, node.num_owned
         parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.parent = node.tokens[length:].copy(), upper
         upper.children[int(node.tokens[0])] = node
@@ -178,7 +242,7 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every entry's path spells its tokens and every edge is needed."""
-        seen = 0
+        seen = num_parked = num_plain = 0
         for namespace, root in self._roots.items():
             stack = [(root, root.tokens)]
             while stack:
@@ -188,7 +252,13 @@ class PrefixIndex:
                 for entry in node.entries:
                     if entry.namespace != namespace or not np.array_equal(entry.tokens[: node.end], spelled):
                         raise IntegrityError(f"sequence {entry.seq} lies on a path that does not spell it")
-                    seen += entry.node is node and len(entry.tokens) == node.end
+                    is_end = entry.node is node and len(entry.tokens) == node.end
+                    if is_end != (entry in node.ending):
+                        raise IntegrityError(f"sequence {entry.seq} does not end where the prefix index says")
+                    seen += is_end
+                owners = [entry.owner for entry in node.entries if entry.parked]
+                num_parked += len(node.tokens) if owners else 0
+                num_plain += len(node.tokens) if owners and all(owner is None for owner in owners) else 0
                 for first, child in node.children.items():
                     if (
                         child.parent is not node
@@ -199,6 +269,9 @@ class PrefixIndex:
                     stack.append((child, np.concatenate([spelled, child.tokens])))
         if seen != self.num_entries:
             raise IntegrityError(f"{self.num_entries} entries, {seen} of them found at their end")
+        if (num_parked, num_plain) != (self.num_parked_tokens, self.num_plain_tokens):
+            counted = f"{self.num_parked_tokens} ({self.num_plain_tokens} plain)"
+            raise IntegrityError(f"{counted} parked tokens are counted, {num_parked} ({num_plain}) found")
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

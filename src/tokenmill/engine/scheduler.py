@@ -100,7 +100,7 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
             else:
-                self.kv.park(seq, request.tokens, request.hints)
+                self.kv.park(seq, request.tokens, request.num_prompt, request.hints)
         elif request in self.queue:
             self.queue.remove(request)
         del self.requests[request.request_id]
@@ -192,7 +192,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         """What KV the request could start from; none if something is wanted of each of its own tokens."""
-        return Match() if request.computes_all else self.kv.match(request.token_array(), request.hints.namespace)
+        return Match() if request.computes_all else self.kv.match(request.token_array(), request.hints)
 
     def _use_up_budget(self, draft: Draft) -> None:
         """Nobody decodes, so nobody is held up: give what is left of the budget to the chunks, first ones first."""
@@ -341,7 +341,7 @@ class Scheduler:
         self.order.settle(request, request.row)
         num_computed = self._num_computed(request)
         seq = self._take_row(request)
-        self.kv.park(seq, request.tokens, request.hints)
+        self.kv.park(seq, request.tokens, request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
         request.last_progress = self.tick

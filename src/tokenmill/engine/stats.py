@@ -21,6 +21,7 @@ class CoreStats:
     num_waiting_tokens: int
     num_parked: int
     num_parked_tokens: int
+    """Those that several parked sequences share count once."""
     num_evicted: int
     """Parked sequences given up to make room, since the start."""
     num_failed_steps: int
@@ -64,6 +65,15 @@ class ParkedView:
 
 
 @dataclass(frozen=True)
+class ParkedTokens:
+    """Tokens of all parked KV; those that several sequences share count once."""
+
+    total: int = 0
+    plain: int = 0
+    """Of these, the ones that no session has parked."""
+
+
+@dataclass(frozen=True)
 class CoreSnapshot:
     """All that a core's events tell of, at one moment between two of its steps."""
 
@@ -74,6 +84,7 @@ class CoreSnapshot:
     """In the order in which they came or lost their row."""
     parked: tuple[ParkedView, ...]
     """By sequence."""
+    parked_tokens: ParkedTokens
     free_cells: int
     num_cells: int
 

@@ -22,7 +22,7 @@ from tokenmill.engine.events import (
     StartEvent,
     TickEvent,
 )
-from tokenmill.engine.stats import CoreSnapshot, ParkedView, SlotView, WaitingView
+from tokenmill.engine.stats import CoreSnapshot, ParkedTokens, ParkedView, SlotView, WaitingView
 
 Rows = IntArray | Sequence[int]
 MOST_STEPS = 64
@@ -39,13 +39,12 @@ class CoreView:
         for slot in snapshot.slots:
             if slot.request_id is not None:
                 self._take_row(slot.request_id, slot)
-        for parked in snapshot.parked:
-            self._park(parked)
+        self._parked.update((one.seq, one) for one in snapshot.parked)
+        self._parked_tokens = snapshot.parked_tokens
 
     def _reset(self, num_rows: int, num_cells: int) -> None:
         self.tick = 0
         self.num_cells = self.free_cells = num_cells
-        self.num_parked_tokens = 0
         self._slots = [SlotView(row, "idle") for row in range(num_rows)]
         self._row_of: dict[str, int] = {}
         self._num_tokens: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -54,6 +53,7 @@ class CoreView:
         """That have not been added up: rows, tokens of each, rows that got a token."""
         self._waiting: dict[str, WaitingView] = {}
         self._parked: dict[int, ParkedView] = {}
+        self._parked_tokens = ParkedTokens()
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -124,15 +124,10 @@ class CoreView:
             self._slots[row] = SlotView(row, "idle")
 
     def _change_parked(self, event: ParkedEvent) -> None:
-        before = self._parked.pop(event.seq, None)
-        if before is not None:
-            self.num_parked_tokens -= before.num_tokens
+        self._parked.pop(event.seq, None)
+        self._parked_tokens = event.parked_tokens
         if event.change in (ParkedChange.PARKED, ParkedChange.SHORTENED):
-            self._park(ParkedView(event.seq, event.num_tokens, event.owner, event.key))
-
-    def _park(self, parked: ParkedView) -> None:
-        self._parked[parked.seq] = parked
-        self.num_parked_tokens += parked.num_tokens
+            self._parked[event.seq] = ParkedView(event.seq, event.num_tokens, event.owner, event.key)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -148,6 +143,11 @@ class CoreView:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    @property
+    def num_parked_tokens(self) -> int:
+        """Those that several parked sequences share count once."""
+        return self._parked_tokens.total
+
     def snapshot(self) -> CoreSnapshot:
         """What the core would say of itself."""
         self._add_up()
@@ -158,7 +158,13 @@ class CoreView:
         )
         parked = tuple(self._parked[seq] for seq in sorted(self._parked))
         return CoreSnapshot(
-            self.tick, tuple(slots), tuple(self._waiting.values()), parked, self.free_cells, self.num_cells
+            tick=self.tick,
+            slots=tuple(slots),
+            waiting=tuple(self._waiting.values()),
+            parked=parked,
+            parked_tokens=self._parked_tokens,
+            free_cells=self.free_cells,
+            num_cells=self.num_cells,
         )
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.backends.llamacpp.files import VOCAB
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.errors import BackendClosed, InvalidBatch
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -235,3 +236,42 @@ def test_what_is_left_moves_down_and_says_the_same(model: Any) -> None:
         backend.decode(BatchBuilder().add(2, 101, 3, 1).build())
         assert moved == [12, 19]  # once
         assert backend.kv.stats().held_cells == 100 + 100 + 100 + 4 + 1
+
+
+@pytest.mark.req("R4", "R8")
+@pytest.mark.parametrize("unified", [True, False])
+def test_21_2_sessions_with_identical_histories_leave_the_kv_of_others(small: Path, unified: bool) -> None:
+    """More turns than llama.cpp has sequences, in unified cells and in streams."""
+    script = [(7 * place) % 250 for place in range(3 * 90)]
+    with LLM(
+        str(small),
+        backend="llamacpp",
+        extra={"kv_unified": unified, "n_threads": 1},
+        tokenizer=ByteTokenizer(VOCAB),
+        kv_cache_tokens=2048,
+        max_num_seqs=2,
+    ) as llm:
+        engine, sessions = llm.engine, [f"unrelated {number}" for number in range(5)]
+        assert engine.kv._capabilities.max_seqs == 255
+        logs = [[200 + number, *range(21)] for number in range(5)]
+
+        def turn(session: str, prompt: list[int]) -> Request:
+            asked = Request(f"{session}, {len(prompt)}", prompt, Limits(max_new_tokens=1), Hints(owner=session))
+            engine.add(asked)
+            while engine.has_work:
+                engine.step()
+            return asked
+
+        for session, log in zip(sessions, logs, strict=True):
+            turn(session, log)
+        for number in range(4):
+            sessions.append(f"same {number}")
+            for end in range(3, len(script) + 1, 3):
+                assert turn(sessions[-1], script[:end]).num_cached >= end - 3
+            assert sorted(view.owner or "" for view in engine.kv.parked_views()) == sorted(sessions)
+        stats = engine.stats()
+        assert (stats.num_evicted, stats.num_parked_tokens) == (0, 5 * 22 + len(script))
+        assert stats.num_parked_tokens <= stats.kv.held_cells < stats.kv.num_cells / 2
+        for session, log in zip(sessions, logs, strict=False):
+            assert turn(session, [*log, 5]).num_cached == len(log)
+        engine.check_integrity()

@@ -128,12 +128,8 @@ def _now(models: dict[str, list[CoreWatch]]) -> Iterator[Metric]:
         ("requests_waiting", "Requests that wait for one.", "num_waiting"),
         ("kv_cells_free", "Cells of KV memory in free blocks.", "free_cells"),
         ("kv_cells", "Cells of KV memory; each holds one token.", "num_cells"),
-        (
-            "parked_tokens",
-            "Tokens whose KV is kept while nobody runs it; shared cells count for each.",
-            "num_parked_tokens",
-        ),
-        ("parked_sequences", "Sequences of such KV.", "num_parked"),
+        ("parked_tokens", "Tokens of parked KV; shared ones count once.", "num_parked_tokens"),
+        ("parked_sequences", "Sequences of parked KV.", "num_parked"),
     ):
         gauge = GaugeMetricFamily(f"tokenmill_{name}", what, labels=["model"])
         for model, cores in views.items():

@@ -29,6 +29,11 @@ class Parked(BaseModel):
     tokens: int
 
 
+class ParkedTokens(BaseModel):
+    all: int
+    plain: int
+
+
 class Cells(BaseModel):
     all: int
     free: int
@@ -48,6 +53,7 @@ class Core(BaseModel):
     slots: list[Slot]
     waiting: list[Waiting]
     parked: list[Parked]
+    parked_tokens: ParkedTokens
     cells: Cells
     rates: Rates
 

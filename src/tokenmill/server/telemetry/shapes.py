@@ -6,7 +6,7 @@ a server's packages, so that whoever follows one does not need them either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from tokenmill.engine.events import (
@@ -21,7 +21,7 @@ from tokenmill.engine.events import (
     TickEvent,
 )
 from tokenmill.engine.request import NO_ROW
-from tokenmill.engine.stats import CoreSnapshot, ParkedView, SlotView, WaitingView
+from tokenmill.engine.stats import CoreSnapshot, ParkedTokens, ParkedView, SlotView, WaitingView
 from tokenmill.engine.view import CoreView
 from tokenmill.outputs import FinishReason
 from tokenmill.server.telemetry.rates import Rates, RateView
@@ -52,6 +52,7 @@ def snapshot_json(snapshot: CoreSnapshot, name: ShowName) -> Json:
         "parked": [
             {"seq": one.seq, "session": name(one.owner, one.key), "tokens": one.num_tokens} for one in snapshot.parked
         ],
+        "parked_tokens": _parked_tokens(snapshot.parked_tokens),
         "cells": {"all": snapshot.num_cells, "free": snapshot.free_cells, "used": used},
     }
 
@@ -89,9 +90,18 @@ def snapshot_from(data: Json) -> CoreSnapshot:
             for one in data["waiting"]
         ),
         parked=tuple(ParkedView(one["seq"], one["tokens"], one["session"]) for one in data["parked"]),
+        parked_tokens=_parked_tokens_from(data["parked_tokens"]),
         free_cells=data["cells"]["free"],
         num_cells=data["cells"]["all"],
     )
+
+
+def _parked_tokens(parked: ParkedTokens) -> Json:
+    return {"all": parked.total, "plain": parked.plain}
+
+
+def _parked_tokens_from(data: Json) -> ParkedTokens:
+    return ParkedTokens(data["all"], data["plain"])
 
 
 def rates_json(rates: RateView) -> Json:
@@ -141,6 +151,7 @@ def event_json(event: Event, name: ShowName) -> tuple[str, Json]:
             "seq": event.seq,
             "session": session,
             "tokens": event.num_tokens,
+            "parked_tokens": _parked_tokens(event.parked_tokens),
             "for": name(event.by, event.by_key),
         }
     if isinstance(event, CellsEvent):
@@ -187,8 +198,8 @@ class LiveCore:
                 self.rates.note_start(data["at"], data["prompt"], data["cached"])
             self.view(_request_event(data))
         elif kind == "parked":
-            change = ParkedChange(data["change"])
-            self.view(ParkedEvent(data["at"], change, data["seq"], data["tokens"], data["session"]))
+            change, parked_tokens = ParkedChange(data["change"]), _parked_tokens_from(data["parked_tokens"])
+            self.view(ParkedEvent(data["at"], change, data["seq"], data["tokens"], parked_tokens, data["session"]))
         elif kind == "cells":
             self.view(CellsEvent(data["at"], data["free"]))
         elif kind == "start":
@@ -212,9 +223,9 @@ def _request_event(data: Json) -> RequestEvent:
     )
 
 
-def by_session(parked: Iterable[ParkedView]) -> dict[str | None, int]:
-    """Parked tokens of each session, most first; None is KV that belongs to none."""
-    tokens: dict[str | None, int] = {}
-    for one in parked:
-        tokens[one.owner] = tokens.get(one.owner, 0) + one.num_tokens
+def by_session(snapshot: CoreSnapshot) -> dict[str | None, int]:
+    """Parked tokens of each session, most first; None stands for those that no session has parked."""
+    tokens: dict[str | None, int] = {one.owner: one.num_tokens for one in snapshot.parked if one.owner is not None}
+    if snapshot.parked_tokens.plain:
+        tokens[None] = snapshot.parked_tokens.plain
     return dict(sorted(tokens.items(), key=lambda item: -item[1]))

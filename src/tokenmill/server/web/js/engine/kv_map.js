@@ -41,15 +41,16 @@ export function KvMap({ core, pace }) {
     </figure>`;
 }
 
-/** Tokens of each session, most first. A cell that two sequences share counts for both. */
-export function byOwner({ busy, parked }) {
+/** Tokens of each session, most first. Those that two sessions share count for both; `null` has what no session has. */
+export function byOwner({ busy, parked, parkedTokens }) {
   const owners = new Map();
   const add = (session, field, tokens) => {
     if (!owners.has(session)) owners.set(session, { session, running: 0, parked: 0 });
     owners.get(session)[field] += tokens;
   };
   for (const slot of busy) add(slot.session, "running", slot.computed);
-  for (const one of parked) add(one.session, "parked", one.tokens);
+  for (const one of parked) if (one.session !== null) add(one.session, "parked", one.tokens);
+  if (parkedTokens.plain) add(null, "parked", parkedTokens.plain);
   const size = (one) => one.running + one.parked;
   return [...owners.values()].sort((one, other) => size(other) - size(one));
 }
@@ -58,7 +59,7 @@ export function byOwner({ busy, parked }) {
 function parts(core) {
   const { view } = core;
   const running = view.busy.map((slot) => ({ size: slot.computed, hue: core.hueOf(slot.request) }));
-  const parked = byOwner({ busy: [], parked: view.parked }).map((one, i) => ({ size: one.parked, hatch: i % 2 }));
+  const parked = byOwner({ busy: [], parked: view.parked, parkedTokens: view.parkedTokens }).map((one, i) => ({ size: one.parked, hatch: i % 2 }));
   const numRunning = Math.min(sum(running), view.used);
   return [...scaled(running, numRunning), ...scaled(parked, view.used - numRunning)];
 }
@@ -92,7 +93,6 @@ function drawMap(context, width, core) {
 const percent = (part, whole) => `${((100 * part) / Math.max(whole, 1)).toFixed(part && part < whole / 10 ? 1 : 0)} %`;
 
 function tell(view) {
-  const kept = view.parked.reduce((total, one) => total + one.tokens, 0);
   return `KV memory: ${count(view.used)} of ${count(view.all)} cells are used. ${count(view.numRunning)} sequences run; ` +
-    `${count(kept)} tokens are parked.`;
+    `${count(view.parkedTokens.all)} tokens are parked.`;
 }

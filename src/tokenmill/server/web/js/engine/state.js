@@ -13,6 +13,7 @@ export class CoreView {
     for (const one of snapshot.waiting) this.#waiting.set(one.request, { ...one });
     for (const slot of snapshot.slots) if (slot.state !== "idle") this.#takeSlot({ ...slot });
     for (const one of snapshot.parked) this.#parked.set(one.seq, { ...one });
+    this.parkedTokens = snapshot.parked_tokens;
   }
 
   #reset(numSlots, numCells) {
@@ -22,6 +23,7 @@ export class CoreView {
     this.#slotOf = new Map();
     this.#waiting = new Map();
     this.#parked = new Map();
+    this.parkedTokens = { all: 0, plain: 0 }; // those that several sequences share count once
   }
 
   // -- what happens --------------------------------------------------------------------------------------------------
@@ -78,8 +80,9 @@ export class CoreView {
     }
   }
 
-  #changeParked({ change, seq, session, tokens }) {
+  #changeParked({ change, seq, session, tokens, parked_tokens }) {
     this.#parked.delete(seq);
+    this.parkedTokens = parked_tokens;
     if (change === "parked" || change === "shortened") this.#parked.set(seq, { seq, session, tokens });
   }
 
@@ -123,8 +126,9 @@ export class CoreView {
 
   /** As `GET /v1/scheduler` has it. */
   snapshot() {
-    const { tick, slots, waiting, parked, all, free, used } = this;
-    return { tick, slots: slots.map((slot) => ({ ...slot })), waiting, parked, cells: { all, free, used } };
+    const { tick, slots, waiting, parked, parkedTokens, all, free, used } = this;
+    const copies = slots.map((slot) => ({ ...slot }));
+    return { tick, slots: copies, waiting, parked, parked_tokens: parkedTokens, cells: { all, free, used } };
   }
 }
 
