@@ -153,6 +153,24 @@ def test_21_7_an_unknown_previous_response_is_a_bad_request(server: Running, str
     assert error["code"] == "previous_response_not_found"
 
 
+def test_21_7_responses_have_the_sampling_fields_of_vllms(server: Running) -> None:
+    letters = {"allowed_token_ids": [ord("a")], "max_output_tokens": 9, "temperature": 0}
+    assert text(answer(server, RESPONSES, **letters)) == "a" * 9
+    assert text(answer(server, RESPONSES, **letters, stop="aaa")) == ""
+    assert text(answer(server, RESPONSES, **letters, stop=["aaa"], include_stop_str_in_output=True)) == "aaa"
+    assert text(answer(server, RESPONSES, **letters, stop_token_ids=[ord("a")], min_tokens=0)) == ""
+    ends = {"max_output_tokens": 9, "temperature": 0, "logit_bias": {"256": 100}}
+    assert answer(server, RESPONSES, **ends)["usage"]["output_tokens"] == 1
+    told = answer(server, RESPONSES, **ends, ignore_eos=True)
+    assert (told["status"], told["usage"]["output_tokens"]) == ("incomplete", 9)
+    for name, value in {"stop": ["a"] * 5, "logit_bias": {"1": 101}, "min_tokens": -1, "stop_token_ids": [999]}.items():
+        check_refusal(server.post(RESPONSES, {**BODIES[RESPONSES], name: value}), 400, name)
+
+
+def text(response: Any) -> Any:
+    return response["output"][0]["content"][0]["text"]
+
+
 # -- names of models --------------------------------------------------------------------------------------------------
 
 NAMED = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)

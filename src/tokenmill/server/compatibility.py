@@ -178,9 +178,9 @@ FIELDS: tuple[RequestField, ...] = (
         "use `max_tokens` outside of /v1/responses",
         condition=("the value of `max_tokens`", _is("max_tokens", "max_completion_tokens")),
     ),
-    *_rejected(Origin.OPENAI, "stop", "chats and completions have it", neutral=([],)),
+    *_rejected(Origin.OPENAI, "stop"),
     *_rejected(Origin.OPENAI, "n", "chats and completions have it", neutral=(1,)),
-    *_rejected(Origin.OPENAI, "stream", neutral=(False,)),
+    *_rejected(Origin.OPENAI, "stream"),
     *_ignored(
         Origin.OPENAI,
         "stream_options",
@@ -195,8 +195,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.OPENAI, "echo", "/v1/completions has it", neutral=(False,)),
     # Sampling.
     *_rejected(Origin.OPENAI, "temperature top_p seed"),
-    *_rejected(Origin.OPENAI, "frequency_penalty presence_penalty", neutral=(0,)),
-    *_rejected(Origin.OPENAI, "logit_bias", "chats and completions have it", neutral=({},)),
+    *_rejected(Origin.OPENAI, "frequency_penalty presence_penalty logit_bias"),
     *_rejected(Origin.OPENAI, "best_of", "answers are not ranked", condition=SAME_AS_N),
     *_rejected(Origin.OPENAI, "suffix", "text is not inserted", neutral=("",)),
     # Formats, tools, media.
@@ -231,14 +230,10 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     *_ignored(Origin.OPENAI, "user safety_identifier", "users are told apart by API key", where=EVERYWHERE),
     # vLLM: sampling.
-    *_rejected(Origin.VLLM, "top_k", neutral=(0, -1)),
-    *_rejected(Origin.VLLM, "min_p min_tokens", neutral=(0,)),
-    *_rejected(Origin.VLLM, "repetition_penalty", neutral=(1,)),
-    *_rejected(Origin.VLLM, "stop_token_ids", neutral=([],)),
-    *_rejected(Origin.VLLM, "allowed_token_ids"),
-    *_rejected(Origin.VLLM, "ignore_eos include_stop_str_in_output return_token_ids", neutral=(False,)),
-    *_rejected(Origin.VLLM, "skip_special_tokens", neutral=(True,)),
-    *_rejected(Origin.VLLM, "prompt_logprobs"),
+    *_rejected(Origin.VLLM, "top_k min_p repetition_penalty min_tokens allowed_token_ids stop_token_ids ignore_eos"),
+    *_rejected(Origin.VLLM, "include_stop_str_in_output skip_special_tokens"),
+    *_rejected(Origin.VLLM, "prompt_logprobs", "chats and completions have it"),
+    *_rejected(Origin.VLLM, "return_token_ids", "chats and completions have it", neutral=(False,)),
     *_rejected(Origin.VLLM, "bad_words", "use `logit_bias`", neutral=([],)),
     *_rejected(Origin.VLLM, "use_beam_search watermarking", neutral=(False,)),
     *_ignored(Origin.VLLM, "length_penalty early_stopping", "only read with `use_beam_search`, which is rejected"),
@@ -301,9 +296,7 @@ FIELDS: tuple[RequestField, ...] = (
         Origin.VLLM, "endianness", "base64 is of little-endian numbers", neutral=("native", "little"), where=EMBEDDING
     ),
     # llama-server: sampling.
-    *_rejected(Origin.LLAMA, "typical_p", neutral=(1,)),
-    *_rejected(Origin.LLAMA, "dry_multiplier xtc_probability", neutral=(0,)),
-    *_rejected(Origin.LLAMA, "dry_base dry_allowed_length xtc_threshold"),
+    *_rejected(Origin.LLAMA, "typical_p dry_multiplier dry_base dry_allowed_length xtc_probability xtc_threshold"),
     *_rejected(Origin.LLAMA, "dry_penalty_last_n repeat_last_n", "penalties cover all of the context", neutral=(-1,)),
     *_rejected(Origin.LLAMA, "dry_sequence_breakers", "there are none"),
     *_rejected(Origin.LLAMA, "repeat_penalty", "use `repetition_penalty`", neutral=(1,)),

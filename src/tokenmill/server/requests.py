@@ -101,10 +101,38 @@ class Shared(Hinted):
     stream: Flag = None
     temperature: Number | None = None
     top_p: Number | None = None
-    # Extensions.
+    seed: StrictInt | None = None
+    stop: Stop = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: Annotated[dict[str, Number] | None, at_most(1 << 14)] = None
+    # Extensions that other servers have under these names.
     top_k: StrictInt | None = None
     min_p: Number | None = None
-    seed: StrictInt | None = None
+    typical_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: StrictInt | None = None
+    stop_token_ids: Ids = None
+    ignore_eos: Flag = None
+    skip_special_tokens: Flag = None
+    include_stop_str_in_output: Flag = None
+    allowed_token_ids: Ids = None
+    dry_multiplier: Number | None = None
+    dry_base: Number | None = None
+    dry_allowed_length: StrictInt | None = None
+    xtc_probability: Number | None = None
+    xtc_threshold: Number | None = None
+
+    def check(self, config: ServerConfig) -> None:
+        """Limits of this server, beyond those of `SamplingParams`."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > config.max_stops or not all(0 < len(one) <= config.max_stop_chars for one in stops):
+            what = f"at most {config.max_stops} strings of 1 to {config.max_stop_chars} characters each"
+            raise ApiError(400, f"stop must have {what}", param="stop")
+        bias = self.logit_bias or {}
+        if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
+            what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"
+            raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
@@ -139,39 +167,14 @@ class SamplingFields(Shared):
 
     stream_options: StreamOptions | None = None
     n: StrictInt | None = None
-    stop: Stop = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number] | None, at_most(1 << 14)] = None
     # Extensions that other servers have under these names.
-    typical_p: Number | None = None
-    repetition_penalty: Number | None = None
-    min_tokens: StrictInt | None = None
-    stop_token_ids: Ids = None
-    ignore_eos: Flag = None
-    skip_special_tokens: Flag = None
-    include_stop_str_in_output: Flag = None
-    allowed_token_ids: Ids = None
-    dry_multiplier: Number | None = None
-    dry_base: Number | None = None
-    dry_allowed_length: StrictInt | None = None
-    xtc_probability: Number | None = None
-    xtc_threshold: Number | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: Flag = None
 
     def check(self, config: ServerConfig) -> None:
-        """Limits of this server, beyond those of `SamplingParams`."""
+        super().check(config)
         if self.n is not None and not 1 <= self.n <= config.max_n:
             raise ApiError(400, f"n must be 1 to {config.max_n}", param="n")
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > config.max_stops or not all(0 < len(one) <= config.max_stop_chars for one in stops):
-            what = f"at most {config.max_stops} strings of 1 to {config.max_stop_chars} characters each"
-            raise ApiError(400, f"stop must have {what}", param="stop")
-        bias = self.logit_bias or {}
-        if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
-            what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"
-            raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
         if self.stream_options is not None and not self.is_streamed:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
@@ -451,8 +454,6 @@ class ResponsesRequest(Shared):
     metadata: Metadata = None
     previous_response_id: StrictStr | None = Field(None, max_length=256)
     store: Flag = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -461,7 +462,7 @@ class ResponsesRequest(Shared):
     )
 
     def check(self, config: ServerConfig) -> None:
-        """Limits of this server."""
+        super().check(config)
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
 
