@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,17 +148,16 @@ def kill_at_instruction(store: SessionStore, count: int) -> None:
 
 def acknowledge_what_is_not_committed() -> None:
     """A planted bug: commits come later than answers."""
-    carry_out, kept = store_module._carry_out, []
+    commit, kept = store_module._commit, []
 
-    def late(connection: Any, jobs: Any) -> None:
+    def late(connection: Any, jobs: Any) -> list[None]:
         kept.extend(jobs)
         if len(kept) >= 8:
-            carry_out(connection, [(work, Future()) for work, _ in kept])
+            commit(connection, kept)
             kept.clear()
-        for _, done in jobs:
-            done.set_result(None)
+        return [None for _ in jobs]
 
-    store_module._carry_out = late
+    store_module._commit = late
 
 
 def write_turns_again() -> None:

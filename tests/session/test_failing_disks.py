@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.session.full_disk import Disk
 from tests.session.helpers import GREEDY, continuation, make_service, read, tokens_of
 from tests.session.storing import converse, play, stored
 from tokenmill import SessionService
 from tokenmill.errors import ConfigError, NotDurable
-from tokenmill.session.store import DATABASE, SessionStore
+from tokenmill.session.store import DATABASE, INCREMENTAL, SessionStore
 
 NOBODY = 65534
 
@@ -53,6 +55,102 @@ def test_a_full_disk_costs_durability_and_nothing_else(tmp_path: Path) -> None:
 
     play(store, scene)
     store.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler here")
+    return Disk(tmp_path)
+
+
+def left(disk: Disk) -> set[str]:
+    """The sessions that are there after a restart."""
+
+    async def names(service: SessionService) -> set[str]:
+        return {info.session_id for info in service.list()}
+
+    store = SessionStore(disk.directory)
+    try:
+        assert store.check_integrity() == "ok"
+        return set(play(store, names)[0])
+    finally:
+        store.close()
+
+
+@pytest.mark.req("B3")
+def test_21_4_deleting_on_a_full_disk_is_durable_and_frees_space(disk: Disk) -> None:
+    told = disk.play("delete_with_a_reserve", capacity=1_500_000)
+    assert [one["durable"] for one in told["ended"]] == [True] * 4
+    assert told["after"] < told["before"] - 200_000, "the space is the file system's again"
+    assert told["num_free_pages"] == 0
+    assert told["durable"] is True, "there is room for others"
+    names = left(disk)
+    assert not names & {one["session_id"] for one in told["ended"]}
+    assert names >= set(told["kept"])
+
+
+@pytest.mark.req("B3")
+def test_21_4_a_deletion_that_fails_says_so_and_is_tried_again(disk: Disk) -> None:
+    told = disk.play("delete_without_a_reserve", capacity=800_000)
+    assert [one["durable"] for one in told["ended"]] == [False] * 2
+    assert [one["problem"] for one in told["ended"]] == ["database or disk is full"] * 2
+    names = left(disk)
+    assert not names & {one["session_id"] for one in told["ended"]}, "it was deleted with the next write"
+    assert names >= set(told["kept"])
+
+
+@pytest.mark.req("B3")
+def test_21_4_a_store_on_a_full_disk_can_be_opened_and_deleted_from(disk: Disk) -> None:
+    disk.play("delete_with_a_reserve", capacity=1_500_000)
+    before = left(disk)  # closed properly: what SQLite needs while it is open is gone
+    taken = disk.num_bytes + (disk.directory / "reserve").stat().st_size
+    told = disk.play("open_on_a_full_disk", capacity=taken)
+    assert {*told["kept"], told["ended"][0]["session_id"]} == before
+    assert [one["durable"] for one in told["ended"]] == [True]
+    assert left(disk) == set(told["kept"])
+
+
+def test_21_4_a_store_shrinks_when_sessions_are_deleted(tmp_path: Path) -> None:
+    store, long = SessionStore(tmp_path), {"role": "user", "content": "x" * 900, "more": "y" * 400_000}
+
+    def num_bytes() -> int:
+        return sum(path.stat().st_size for path in tmp_path.glob(f"{DATABASE}*"))
+
+    async def scene(service: SessionService) -> None:
+        names = [await service.create_session() for _ in range(12)]
+        for name in names:
+            await service.append_input(name, [long])
+        before = num_bytes()
+        for name in names[1:]:
+            await service.end_session(name)
+        while num_bytes() > before / 2:  # it is done while there is nothing else to do
+            await asyncio.sleep(0.01)
+
+    play(store, scene)
+    assert store.check_integrity() == "ok"
+    store.close()
+
+
+def test_21_4_a_store_of_before_is_made_to_shrink(tmp_path: Path) -> None:
+    async def first(service: SessionService) -> list[int]:
+        return tokens_of(service, await converse(service, "x"))
+
+    async def second(service: SessionService) -> list[int]:
+        (info,) = service.list()
+        return tokens_of(service, info.session_id)
+
+    def auto_vacuum() -> int:
+        with sqlite3.connect(tmp_path / DATABASE) as connection:
+            return int(connection.execute("PRAGMA auto_vacuum").fetchone()[0])
+
+    (log,) = play(tmp_path, first)
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute("PRAGMA auto_vacuum=NONE")
+        connection.execute("VACUUM")
+    assert auto_vacuum() == 0
+    assert play(tmp_path, second) == [log]
+    assert auto_vacuum() == INCREMENTAL
 
 
 @pytest.fixture
@@ -141,7 +239,8 @@ def test_the_end_of_a_session_that_could_not_be_written_is_written_later(tmp_pat
     async def first(service: SessionService) -> None:
         name = await converse(service, "x")
         may_write(False)
-        await service.end_session(name)
+        ended = await service.end_session(name)
+        assert (ended.durable, ended.problem) == (False, "attempt to write a readonly database")
         assert stored(tmp_path, name) is not None
         async with make_service(store=store) as other:
             assert other.list() == [], "it has ended, whatever the disk says"

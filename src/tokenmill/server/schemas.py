@@ -154,6 +154,15 @@ class Session(BaseModel):
     problem: str | None
 
 
+class UndeletedSession(BaseModel):
+    """A session that has ended, but is still on the disk: unless a retry succeeds, it is there after a restart."""
+
+    id: str
+    object: Literal["session.deleted"]
+    durable: Literal[False]
+    problem: str
+
+
 class SessionList(BaseModel):
     object: Literal["list"]
     data: list[Session]

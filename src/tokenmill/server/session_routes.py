@@ -104,11 +104,18 @@ def session_routes(served: Served) -> APIRouter:
         """What it is doing, and how long it is."""
         return shown(find(http, session_id), session_id)
 
-    @api.delete("/sessions/{session_id}", status_code=204, responses=schemas.errors(401, 404, 503))
+    @api.delete(
+        "/sessions/{session_id}",
+        status_code=204,
+        responses={202: {"model": schemas.UndeletedSession}, **schemas.errors(401, 404, 503)},
+    )
     async def delete_session(http: Request, session_id: SessionId) -> Response:
-        """Give everything up: an answer on its way ends."""
-        await find(http, session_id).sessions.end_session(session_id)
-        return Response(status_code=204)
+        """Give everything up: an answer on its way ends. 202 if the session could not be removed from the disk yet."""
+        ended = await find(http, session_id).sessions.end_session(session_id)
+        if ended.durable is not False:
+            return Response(status_code=204)
+        about = {"id": session_id, "object": "session.deleted", "durable": False, "problem": ended.problem}
+        return JSONResponse(about, 202)
 
     @api.get(
         "/sessions/{session_id}/turns", responses={200: {"model": schemas.TurnList}, **schemas.errors(401, 404, 503)}

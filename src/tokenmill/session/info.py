@@ -59,6 +59,20 @@ class SessionInfo:
     used_at: float = 0.0
 
 
+@dataclass(frozen=True)
+class EndedSession:
+    """What became of a session that was ended."""
+
+    session_id: str
+    durable: bool | None
+    """Is it gone from the disk, too? If not, it is there again after a restart, unless a later attempt succeeds.
+
+    None: it was not on the disk.
+    """
+    problem: str | None = None
+    """Why it is not gone."""
+
+
 def info_of(session: Session, *, has_store: bool = False) -> SessionInfo:
     """A snapshot of a session."""
     turns = []

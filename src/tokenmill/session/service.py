@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.session.answering import begin_answer
 from tokenmill.session.explain import TurnCost
 from tokenmill.session.fingerprint import Fingerprint
-from tokenmill.session.info import SessionInfo, SessionLimits, info_of
+from tokenmill.session.info import EndedSession, SessionInfo, SessionLimits, info_of
 from tokenmill.session.lifecycle import Lifecycle
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
@@ -291,13 +290,17 @@ class SessionService:
             pass
         return True
 
-    async def end_session(self, session_id: str) -> None:
-        """The conversation is over: its log, its KV and its name are given up."""
+    async def end_session(self, session_id: str) -> EndedSession:
+        """The conversation is over: its log, its KV and its name are given up. Says whether that is durable."""
         loaded = self._model()
         ending = await loaded.master.ask(session_id, lambda session: self._upkeep.end(loaded, session), at_once=True)
-        if ending is not None:
-            with suppress(NotDurable):  # then it will be there again after a restart
-                await asyncio.wrap_future(ending)
+        if ending is None:
+            return EndedSession(session_id, None)
+        try:
+            await asyncio.wrap_future(ending)
+        except NotDurable as error:
+            return EndedSession(session_id, False, str(error))
+        return EndedSession(session_id, True)
 
     async def fork(
         self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None, n: int | None = None

@@ -2,6 +2,7 @@
 
     sessions.sqlite   heads, ids and turns of all sessions (SQLite, write-ahead log, synced at each commit)
     kv/               KV bytes of some of them: a cache (`kv_files.py`)
+    reserve           disk space for deletions: SQLite needs some to delete, too
     lock              held by the one process that uses the directory
 
 One thread owns the database. Everybody else leaves work for it and gets a future; what waits is committed together, so
@@ -17,7 +18,9 @@ import json
 import logging
 import os
 import queue
+import shutil
 import sqlite3
+import sys
 import threading
 import time
 from array import array
@@ -42,6 +45,17 @@ VERSION = 1
 """Of the tables, as `user_version`. A later one is not touched."""
 APPLICATION = 0x746D696C
 """`application_id`: it is a store of ours."""
+RESERVE_BYTES = 8 << 20
+"""Enough to write back a full write-ahead log (4 MB) and to delete the largest session."""
+MIN_RESERVE_BYTES = 64 << 10
+RETRY_S = 10.0
+"""How long after a deletion that failed it is tried again, if nothing else is written before."""
+INCREMENTAL = 2
+"""The `auto_vacuum` of a database that can give pages back to the file system."""
+SHRINK_PAGES = 256
+"""Free pages that the database may keep, and how many at a time it gives back."""
+MOST_SLICES = 16
+"""How often it does so before a deletion on a full disk is acknowledged; the rest follows when there is time."""
 TABLES = """
 CREATE TABLE sessions (id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, head TEXT NOT NULL, used_at REAL NOT NULL);
 CREATE TABLE tokens (session TEXT NOT NULL, begin INTEGER NOT NULL, ids BLOB NOT NULL, PRIMARY KEY (session, begin));
@@ -49,7 +63,16 @@ CREATE TABLE turns (session TEXT NOT NULL, number INTEGER NOT NULL, turn TEXT NO
 """
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
-Job = tuple[Work, "Future[Any]"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be done with the database, and who wants to know how it went."""
+
+    work: Work
+    done: Future[Any]
+    frees_space: bool = False
+    """On a full disk it may use the reserve."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +86,11 @@ class Stored:
 class SessionStore:
     """Any thread may call it. `ConfigError` if the directory can't be used at all."""
 
-    def __init__(self, directory: str | Path, *, max_kv_bytes: int = MAX_KV_BYTES) -> None:
+    def __init__(
+        self, directory: str | Path, *, max_kv_bytes: int = MAX_KV_BYTES, reserve_bytes: int = RESERVE_BYTES
+    ) -> None:
         self.directory = Path(directory)
+        self._reserve = _Reserve(self.directory / "reserve", reserve_bytes)
         self._lock = _lock(self.directory)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._is_closed = False
@@ -96,13 +122,16 @@ class SessionStore:
         return self._post(lambda connection: _write(connection, record, fingerprint))
 
     def delete(self, session_id: str) -> Future[None]:
-        """The session has ended."""
+        """The session has ended; done when the disk knows it. On a full disk the reserve is used, and space is freed.
+
+        Where it fails it is tried again, until this process ends.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             self.kv.remove(session_id)  # here: to remove a large file takes its time
             _delete(connection, session_id)
 
-        deleting = self._post(work)
+        deleting = self._post(work, frees_space=True)
         deleting.add_done_callback(lambda done: self._note_undeleted(session_id, done))
         self._held.discard(session_id)  # not before: whoever loads from now on comes after it
         return deleting
@@ -134,20 +163,22 @@ class SessionStore:
         self._thread.join()
         _unlock(self._lock)
 
-    def _post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def _post(self, work: Callable[[sqlite3.Connection], T], *, frees_space: bool = False) -> Future[T]:
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()  # whoever stops waiting does not take it back
         with self._closing:
             if self._is_closed:
                 done.set_exception(NotDurable("the store was closed"))
             else:
-                self._jobs.put((work, done))
+                self._jobs.put(Job(work, done, frees_space))
         return done
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self, opened: Future[None]) -> None:
         try:
+            if self._lock is not None:
+                self._reserve.release()  # on a full disk SQLite could not even open its files
             connection, self.is_read_only = _open(self.directory / DATABASE)
         except BaseException as error:
             opened.set_exception(error)
@@ -155,17 +186,75 @@ class SessionStore:
         opened.set_result(None)
         is_open = True
         while is_open:
-            jobs = [self._jobs.get()]
-            with suppress(queue.Empty):
-                while jobs[-1] is not None:
-                    jobs.append(self._jobs.get_nowait())
-            is_open = jobs[-1] is not None
-            _carry_out(connection, [job for job in [*jobs, *self._deletions()] if job is not None])
+            self._tidy_up(connection)
+            jobs = self._waiting_jobs()
+            is_open = None not in jobs
+            self._carry_out(connection, [job for job in [*jobs, *self._deletions()] if job is not None])
         connection.close()
 
+    def _waiting_jobs(self) -> list[Job | None]:
+        """All that is to be done, once there is something, or some deletion is to be tried again. None: close."""
+        jobs: list[Job | None] = []
+        with suppress(queue.Empty):
+            jobs.append(self._jobs.get(timeout=RETRY_S if self._undeleted else None))
+            while jobs[-1] is not None:
+                jobs.append(self._jobs.get_nowait())
+        return jobs
+
+    def _carry_out(self, connection: sqlite3.Connection, jobs: Sequence[Job]) -> None:
+        """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
+        if not jobs:
+            return
+        try:
+            results = _commit(connection, jobs)
+        except Exception as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._carry_out(connection, [job])
+            elif _is_full(error):
+                self._carry_out_on_full_disk(connection, jobs[0])
+            else:
+                jobs[0].done.set_exception(_not_durable(error))
+            return
+        for job, result in zip(jobs, results, strict=True):
+            job.done.set_result(result)
+
+    def _carry_out_on_full_disk(self, connection: sqlite3.Connection, job: Job) -> None:
+        """Try once more after a checkpoint; a deletion may use the reserve, and gives back what it frees."""
+        if job.frees_space:  # others would leave nothing of it
+            self._reserve.release()
+        with suppress(sqlite3.Error):
+            _checkpoint(connection)  # needs space before it frees more
+        try:
+            (result,) = _commit(connection, [job])
+        except Exception as error:
+            job.done.set_exception(_not_durable(error))
+        else:
+            if job.frees_space:
+                _give_back(connection)
+            job.done.set_result(result)
+        finally:
+            self._reserve.hold()
+
+    def _tidy_up(self, connection: sqlite3.Connection) -> None:
+        """While nothing else is to be done: give back pages that became free, and hold the reserve."""
+        if self.is_read_only:
+            return
+        self._reserve.hold()
+        with suppress(sqlite3.Error):
+            has_shrunk = False
+            while self._jobs.empty() and _num_free_pages(connection) > max(SHRINK_PAGES, _num_pages(connection) // 4):
+                _shrink(connection)
+                has_shrunk = True
+            if has_shrunk:
+                _checkpoint(connection)  # only now the file gets shorter
+
     def _note_undeleted(self, session_id: str, done: Future[None]) -> None:
-        if done.exception() is not None and not self.is_read_only:
-            self._undeleted.add(session_id)
+        error = done.exception()
+        if error is not None:
+            log.warning("session %s has ended, but is still on the disk: %s", session_id, error)
+            if not self.is_read_only:
+                self._undeleted.add(session_id)
 
     def _deletions(self) -> list[Job]:
         """Once more what could not be deleted: with whatever is written next."""
@@ -182,31 +271,29 @@ class SessionStore:
                 self._undeleted.difference_update(names)
 
         done.add_done_callback(note)
-        return [(work, done)]
+        return [Job(work, done, frees_space=True)]
 
 
-def _carry_out(connection: sqlite3.Connection, jobs: Sequence[Job]) -> None:
-    """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
-    if not jobs:
-        return
+def _commit(connection: sqlite3.Connection, jobs: Sequence[Job]) -> list[Any]:
+    """Do some work as one transaction; the results. If it raises, nothing was done."""
     try:
         if connection.in_transaction:  # what failed before could not even be taken back
             connection.execute("ROLLBACK")
         connection.execute("BEGIN")
-        results = [work(connection) for work, _ in jobs]
+        results = [job.work(connection) for job in jobs]
         connection.execute("COMMIT")
-    except Exception as error:
-        with suppress(sqlite3.Error):  # whatever happens to the disk, this thread goes on
+    except Exception:
+        with suppress(sqlite3.Error):  # whatever happens to the disk, the store's thread goes on
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-        if len(jobs) > 1:
-            for job in jobs:
-                _carry_out(connection, [job])
-            return
-        jobs[0][1].set_exception(_not_durable(error))
-        return
-    for (_, done), result in zip(jobs, results, strict=True):
-        done.set_result(result)
+        raise
+    return results
+
+
+def _is_full(error: Exception) -> bool:
+    """No space left, or a quota or limit reached: to SQLite the latter are I/O errors."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _not_durable(error: Exception) -> NotDurable:
@@ -242,6 +329,45 @@ def _unlock(held: int | None) -> None:
         os.close(held)
 
 
+class _Reserve:
+    """A file that does nothing but take disk space, to be given up when the space is needed. For one thread."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._wanted = num_bytes
+        self._num_released = 0
+
+    def hold(self) -> None:
+        """Take what was released, or more if the disk has plenty: at most a quarter of what is free."""
+        with suppress(OSError):
+            held = self._path.stat().st_size if self._path.exists() else 0
+            if held >= self._wanted:
+                return
+            free = shutil.disk_usage(self._path.parent).free
+            size = min(self._wanted, max(self._num_released, free // 4))
+            while size > max(held, MIN_RESERVE_BYTES) and not self._grow(held, size):
+                size //= 2
+
+    def release(self) -> None:
+        with suppress(OSError):
+            self._num_released = self._path.stat().st_size
+            self._path.unlink()
+
+    def _grow(self, held: int, size: int) -> bool:
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if sys.platform == "darwin":
+                os.pwrite(file, bytes(size - held), held)
+            else:
+                os.posix_fallocate(file, 0, size)
+        except OSError:  # the disk is fuller than it said
+            os.ftruncate(file, held)
+            return False
+        finally:
+            os.close(file)
+        return True
+
+
 def _open(path: Path) -> tuple[sqlite3.Connection, bool]:
     """The database, and whether it can only be read."""
     for options, is_read_only in ((("mode=rwc",), False), (("mode=ro",), True), (("mode=ro", "immutable=1"), True)):
@@ -272,6 +398,8 @@ def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.
         if version > VERSION:
             raise ConfigError(f"{path} was made by a later tokenmill (version {version}; this one knows {VERSION})")
         if not is_read_only:
+            if not num_tables:
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # before anything is written
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")  # a file that can only be read is found out here
@@ -281,10 +409,55 @@ def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={VERSION}")
             connection.execute("COMMIT")
+            _make_shrinkable(connection, path)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+# -- space ------------------------------------------------------------------------------------------------------------
+
+
+def _make_shrinkable(connection: sqlite3.Connection, path: Path) -> None:
+    """Rewrite a database of an earlier tokenmill, which can't give pages back; not if there is no room for a copy."""
+    is_shrinkable = connection.execute("PRAGMA auto_vacuum").fetchone()[0] == INCREMENTAL
+    with suppress(sqlite3.Error, OSError):
+        if not is_shrinkable and shutil.disk_usage(path.parent).free > 2 * path.stat().st_size + RESERVE_BYTES:
+            log.info("%s is rewritten once, so that it can shrink", path)
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("VACUUM")
+
+
+def _num_pages(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA page_count").fetchone()[0])
+
+
+def _num_free_pages(connection: sqlite3.Connection) -> int:
+    """Pages that the database could give back."""
+    if connection.execute("PRAGMA auto_vacuum").fetchone()[0] != INCREMENTAL:
+        return 0
+    return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def _shrink(connection: sqlite3.Connection) -> None:
+    """Move pages from the end of the database to free ones; the file gets shorter with the next checkpoint."""
+    connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` would stop after one page
+
+
+def _give_back(connection: sqlite3.Connection) -> None:
+    """Give free pages to the file system now, a few at a time: moving pages takes space, too."""
+    with suppress(sqlite3.Error):
+        for _ in range(MOST_SLICES):
+            if not _num_free_pages(connection):
+                return
+            _shrink(connection)
+            _checkpoint(connection)
+
+
+def _checkpoint(connection: sqlite3.Connection) -> None:
+    """Write the write-ahead log back to the database, and empty it."""
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 # -- one session ------------------------------------------------------------------------------------------------------
