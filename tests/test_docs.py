@@ -51,11 +51,14 @@ def test_what_the_readme_says_to_a_server_works_as_printed(tmp_path: Path, capsy
 def test_what_the_docs_say_about_sessions_works_as_printed(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    lines, _ = re.findall(
+    lines, restarted, _ = re.findall(
         r"```(?:bash|python)\n(.*?)```", (ROOT / "docs/sessions-http.md").read_text(), flags=re.DOTALL
     )
+    two_turns = "".join(lines.splitlines(keepends=True)[:4])
     with child(tmp_path / "log", "--dtype", "auto") as served:
         said = said_by(lines, f"127.0.0.1:{served.port}")
+        continued = said_by(two_turns + restarted, f"127.0.0.1:{served.port}")
+    assert '"text":" Rome' in continued
     stream, _, rest = said.partition("data: [DONE]")
     assert "Tokyo" in stream
     decoder, answers = json.JSONDecoder(), []

@@ -15,6 +15,7 @@
     ├── SessionNotFound         no session of that name
     │   └── SessionEnded        there was one, and it has ended
     ├── SessionBusy             too many operations wait for one session
+    ├── AnswerLost              the stream of an answer can't be resumed: the process that made it is gone
     ├── RequestFailed           a request ended otherwise than by being complete
     ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
     ├── EngineDead              the engine failed for good; a supervisor may build a new one
@@ -101,6 +102,15 @@ class SessionEnded(SessionNotFound):
 
 class SessionBusy(TokenmillError):
     """Too many operations wait for this session. Wait for some of them."""
+
+
+class AnswerLost(TokenmillError):
+    """The stream of an answer can't be resumed: the process that made it is gone."""
+
+    def __init__(self, what: str, *, durable_offset: int) -> None:
+        super().__init__(what)
+        self.durable_offset = durable_offset
+        """Tokens of the answer that are in its session's log."""
 
 
 class RequestFailed(TokenmillError):

@@ -410,14 +410,15 @@ def resume_all(server: Running) -> None:
 
 
 BUGS = [
-    PlantedBug("a resume repeats the last token", session_turns, "resume_at", "int(place)", "max(0, int(place) - 1)"),
-    PlantedBug("a resume leaves one out", session_turns, "resume_at", "int(place)", "int(place) + 1"),
+    PlantedBug("a resume repeats the last token", session_turns, "read_event_id", "int(place)",
+               "max(0, int(place) - 1)"),
+    PlantedBug("a resume leaves one out", session_turns, "read_event_id", "int(place)", "int(place) + 1"),
     PlantedBug("ids are those of the beginning", session_turns.AnswerStream, "_event",
                "chunk.offset + len(chunk.token_ids)", "chunk.offset"),
     PlantedBug("the text of a finished answer from the wrong place", live.Answer, "read",
                "self.ends[offset - 1] if offset else 0",
                "self.ends[offset] if 0 < offset < len(self.ends) else 0"),
-    PlantedBug("the end comes twice", session_turns, "resume_at", "None if is_end else int(place)",
+    PlantedBug("the end comes twice", session_turns, "read_event_id", "None if is_end else int(place)",
                "0 if is_end else int(place)"),
 ]  # fmt: skip
 

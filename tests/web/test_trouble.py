@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.server.serving import KEY, Running, child, running
+from tests.server.serving import KEY, Running, child, request, running
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
 from tests.web.browsing import LONG, Visit, visiting
 from tokenmill import AsyncLLM
@@ -56,6 +56,40 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
             assert visit.said()[-1]
             made = visit.watched.bodies("/v1/sessions")[-1]
             assert [message["role"] for message in made["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.req("R41", "R36")
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_21_6_an_answer_that_a_restart_cut_off_goes_on(browser: Browser, tmp_path: Path, how: str) -> None:
+    options = (*OPTIONS, "--store", str(tmp_path / "store"), "--drain", "0")
+    with child(tmp_path / "first", *options) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
+        visit.open(max_tokens=120)
+        visit.ask("What is the capital of Japan?")
+        visit.send(LONG)
+        visit.wait_for_words(20)
+        getattr(server.process, how)()
+        server.process.wait()
+        with child(tmp_path / "second", *options, port=server.port):
+            button = visit.page.get_by_role("button", name="Continue", exact=True)
+            expect(button).to_be_visible()
+            expect(visit.page.get_by_text("has no answer to read")).to_have_count(0)
+            expect(visit.page.get_by_role("alert")).to_contain_text("before this answer was complete")
+            partial = visit.said()[-1]
+            assert len(partial) >= 20
+            button.click()
+            expect(button).to_have_count(0)
+            visit.wait_for_answer()
+            expect(visit.page.get_by_role("alert")).to_have_count(0)
+            assert visit.said()[-1].startswith(partial), "what was said stays, and nothing is said twice"
+            assert len(visit.said()[-1]) > len(partial)
+            assert len(visit.said()) == 4
+            expect(visit.answers.last.locator(".branches")).to_have_count(0)
+            assert visit.last_stats()["prompt"] > 0
+            (session,) = visit.current()["sessions"]
+            turns = request(server.port, "GET", f"/v1/sessions/{session}/turns", key=None).json()["data"]
+            assert [message["content"] for turn in turns for message in turn["messages"]] == visit.said()
+            visit.ask("And of Italy?")
+            assert len(visit.said()) == 6
 
 
 @pytest.mark.req("R41", "R37")

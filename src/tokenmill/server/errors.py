@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenmill.engine.lifecycle import ENDINGS
 from tokenmill.errors import (
+    AnswerLost,
     ContextOverflow,
     EngineDead,
     InvalidRequest,
@@ -37,9 +38,12 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
     cause: str | None = None
     """For the log: what clients are not told."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the body, for clients that know the code."""
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**told, **self.details}}
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -56,6 +60,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(404, "there is no such session", code="session_not_found", param="session_id")
     if isinstance(error, SessionBusy):
         return ApiError(409, str(error), code="session_busy", headers=RETRY_SOON)
+    if isinstance(error, AnswerLost):
+        return ApiError(409, str(error), code="answer_lost", details={"durable_offset": error.durable_offset})
     if isinstance(error, Overloaded):
         return _overloaded(str(error))
     if isinstance(error, EngineDead):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -14,6 +14,9 @@ class ErrorDetail(BaseModel):
     type: str
     param: str | None
     code: str | None
+    durable_offset: int | None = Field(
+        None, description="Only with the code `answer_lost`: tokens of the answer that are in the session's turns."
+    )
 
 
 class ErrorBody(BaseModel):

@@ -81,6 +81,10 @@ class CreateSession(ChatFields):
 class AppendInput(Body):
     input: Given
     raw: Flag = Field(None, description="A text goes in as it is, outside any message.")
+    continue_final_message: Flag = Field(
+        None,
+        description="The last message, an assistant's, is the beginning of the next answer, which goes on with it.",
+    )
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": "What is the capital of Japan?"}]})
 

@@ -26,7 +26,7 @@ from tokenmill.server.session_requests import (
     UpdateSession,
     as_input,
 )
-from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, resume_at
+from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, read_event_id
 from tokenmill.server.telemetry.explained import cost_json
 from tokenmill.server.telemetry.names import NamesFor
 from tokenmill.server.telemetry.schemas import SessionExplanation
@@ -142,7 +142,8 @@ def session_routes(served: Served) -> APIRouter:
         model = find(http, session_id)
         given = as_input(body.input, config)
         await check_length(model, config.max_body_bytes, given)
-        await in_turn(http, model.sessions.append_input(session_id, given, raw=bool(body.raw)))
+        options = {"raw": bool(body.raw), "continue_final_message": bool(body.continue_final_message)}
+        await in_turn(http, model.sessions.append_input(session_id, given, **options))
         return shown(model, session_id)
 
     async def answer(http: Request, session_id: str, body: AnswerRequest, *, again: bool) -> Response:
@@ -173,11 +174,15 @@ def session_routes(served: Served) -> APIRouter:
     async def resume(
         http: Request, session_id: SessionId, last_event_id: Annotated[str | None, Header(max_length=512)] = None
     ) -> Response:
-        """The running answer, or the last one, from the beginning or after the event named by Last-Event-ID."""
+        """The running answer, or the last one, from the beginning or after the event named by Last-Event-ID.
+
+        After a restart: 409 `answer_lost`, with the `durable_offset` of tokens that are in the session's turns.
+        """
         model = find(http, session_id)
-        found = await model.sessions.last_answer(session_id)
-        offset = 0 if last_event_id is None else resume_at(last_event_id, found)
-        return await AnswerStream(http, model, session_id, found).stream(offset, config)
+        seen = read_event_id(last_event_id)
+        found = await model.sessions.last_answer(session_id, seen.request_id)
+        seen.check(found)
+        return await AnswerStream(http, model, session_id, found).stream(seen.offset, config)
 
     @api.post("/sessions/{session_id}/cancel", responses=one)
     async def cancel(http: Request, session_id: SessionId) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -259,13 +259,27 @@ def _raise_if_refused(chunk: Chunk) -> None:
         raise error
 
 
-def resume_at(header: str, answer: LiveTurn | Answer) -> int | None:
-    """The token after the last event that a client has seen, by its Last-Event-ID; None if that was the end."""
+@dataclass(frozen=True)
+class EventId:
+    """The last event that a client has seen."""
+
+    request_id: str | None
+    """Of the answer; None: whichever is the last one."""
+    offset: int | None
+    """The token after it; None if it was the end."""
+
+    def check(self, answer: LiveTurn | Answer) -> None:
+        if self.request_id not in (None, answer.request_id):
+            what = "the session has another answer by now; read it from the beginning, or see its turns"
+            raise ApiError(409, what, code="answer_replaced", param="Last-Event-ID")
+
+
+def read_event_id(header: str | None) -> EventId:
+    """A Last-Event-ID; without one a client has seen nothing."""
+    if header is None:
+        return EventId(None, 0)
     name, _, place = header.rpartition(":")
     is_end = place == END
-    if not is_end and (not place.isdecimal() or len(place) > 9):
+    if not name or (not is_end and (not place.isdecimal() or len(place) > 9)):
         raise ApiError(400, "Last-Event-ID is not one of ours", param="Last-Event-ID")
-    if name != answer.request_id:
-        what = "the session has another answer by now; read it from the beginning, or see its turns"
-        raise ApiError(409, what, code="answer_replaced", param="Last-Event-ID")
-    return None if is_end else int(place)
+    return EventId(name, None if is_end else int(place))

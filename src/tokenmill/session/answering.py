@@ -6,13 +6,13 @@ import asyncio
 import secrets
 
 from tokenmill.engine.request import Hints, context_overflow
-from tokenmill.errors import ContextOverflow
+from tokenmill.errors import AnswerLost, ContextOverflow, InvalidRequest, TokenmillError
 from tokenmill.outputs import ENDED_WELL, FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.session.explain import note_cost
 from tokenmill.session.live import LiveTurn
 from tokenmill.session.loaded import LoadedModel
-from tokenmill.session.session import Session, SessionState
+from tokenmill.session.session import LastAnswer, Session, SessionState
 from tokenmill.session.upkeep import Upkeep, save
 
 
@@ -61,6 +61,8 @@ def _finished(upkeep: Upkeep, loaded: LoadedModel, session: Session, live: LiveT
         live.undo()
     params = live.generation.choices[0].request.draw.params
     session.take_answer(output, params, loaded.opened.text.tokenizer)
+    if output.token_ids:
+        session.last_answer = LastAnswer(live.request_id, len(output.token_ids))
     note_cost(session, live.generation, loaded.opened)
     upkeep.used(loaded, session)
     saving = save(loaded, session)
@@ -69,6 +71,17 @@ def _finished(upkeep: Upkeep, loaded: LoadedModel, session: Session, live: LiveT
     else:
         saving.add_done_callback(lambda done: _settle(loaded, session, live, done.result()))
     return saving
+
+
+def no_answer(session: Session, request_id: str | None) -> TokenmillError:
+    """Why there is nothing to read of a session's last answer, or of the one with this id."""
+    known = session.last_answer
+    if known is None and request_id is None:
+        return InvalidRequest(f"session {session.session_id} has no answer to read")
+    is_kept = known is not None and request_id in (None, known.request_id)
+    offset = known.num_tokens if known is not None and is_kept else 0
+    what = f"the answer can't be resumed after a restart; {offset} tokens of it are in the session's turns"
+    return AnswerLost(what, durable_offset=offset)
 
 
 def _settle(loaded: LoadedModel, session: Session, live: LiveTurn, durable: bool | None = None) -> None:

@@ -32,8 +32,8 @@ LENGTHS = struct.Struct("<IQQQ")
 """After the magic: version, bytes of the header, number of ids, bytes of KV."""
 DIGEST_BYTES = 32
 MEDIA_TYPE = "application/vnd.tokenmill.session"
-PRIVATE = ("key", "namespace", "priority", "created_at", "used_at")
-"""Whose it is and when it was used where it comes from is nobody's business elsewhere."""
+PRIVATE = {"key": "", "namespace": None, "priority": 0, "created_at": None, "used_at": None, "last_answer": None}
+"""What is nobody's business elsewhere, and what a session has instead that comes from a file."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def unpack(data: bytes, session_id: str, vocab_size: int) -> SessionFile:
     try:
         model, count = header["model"], header["num_kv_tokens"]
         fingerprint = Fingerprint(*(str(model[name]) for name in ("weights", "text", "form")))
-        head = {**header["session"], "key": "", "namespace": None, "priority": 0, "created_at": None, "used_at": None}
+        head = {**header["session"], **PRIVATE}
         turns = header["turns"]
     except (KeyError, TypeError) as error:
         raise SessionFileError(f"its header is not complete: {error}") from None

@@ -15,6 +15,7 @@ from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.params import SamplingParams
 from tokenmill.session.session import (
     OVERFLOW_KEEP,
+    LastAnswer,
     Overflow,
     Session,
     SessionOptions,
@@ -58,7 +59,7 @@ def record_of(session: Session) -> SessionRecord:
         "inbox": session.inbox,
         "attempt": session.attempt,
         "num_forks": session.num_forks,
-        "replayable_from": session.log.replayable_from,
+        "last_answer": session.last_answer,
         "title": session.title,
         "metadata": session.metadata,
         "created_at": session.created_at,
@@ -79,6 +80,7 @@ def head_json(record: SessionRecord) -> Json:
         "template_options": dict(head["template_options"]),
         "namespace": _plain(head["namespace"]),
         "inbox": [dict(message) for message in head["inbox"]],
+        "last_answer": None if head["last_answer"] is None else asdict(head["last_answer"]),
         "metadata": dict(head["metadata"]),
     }
 
@@ -91,6 +93,7 @@ def turn_json(turn: Turn) -> Json:
         "ended_with": turn.ended_with,
         "finish_reason": turn.finish_reason,
         "changes": turn.changes,
+        "is_replayable": turn.is_replayable,
     }
 
 
@@ -121,10 +124,10 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     session = Session(record.session_id, core, options, head["system"], now)
     session.log = TokenLog()
     session.log.tokens, session.log.turns = record.tokens[:], list(record.turns)
-    session.log.replayable_from = head["replayable_from"]
     session.log.note_length()
     session.inbox = head["inbox"]
     session.attempt, session.num_forks = head["attempt"], head["num_forks"]
+    session.last_answer = head["last_answer"]
     session.title, session.metadata = head["title"], head["metadata"]
     session.used_at = session.used_at if head["used_at"] is None else head["used_at"]
     session.created_at = session.used_at if head["created_at"] is None else head["created_at"]
@@ -163,13 +166,19 @@ def _head(head: Mapping[str, Any]) -> Json:
         "inbox": _messages(head["inbox"]),
         "attempt": _count("attempt", head["attempt"]),
         "num_forks": _count("num_forks", head["num_forks"]),
-        "replayable_from": _count("replayable_from", head.get("replayable_from", 0)),
+        "last_answer": _last_answer(head.get("last_answer")),
         # Sessions of earlier versions have none of these; files have no times.
         "title": check_title(head.get("title")),
         "metadata": check_metadata(head.get("metadata")),
         "created_at": _time("created_at", head.get("created_at")),
         "used_at": _time("used_at", head.get("used_at")),
     }
+
+
+def _last_answer(answer: Mapping[str, Any] | None) -> LastAnswer | None:
+    if answer is None:
+        return None
+    return LastAnswer(str(answer["request_id"]), _count("num_tokens", answer["num_tokens"]))
 
 
 def _turn(turn: Mapping[str, Any]) -> Turn:
@@ -180,6 +189,7 @@ def _turn(turn: Mapping[str, Any]) -> Turn:
         None if turn["ended_with"] is None else _count("ended_with", turn["ended_with"]),
         _text_or_none("finish_reason", turn["finish_reason"]),
         None if turn["changes"] is None else _changes(turn["changes"]),
+        _one_of("is_replayable", turn.get("is_replayable", True), (True, False)),  # older records do not say
     )
 
 

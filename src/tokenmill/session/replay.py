@@ -45,15 +45,14 @@ def open_file(path: Path, llm: LLM) -> SessionFile:
 def replay(file: SessionFile, llm: LLM) -> Iterator[Replayed]:
     """Each answer of the conversation, run again from the log before it; as they come.
 
-    Answers are skipped if the template has rewritten them since, or turns before them were dropped to fit the context:
-    the file does not hold what they were drawn from.
+    Answers are skipped that the log does not reproduce: the template has rewritten them since, turns before them were
+    dropped to fit the context, or their beginning was given.
     """
     record, sampling = file.record, file.record.head["sampling"]
-    replayable_from = record.head["replayable_from"]
     begin: int | None = 0
     for number, turn in enumerate(record.turns):
-        is_known = begin is not None and begin >= replayable_from and turn.end is not None and turn.end > begin
-        if turn.kind == "answer" and is_known:
+        is_known = begin is not None and turn.end is not None and turn.end > begin
+        if turn.kind == "answer" and turn.is_replayable and is_known:
             recorded = record.tokens[begin : turn.end].tolist()
             params = _as_it_was(replace(sampling, **(turn.changes or {})), len(recorded), turn.finish_reason)
             (output,) = llm.generate([record.tokens[:begin].tolist()], params)

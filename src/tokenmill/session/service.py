@@ -17,7 +17,7 @@ from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.request import Hints
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
 from tokenmill.params import SamplingParams
-from tokenmill.session.answering import begin_answer
+from tokenmill.session.answering import begin_answer, no_answer
 from tokenmill.session.explain import TurnCost
 from tokenmill.session.fingerprint import Fingerprint
 from tokenmill.session.info import EndedSession, SessionInfo, SessionLimits, info_of
@@ -178,16 +178,20 @@ class SessionService:
 
         await self._upkeep.change(self._model(), session_id, operation)
 
-    async def append_input(self, session_id: str, given: Input, *, raw: bool = False) -> int:
+    async def append_input(
+        self, session_id: str, given: Input, *, raw: bool = False, continue_final_message: bool = False
+    ) -> int:
         """New input: a user's message, a list of messages, or ids; `raw` text goes in as it is.
 
-        Only what is new, never the history. The number of tokens that the next answer will start from.
+        Only what is new, never the history. With `continue_final_message` the last message, an assistant's, is the
+        beginning of the next answer. The number of tokens that the next answer will start from.
         """
         loaded = self._model()
 
         def operation(session: Session) -> int:
             self._upkeep.room.check()
-            return session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=raw)
+            text, longest = loaded.opened.text, loaded.client.max_model_len
+            return session.append(given, text, longest, raw=raw, continue_final_message=continue_final_message)
 
         return await self._upkeep.change(loaded, session_id, operation)
 
@@ -262,15 +266,18 @@ class SessionService:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
         return (await self.last_answer(session_id)).read(offset)
 
-    async def last_answer(self, session_id: str) -> LiveTurn | Answer:
-        """The running answer, or the last one that is over."""
+    async def last_answer(self, session_id: str, request_id: str | None = None) -> LiveTurn | Answer:
+        """The running answer, or the last one that is over; `request_id` names it for a caller who has seen some of it.
+
+        `AnswerLost` if it was made by a process before this one: only its log is there.
+        """
         loaded = self._model()
 
         def operation(session: Session) -> LiveTurn | Answer:
             self._upkeep.used(loaded, session)
             found = session.live or session.answer
             if found is None:
-                raise InvalidRequest(f"session {session_id} has no answer to read")
+                raise no_answer(session, request_id)
             return found
 
         return await loaded.master.ask(session_id, operation, at_once=True)

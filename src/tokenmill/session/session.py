@@ -71,6 +71,15 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LastAnswer:
+    """Which answer was the last that is over: all that a later process knows of it beside the log."""
+
+    request_id: str
+    num_tokens: int
+    """That were generated: of an answer that went on with one that was cut short, only the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Start:
     """A place at which a conversation could begin."""
 
@@ -92,6 +101,7 @@ class Session:
         "has_saved_kv",
         "inbox",
         "is_dropped",
+        "last_answer",
         "last_used",
         "live",
         "log",
@@ -128,6 +138,8 @@ class Session:
         """The answer on its way."""
         self.answer: Answer | None = None
         """The last one that is over, for readers who come back."""
+        self.last_answer: LastAnswer | None = None
+        """Which one that is; unlike the answer itself, this is in the store."""
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
         self.last_used = now
@@ -169,23 +181,49 @@ class Session:
 
     # -- input --------------------------------------------------------------------------------------------------------
 
-    def append(self, given: Input, text: ModelText, max_model_len: int, *, raw: bool) -> int:
-        """Take new input in; the tokens that the next answer will start from. Nothing has changed if it raises."""
+    def append(
+        self, given: Input, text: ModelText, max_model_len: int, *, raw: bool, continue_final_message: bool = False
+    ) -> int:
+        """Take new input in; the tokens that the next answer will start from. Nothing has changed if it raises.
+
+        With `continue_final_message` the last message is the beginning of the answer, which is to be gone on with.
+        """
         ids = self._raw_ids(given, text, raw)
         if ids is not None:
+            if continue_final_message:
+                raise InvalidRequest("only a message can be continued", param="continue_final_message")
             return self._append_raw(ids, text, max_model_len)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         checked = copy.deepcopy(check_messages(messages))  # the caller's own may change
+        begun = _beginning_of_answer(checked.pop()) if continue_final_message else None
         before = (self.log, self.inbox)
         self._reopen_input()
-        self.inbox = (*self._opening(), *self.inbox, *checked)
+        self.inbox = (*(self._opening() if checked else ()), *self.inbox, *checked)
         try:
+            if begun is not None:
+                return self._begin_answer(begun, text, max_model_len)
             num_prompt = self._fit(text, max_model_len, 1)
         except BaseException:
             self.log, self.inbox = before
             raise
         self.state = SessionState.APPENDING
         return num_prompt
+
+    def _begin_answer(self, begun: Message, text: ModelText, max_model_len: int) -> int:
+        """The messages that wait, and the beginning of their answer; as after one that was cut short."""
+        if not self.is_unanswered:
+            raise InvalidRequest("the beginning of an answer must follow some input", param="continue_final_message")
+        ids = text.tokenizer.encode(str(begun["content"]), add_special=False)
+        num_prompt = self._fit(text, max_model_len, 1 + len(ids)) if self.inbox else len(self.log)
+        if num_prompt + len(ids) >= max_model_len:
+            raise ContextOverflow(context_overflow(max_model_len, num_prompt + len(ids), 1))
+        self.log = self.log.copy()
+        if self.inbox:
+            self._commit(self._continuation(text))
+        turn = Turn("answer", (begun,), num_prompt + len(ids), finish_reason="cut", is_replayable=False)
+        self.log.add(num_prompt, ids, turn)
+        self.state = SessionState.IDLE
+        return len(self.log)
 
     def _reopen_input(self) -> None:
         """Messages that are in the log and not answered go back to the inbox: more come, and all are one turn."""
@@ -356,12 +394,13 @@ class Session:
         if not output.token_ids:
             return  # it was ended before it said anything: its input is still to be answered
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None
+        is_replayable = not self.log.turns or self.log.turns[-1].is_replayable
         begin, said = self._answer_so_far()
         ids = [*self.log.tokens[begin:], *output.token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
         changes = differences(params, self.options.sampling)
-        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason, changes)
+        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason, changes, is_replayable)
         self.log.add(len(self.log), output.token_ids, turn)
 
     def _answer_so_far(self) -> tuple[int, str]:
@@ -447,6 +486,14 @@ def check_metadata(metadata: Any) -> dict[str, str]:
 def _is_entry(key: Any, value: Any) -> bool:
     is_text = isinstance(key, str) and isinstance(value, str)
     return is_text and len(key) <= MAX_METADATA_KEY_CHARS and len(value) <= MAX_METADATA_CHARS
+
+
+def _beginning_of_answer(message: Message) -> Message:
+    content = message.get("content")
+    if message["role"] != "assistant" or not content or set(message) != {"role", "content"}:
+        what = "the last message must be the assistant's, with a text and nothing else, to be continued"
+        raise InvalidRequest(what, param="continue_final_message")
+    return message
 
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "template", "self"})

@@ -30,6 +30,8 @@ class Turn:
     finish_reason: str | None = None
     changes: Mapping[str, Any] | None = None
     """Fields of `SamplingParams` that an answer was drawn with, where they are not its session's."""
+    is_replayable: bool = True
+    """False for an answer that was drawn after turns that were dropped since, or whose beginning was given."""
 
     @property
     def is_raw(self) -> bool:
@@ -40,7 +42,7 @@ class Turn:
 class TokenLog:
     """Ids that are never tokenised anew, four bytes each."""
 
-    __slots__ = ("has_dropped_turns", "low", "replayable_from", "tokens", "turns")
+    __slots__ = ("has_dropped_turns", "low", "tokens", "turns")
 
     def __init__(self) -> None:
         self.tokens: array[int] = array("i")
@@ -49,8 +51,6 @@ class TokenLog:
         """The least it has been cut to since `note_length`: as far as that it is as it was then."""
         self.has_dropped_turns = False
         """Has it lost its oldest turns since `note_length`?"""
-        self.replayable_from = 0
-        """Answers before this token were drawn after turns that were dropped since: the log does not reproduce them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,7 +81,6 @@ class TokenLog:
     def _cut(self, keep: int) -> None:
         del self.tokens[keep:]
         self.low = min(self.low, keep)
-        self.replayable_from = min(self.replayable_from, keep)
 
     def add(self, keep: int, ids: Sequence[int], turn: Turn) -> None:
         """Keep the first `keep` ids and go on with these; turns beyond are known by their messages only."""
@@ -95,7 +94,6 @@ class TokenLog:
         twin = TokenLog()
         twin.tokens, twin.turns = self.tokens[:], list(self.turns)
         twin.low, twin.has_dropped_turns = self.low, self.has_dropped_turns
-        twin.replayable_from = self.replayable_from
         return twin
 
     def from_turn(self, index: int, messages: Sequence[Message], ids: Sequence[int] | None) -> TokenLog:
@@ -109,12 +107,9 @@ class TokenLog:
         else:
             kept.tokens = array("i", ids) + self.tokens[first.end :]
             moved_by = len(ids) - first.end
-            ends = [None if turn.end is None else turn.end + moved_by for turn in rest]
-            moved = [replace(turn, end=end) for turn, end in zip(rest, ends, strict=True)]
-            kept.turns = [Turn("input", tuple(messages), len(ids)), *moved]
+            kept.turns = [Turn("input", tuple(messages), len(ids)), *(_moved(turn, moved_by) for turn in rest)]
         same = common_prefix(np.array(self.tokens, dtype=np.int32), np.array(kept.tokens, dtype=np.int32))
         kept.low, kept.has_dropped_turns = min(self.low, same), True
-        kept.replayable_from = len(kept)
         return kept
 
     def cut_at_turn(self, count: int) -> None:
@@ -133,7 +128,7 @@ class TokenLog:
     def rebuild(self, ids: Sequence[int]) -> None:
         """These are the ids of all its turns, rendered anew; where each but the last one ends is not known."""
         last = self.turns[-1]
-        self.tokens, self.low, self.replayable_from = array("i", ids), 0, 0
+        self.tokens, self.low = array("i", ids), 0
         self.turns = [_inexact(turn) for turn in self.turns[:-1]]
         self.turns.append(Turn(last.kind, last.messages, len(ids), None, last.finish_reason))
 
@@ -153,11 +148,17 @@ class TokenLog:
             is_answer = left.kind == "answer"
             messages: tuple[Message, ...] = ({"role": "assistant", "content": text},) if is_answer else ()
             reason = "cut" if is_answer else None
-            self.turns.append(Turn(left.kind, messages, count, None, reason, left.changes))
+            self.turns.append(replace(left, messages=messages, end=count, ended_with=None, finish_reason=reason))
 
     def begin_of(self, index: int) -> int | None:
         """Tokens before a turn, if they are known."""
         return self.turns[index - 1].end if index else 0
+
+
+def _moved(turn: Turn, num_tokens: int) -> Turn:
+    """A turn whose beginning of the log has changed."""
+    end = None if turn.end is None else turn.end + num_tokens
+    return replace(turn, end=end, is_replayable=turn.kind == "input")
 
 
 def _inexact(turn: Turn) -> Turn:

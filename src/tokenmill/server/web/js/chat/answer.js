@@ -2,7 +2,7 @@
 import { ServerError, Unreachable, ask, events } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
 import { explain } from "../shared/words.js";
-import { abandon, isKnown, isLost, isOff, noteAnswer, sessionAfter, sessionAt } from "./sessions.js";
+import { abandon, isAnswerLost, isKnown, isLost, isOff, noteAnswer, sessionAfter, sessionAt, takeBack } from "./sessions.js";
 import { children } from "./tree.js";
 
 const FRAME_MS = 50;
@@ -19,9 +19,12 @@ const LOST = "The server does not have this answer any more; it may have been re
 /** Finish reasons after which an answer may go on. */
 const CUT_SHORT = ["length", "cancelled", "timeout"];
 
-/** Can more be had of an answer? It must have been cut short, the server must have it, and nothing may follow it. */
+/** The finish reason of an answer that a restart of the server cut off: it goes on, whatever the server has kept of it. */
+export const RESTARTED = "restarted";
+
+/** Can more be had of an answer? It must have been cut short, the server must have it or be told, and nothing may follow it. */
 export const canGoOn = (conversation, { id, content, finish }) =>
-  CUT_SHORT.includes(finish) && content !== "" && isKnown(conversation, id) && !children(conversation, id).length;
+  (finish === RESTARTED || (CUT_SHORT.includes(finish) && isKnown(conversation, id))) && content !== "" && !children(conversation, id).length;
 
 export class Answering extends Emitter {
   #abort = new AbortController();
@@ -45,7 +48,7 @@ export class Answering extends Emitter {
     const { content, finish, stats } = this.message;
     Object.assign(this.message, { status: "waiting", error: null, finish: null, stats: null, asked: Date.now(), firstAt: null });
     this.changed();
-    await this.#guarded(() => (content === "" ? this.#generate() : this.#goOn()), { content, finish, stats });
+    await this.#guarded(() => (content === "" ? this.#generate() : this.#goOn(finish === RESTARTED)), { content, finish, stats });
   }
 
   /** Take up an answer that was on its way when the page was left. */
@@ -91,12 +94,34 @@ export class Answering extends Emitter {
     }
   }
 
-  async #goOn() {
+  /** More of an answer. After a restart the server is told the part that the page has, unless it has it: nothing is said twice. */
+  async #goOn(isRestarted) {
     const { conversation, message } = this;
-    const found = await sessionAt(conversation, message.id, this.#abort.signal);
-    if (found === null) throw new ServerError(404, { message: "the session is gone", code: "session_not_found" });
-    this.#use(found);
-    await this.#read(this.#stream(conversation.sampling), {});
+    for (;;) {
+      const found = await sessionAt(conversation, message.id, this.#abort.signal);
+      try {
+        if (found !== null) this.#use(found);
+        else if (isRestarted) await this.#tellPart();
+        else throw new ServerError(404, { message: "the session is gone", code: "session_not_found" });
+        return await this.#read(this.#stream(conversation.sampling), {});
+      } catch (error) {
+        if (!isRestarted || !isLost(error) || this.#session === null) throw error;
+        abandon(conversation, this.#session.id);
+        this.#session = null;
+      }
+    }
+  }
+
+  /** Have a session that ends with the question and the part, as with an answer that was cut short. */
+  async #tellPart() {
+    const { conversation, message } = this;
+    const { signal } = this.#abort;
+    const question = conversation.messages[message.parent];
+    this.#use(await sessionAfter(conversation, question.parent, this.#model, signal));
+    const input = [question, message].map(({ role, content }) => ({ role, content }));
+    const body = { input, continue_final_message: true };
+    await ask(`/v1/sessions/${this.#session.id}/append`, { method: "POST", body, signal });
+    noteAnswer(this.#session.record, question.id, message.id);
   }
 
   /** Note which session answers before it does: a page that dies must not leave one behind that says more than it knows. */
@@ -194,8 +219,10 @@ export class Answering extends Emitter {
       message.status = "done";
     } catch (error) {
       message.status = this.isStopped ? "done" : "failed";
-      message.finish = this.isStopped ? "cancelled" : null;
+      const isRestarted = (isAnswerLost(error) || error.code === "shutdown") && message.content !== "";
+      message.finish = this.isStopped ? "cancelled" : isRestarted ? RESTARTED : null;
       message.error = this.isStopped ? null : { text: isLost(error) ? LOST : explain(error), retryAfter: error.retryAfter ?? null };
+      if (isAnswerLost(error)) await takeBack(conversation, this.#session.id, conversation.messages[message.parent]);
       // Unless the server has said it, nobody knows what it has taken in.
       const isKnownThere = error instanceof ServerError && !isLost(error);
       if (!isKnownThere && this.#session !== null) abandon(conversation, this.#session.id);

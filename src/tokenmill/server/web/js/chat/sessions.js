@@ -10,6 +10,9 @@ import { history, lastSaid } from "./tree.js";
 /** Does the server not know the session (any more)? */
 export const isLost = (error) => error instanceof ServerError && error.code === "session_not_found";
 
+/** Does the server know the session, but not its last answer? It was restarted while it answered. */
+export const isAnswerLost = (error) => error instanceof ServerError && error.code === "answer_lost";
+
 /** Does the server have other things to say of a session than we thought? Then it is made again. */
 export const isOff = (error) => isLost(error) || (error instanceof ServerError && error.status === 400);
 
@@ -77,6 +80,21 @@ export function noteAnswer(record, question, answer) {
   if (taken.length) record.turns.push(taken);
   record.pending = [];
   record.turns.push([answer]);
+}
+
+/** Take a session back to where a question was asked, whatever the server has kept of the question and its answer. */
+export async function takeBack(conversation, id, question) {
+  const record = conversation.sessions[id];
+  if (!record) return; // another tab has given it up
+  const place = lastSaid(conversation, question.parent);
+  const numTurns = record.turns.findIndex((turn) => turn.at(-1) === place) + 1;
+  try {
+    await ask(`/v1/sessions/${id}/rewind`, { method: "POST", body: { at_turn: numTurns } });
+    record.turns.length = numTurns;
+    record.pending = [];
+  } catch {
+    abandon(conversation, id);
+  }
 }
 
 /** What the server has of a session is not known any more, or of no use; that it may be gone already is no matter. */

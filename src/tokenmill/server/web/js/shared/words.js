@@ -33,6 +33,8 @@ export function explain(error) {
   if (error.code === "context_length_exceeded") {
     return "This conversation has outgrown the model's context. Start a new one, or edit an earlier question.";
   }
+  if (error.code === "answer_lost") return "The server was restarted before this answer was complete.";
+  if (error.code === "shutdown") return "The server was stopped before this answer was complete.";
   if (error.code === "loading") return "The model is still being loaded.";
   if (error.status === 503) return `The server can't take this right now: ${error.message}.`;
   if (error.status === 504 || error.code === "timeout") return "The answer took longer than the server allows.";

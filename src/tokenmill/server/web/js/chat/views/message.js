@@ -2,7 +2,7 @@
 import { Emitter, useChanges } from "../../shared/emitter.js";
 import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { count, duration, rate } from "../../shared/words.js";
-import { canGoOn } from "../answer.js";
+import { RESTARTED, canGoOn } from "../answer.js";
 import { copy } from "../copying.js";
 import { siblings } from "../tree.js";
 import { IconButton } from "./icons.js";
@@ -61,11 +61,12 @@ function Problem({ chat, conversation, message }) {
     const timer = setTimeout(() => setLeft(left - 1), 1000);
     return () => clearTimeout(timer);
   }, [left]);
-  const again = () => (canGoOn(conversation, message) ? chat.goOn(conversation, message) : chat.regenerate(conversation, message));
+  const goesOn = canGoOn(conversation, message);
+  const again = () => (goesOn ? chat.goOn(conversation, message) : chat.regenerate(conversation, message));
   return html`
     <div class="trouble">
       <p role="alert">${message.error.text}</p>
-      <button onClick=${again}>Try again${left > 0 ? ` (better in ${Math.ceil(left)} s)` : ""}</button>
+      <button onClick=${again}>${goesOn && message.finish === RESTARTED ? "Continue" : "Try again"}${left > 0 ? ` (better in ${Math.ceil(left)} s)` : ""}</button>
     </div>`;
 }
 
@@ -111,7 +112,7 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
       ${action("copy", isCopied ? "Copied" : "Copy", copyIt, false)}
       ${action("edit", isUser ? "Edit and ask again" : "Edit the answer", onEdit)}
       ${!isUser && action("again", "Another answer", another)}
-      ${!isUser && canGoOn(conversation, message) && action("forward", "Continue", () => chat.goOn(conversation, message))}
+      ${!isUser && !message.error && canGoOn(conversation, message) && action("forward", "Continue", () => chat.goOn(conversation, message))}
       ${!isUser && action("fork", "Fork to a new conversation", () => chat.fork(conversation, message))}
       ${!isUser && action("code", isRaw ? "Show it formatted" : "Show it as it was written", onRaw, false)}
     </span>`;
