@@ -122,3 +122,21 @@ def test_a_closed_backend_is_gone_with_its_last_user() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_sequence_imported_into_cells_of_a_step_in_flight_outlives_its_failure() -> None:
+    """The cells of a step that is found to have failed are dropped, but not where they have been filled anew since."""
+    with FakeBackend(FakeConfig(num_cells=8, block_size=4, depth=1)) as backend:
+        backend.decode(BatchBuilder().add_run([1, 2, 3], 0, 0).build())
+        state = backend.kv.export(0)
+        backend.kv.seq_rm(0)
+        backend.faults.add(Fault(FaultKind.LATE_FAIL))
+        step = backend.forward(BatchBuilder().add_run([4, 5, 6, 7, 8], 0, 1).build())
+        backend.kv.seq_rm(1)
+        backend.kv.import_(2, state)
+        with pytest.raises(ForwardFailed):
+            backend.collect(step)
+        assert (backend.kv.seq_pos_min(2), backend.kv.seq_pos_max(2)) == (0, 2)
+        got = backend.decode(BatchBuilder().add(9, 3, 2, Output.LOGITS).build()).logits
+    with FakeBackend() as fresh:
+        assert (got == fresh.decode(BatchBuilder().add_run([1, 2, 3, 9], 0, 0).build()).logits).all()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.engine.helpers import VOCAB, assert_clean, backend_of, make_engine, request, run
+from tests.engine.helpers import VOCAB, alone, assert_clean, backend_of, make_engine, request, run, ticks_of
 from tests.engine.test_clients import KINDS, client_of
 from tests.engine.test_pool import Listener
 from tokenmill import LLM, AsyncLLM
@@ -152,3 +152,21 @@ def test_a_failure_is_told() -> None:
         backend_of(llm.engine).faults.add(Fault(FaultKind.NAN))
         with pytest.raises(RequestFailed, match="not finite"):
             llm.embed("hello")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_that_served_an_embedding_decodes_text_afterwards(depth: int) -> None:
+    engine = make_engine(depth=depth, max_num_seqs=1)
+    ticks = ticks_of(engine)
+    engine.add(embedding("vector", LONG[:20], Pooling.MEAN))
+    run(engine)
+    said = request("text", (5, 6, 7), max_new_tokens=6)
+    engine.add(said)
+    begin = len(ticks)
+    run(engine)
+    assert [tick.plan.num_decode for tick in ticks[begin : begin + 6]] == [0, 1, 1, 1, 1, 1]
+    assert said.output == alone((5, 6, 7), 6)
+    again = embedding("again", LONG[:20], Pooling.MEAN)
+    engine.add(again)
+    run(engine)
+    check(again)

@@ -256,3 +256,21 @@ def test_run_until_complete_does_not_hide_a_failure() -> None:
     engine.add_sequence((1, 2), max_new_tokens=2)
     with pytest.raises(RequestFailed, match="ended with error: the engine failed"):
         engine.run_until_complete()
+
+
+@pytest.mark.req("G5")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_kv_of_a_failed_request_is_dropped(depth: int) -> None:
+    """What made it fail may be in its KV: nothing of it is parked, for its session or for others."""
+    engine = make_engine(depth=depth)
+    backend_of(engine).faults.add(Fault(FaultKind.NAN, token=POISON, times=None))
+    for name, owner in (("plain", None), ("of a session", "s")):
+        engine.add(request(name, (40, 41, 42, POISON), max_new_tokens=3, owner=owner))
+    engine.add(request("cancelled with an error", (50, 51, 52), max_new_tokens=30))
+    transcript = Transcript()
+    for _ in range(3):
+        transcript.add(engine.step())
+    engine.cancel("cancelled with an error", FinishReason.ERROR)
+    run(engine, transcript)
+    assert set(transcript.reasons.values()) == {FinishReason.ERROR}
+    assert (engine.kv.num_parked, engine.stats().kv.held_cells) == (0, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance.operations import Chooser, RandomChooser, one_in
 from tests.engine.helpers import VOCAB, alone, assert_clean, make_engine, request, run
-from tokenmill.core import Fault, FaultKind
+from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import ParkedChange, ParkedEvent
 from tokenmill.engine.request import Draw, Hints, Limits, Request
@@ -128,6 +128,35 @@ def test_21_2_imported_kv_replaces_what_the_session_has() -> None:
     engine.release("s")
     engine.release("t")
     assert engine.stats().kv.held_cells == 0
+
+
+def headless(length: int) -> bytes:
+    """State bytes of a sequence whose first tokens are gone."""
+    with FakeBackend(FakeConfig(vocab_size=VOCAB, block_size=4)) as backend:
+        backend.decode(BatchBuilder().add_run(list(range(length)), 0, 0).build())
+        backend.kv.seq_rm(0, -1, 5)
+        return backend.kv.export(0)
+
+
+@pytest.mark.parametrize("wrong", ["damaged", "of another length", "without its beginning"])
+def test_a_rejected_import_leaves_nothing_behind(wrong: str) -> None:
+    """More of them than there are sequence ids; then a good one is still taken."""
+    engine = make_engine(fake={"max_seqs": 3}, max_num_seqs=1)
+    answer(engine, "source", list(range(20)), "source")
+    tokens, state = engine.export_kv("source") or (None, b"")
+    assert tokens is not None
+    engine.release("source")
+    rejected = {
+        "damaged": (tokens, state[:-1] + bytes([state[-1] ^ 1])),
+        "of another length": (tokens[:-1], state),
+        "without its beginning": (tokens, headless(len(tokens))),
+    }
+    for _ in range(5):
+        assert not engine.import_kv(*rejected[wrong], Hints(owner="s"))
+        assert (engine.kv.num_leased, engine.kv.num_parked, engine.stats().kv.held_cells) == (0, 0, 0)
+    engine.check_integrity()
+    assert engine.import_kv(tokens, state, Hints(owner="s"))
+    assert answer(engine, "goes on", [*tokens.tolist(), 50], "s").num_cached == len(tokens)
 
 
 # -- and for each plain prompt ----------------------------------------------------------------------------------------

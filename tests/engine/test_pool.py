@@ -71,6 +71,30 @@ def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
             core.call(lambda engine: engine.check_integrity()).result(WAIT_S)
 
 
+@pytest.mark.req("R11")
+def test_load_includes_requests_that_a_core_has_not_looked_at() -> None:
+    """Both cores are busy with something else: what comes meanwhile is shared out evenly all the same."""
+    with make_pool() as pool:
+        begun, release = threading.Semaphore(0), threading.Event()
+
+        def block(_: EngineCore) -> None:
+            begun.release()
+            release.wait(WAIT_S)
+
+        for core in pool.cores:
+            core.call(block)
+        for _ in pool.cores:
+            assert begun.acquire(timeout=WAIT_S)
+        listeners = [Listener() for _ in range(6)]
+        chosen = [pool.submit(request(f"r{i}", (i,), max_new_tokens=1), one) for i, one in enumerate(listeners)]
+        loads = [core.load for core in pool.cores]
+        release.set()
+        for listener in listeners:
+            listener.result()
+        assert loads == [3, 3]
+        assert sorted(chosen) == [0, 0, 0, 1, 1, 1]
+
+
 @pytest.mark.req("G2")
 def test_cancel_reaches_a_running_request() -> None:
     with make_pool(num_cores=1) as pool:

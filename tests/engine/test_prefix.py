@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.counting import calls_during
 from tests.engine.helpers import alone, assert_clean, make_engine, request, run
+from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import TickEvent
 from tokenmill.engine.prefix import Entry, PrefixIndex
 
@@ -186,3 +187,69 @@ def test_memory_that_can_not_share_parts_reuses_whole_sequences() -> None:
     assert transcript.tokens["turn"] == alone(tuple(turn.tokens[:11]), 4)
     assert transcript.tokens["other"] == alone((1, 2, 3, 9), 4)
     assert_clean(engine)
+
+
+@pytest.mark.req("R8")
+@pytest.mark.parametrize(("running", "waiting"), [("salt", None), (None, "salt"), ("salt", "pepper")])
+def test_a_running_prompt_is_shared_only_within_its_namespace(running: str | None, waiting: str | None) -> None:
+    engine = make_engine()
+    prompt = tuple(range(40))
+    engine.add(request("runs", prompt, max_new_tokens=30, namespace=running))
+    engine.step()
+    stranger = request("stranger", (*prompt, 50), max_new_tokens=2, namespace=waiting)
+    friend = request("friend", (*prompt, 51), max_new_tokens=2, namespace=running)
+    for one in (stranger, friend):
+        engine.add(one)
+    run(engine)
+    assert (stranger.num_cached, friend.num_cached) == (0, 40)
+
+
+# -- who is evicted ---------------------------------------------------------------------------------------------------
+
+
+def engine_with_three_sessions() -> EngineCore:
+    """Three of 21 tokens each in 72 of 96 cells, used in the order of their names."""
+    engine = make_engine(fake={"num_cells": 96, "block_size": 4, "max_context": 88}, max_num_seqs=1)
+    for number, owner in enumerate("abc"):
+        engine.add(request(owner, tuple([10 * number + 1] * 20), max_new_tokens=2, owner=owner))
+        run(engine)
+    return engine
+
+
+def parked(engine: EngineCore) -> dict[str | None, int]:
+    return {view.owner: view.num_tokens for view in engine.kv.parked_views()}
+
+
+@pytest.mark.req("R4")
+def test_the_least_recently_used_session_is_evicted_first() -> None:
+    engine = engine_with_three_sessions()
+    engine.add(request("large", tuple([50] * 40), max_new_tokens=1))
+    engine.step()
+    assert parked(engine) == {"a": 1, "b": 21, "c": 21, None: 40}
+    engine.add(request("larger", tuple([51] * 60), max_new_tokens=1))
+    engine.step()
+    assert parked(engine) == {"b": 5, "c": 21, None: 60}, "after the plain request and the rest of the first session"
+
+
+@pytest.mark.req("R4")
+def test_a_copy_of_a_sessions_kv_counts_as_use() -> None:
+    engine = engine_with_three_sessions()
+    engine.add(request("fork", (*[1] * 15, 60), max_new_tokens=1))
+    run(engine)
+    engine.add(request("large", tuple([50] * 40), max_new_tokens=1))
+    engine.step()
+    assert parked(engine) == {"a": 21, "b": 1, "c": 21, None: 40}
+
+
+@pytest.mark.req("R4")
+@pytest.mark.parametrize("owner", [None, "other"])
+def test_a_sessions_kv_is_not_taken_over_by_other_requests(owner: str | None) -> None:
+    engine = make_engine()
+    first = request("first", tuple(range(20)), max_new_tokens=3, owner="s")
+    engine.add(first)
+    run(engine)
+    other = request("other", (*first.tokens[:-1], 50, 51), max_new_tokens=2, owner=owner)
+    engine.add(other)
+    run(engine)
+    assert other.num_cached == 22
+    assert parked(engine) == {"s": 22, owner: 25}

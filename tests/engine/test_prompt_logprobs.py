@@ -8,6 +8,7 @@ import pytest
 from tests.engine.helpers import VOCAB, assert_clean, backend_of, make_engine, request, run
 from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
 from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.engine.scheduler import SCORED_CHUNK
 from tokenmill.outputs import TokenLogprobs
 from tokenmill.params import SamplingParams
 
@@ -78,3 +79,22 @@ def test_scores_survive_failures_and_preemption(depth: int, kind: FaultKind) -> 
     run(engine)
     assert_scores(one)
     assert_clean(engine)
+
+
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_scores_of_a_prompt_that_was_preempted_midway_count_once(depth: int) -> None:
+    """Beside a neighbour that decodes it had chunks of 10; alone it begins again with larger ones."""
+    engine = make_engine(depth=depth, prefill_chunk=10)
+    neighbour, one = request("neighbour", (7,), max_new_tokens=6), scored("one")
+    engine.add(neighbour)
+    engine.step()
+    engine.add(one)
+    while not neighbour.is_finished:
+        engine.step()
+    num_known = len(one.prompt_logprobs)
+    assert 0 < num_known < SCORED_CHUNK
+    engine.scheduler._preempt(one)
+    run(engine)
+    assert one.num_preemptions == 1
+    assert_scores(one)

@@ -24,6 +24,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, RequestEvent
+from tokenmill.engine.lifecycle import RequestState
+from tokenmill.engine.plan import Draft
+from tokenmill.engine.queue import Deadlines
 from tokenmill.engine.request import Request
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.outputs import FinishReason
@@ -89,6 +92,31 @@ def test_chunks_grow_to_the_budget_when_nobody_decodes() -> None:
     engine.add(request("long", tuple(i % VOCAB for i in range(1500)), max_new_tokens=1))
     run(engine)
     assert [tick.plan.num_tokens for tick in ticks] == [700, 700, 100]
+
+
+@pytest.mark.req("R13", "R14")
+def test_a_second_chunk_in_one_step_adds_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody decodes: each of two prompts gets its chunk, and the first one the rest of the budget."""
+    engine = make_engine(fake={"num_cells": 4096, "max_context": 2048}, max_num_batched_tokens=700, prefill_chunk=100)
+    drafts: list[Draft] = []
+    seal = engine.scheduler._seal
+    monkeypatch.setattr(engine.scheduler, "_seal", lambda draft: (drafts.append(draft), seal(draft))[1])
+    ticks = ticks_of(engine)
+    for name, token in (("long", 1), ("other", 2)):
+        engine.add(request(name, tuple([token] * 1000), max_new_tokens=1))
+    engine.step()
+    engine.step()
+    assert [tick.plan.counts.tolist() for tick in ticks] == [[600, 100], [400, 300]]
+    pieces = [[(0, 600), (0, 100)], [(600, 400), (100, 300)]]
+    for tick, draft, given in zip(ticks, drafts, pieces, strict=True):
+        assert draft.budget == 0
+        assert draft.num_tokens == 700
+        assert draft.cells == sum(engine.kv.cells_for(count) for _, count in given)
+        assert tick.plan.attention == sum(count * (begin + count / 2) for begin, count in given)
+        for row, (begin, count) in enumerate(given):
+            positions = tick.plan.batch.pos[tick.plan.batch.seq_ids[:, 0] == engine.scheduler.rows.seq[row]]
+            assert positions.tolist() == list(range(begin, begin + count))
+    run(engine)
 
 
 @pytest.mark.req("R18")
@@ -224,6 +252,52 @@ def test_a_preempted_request_keeps_its_place() -> None:
     assert_clean(engine)
 
 
+@pytest.mark.req("R15", "R19")
+def test_a_preempted_request_of_low_priority_does_not_overtake_a_high_one() -> None:
+    """What ages is waiting: the time for which it ran does not count."""
+    engine = make_engine(max_num_seqs=1, max_wait_ticks=10)
+    low = request("low", (5,), max_new_tokens=40, priority=5)
+    high = request("high", (6,), max_new_tokens=40, priority=0)
+    engine.add(low)
+    for _ in range(30):
+        engine.step()
+    engine.add(high)
+    engine.scheduler._preempt(low)
+    transcript = Transcript()
+    transcript.add(engine.step())
+    assert (high.state, low.state) == (RequestState.RUNNING, RequestState.PREEMPTED)
+    assert run(engine, transcript).reasons == dict.fromkeys(["high", "low"], FinishReason.LENGTH)
+    assert low.output == alone((5,), 40)
+
+
+@pytest.mark.req("R16")
+def test_a_key_that_was_idle_earns_no_credit() -> None:
+    engine = make_engine()
+    fair = engine.scheduler.order.fair
+    engine.add(request("stays", (1,), max_new_tokens=200, key="busy"))
+    engine.add(request("leaves", (2,), max_new_tokens=5, key="idle"))
+    for _ in range(60):
+        engine.step()
+    engine.add(request("comes back", (3,), max_new_tokens=5, key="idle"))
+    assert fair.served("idle") == fair.served("busy") == 60
+
+
+@pytest.mark.req("R16")
+def test_a_key_keeps_what_it_was_served_beyond_the_others_while_it_is_away() -> None:
+    """Also while many other keys come and go, and those that are not ahead are forgotten."""
+    engine = make_engine(max_num_seqs=4)
+    fair = engine.scheduler.order.fair
+    engine.add(request("stays", (1,), max_new_tokens=200, key="behind"))
+    engine.add(request("takes much", tuple([2] * 150), max_new_tokens=2, key="ahead"))
+    engine.step()
+    engine.step()
+    for number in range(40):
+        engine.add(request(f"guest {number}", (number,), max_new_tokens=1, key=f"guest {number}"))
+        engine.step()
+    engine.add(request("comes back", (3,), max_new_tokens=2, key="ahead"))
+    assert fair.served("ahead") == 151 > fair.served("behind")
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +344,48 @@ def test_time_limits_end_waiting_and_running_requests() -> None:
     assert ended == {"hurries": 2.0, "waits": 5.0, "slow": 8.0}
     assert transcript.errors["waits"] == "not started after 5 s"
     assert_clean(engine)
+
+
+@pytest.mark.req("R15", "R19")
+def test_the_queue_timeout_does_not_end_a_preempted_request() -> None:
+    clock = SimulatedClock()
+    engine = make_engine(max_num_seqs=1, queue_timeout_s=5, clock=clock)
+    one = request("one", (1, 2), max_new_tokens=20)
+    engine.add(one)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler._preempt(one)
+    clock.now = 6.0
+    run(engine)
+    assert one.finish_reason is FinishReason.LENGTH
+    assert one.output == alone((1, 2), 20)
+
+
+@pytest.mark.req("R15")
+def test_deadlines_ring_in_order_after_those_of_ended_requests_were_pruned() -> None:
+    """The earliest ones belong to requests that have ended; those behind them in the heap must come up."""
+    deadlines = Deadlines()
+    requests = [request(f"r{number}", (1,)) for number in range(80)]
+    for arrival, one in enumerate(requests):
+        one.arrival = arrival
+
+    def due(arrival: int) -> float:
+        return float((arrival * 37) % 101)
+
+    for arrival, one in enumerate(requests[:64]):
+        deadlines.set(due(arrival), one, until_started=False)
+    for arrival, one in enumerate(requests[:64]):
+        if due(arrival) < 20 or arrival % 3 == 0:
+            one.finish(FinishReason.CANCELLED)
+    for arrival, one in enumerate(requests[64:], 64):
+        deadlines.set(due(arrival), one, until_started=False)
+    assert len(deadlines) < 64
+    left = sorted((due(one.arrival), one.arrival) for one in requests if not one.is_finished)
+    for now in (10.0, 30.0, 60.0, 200.0):
+        rang = [one.arrival for one, _ in deadlines.ringing(now)]
+        assert rang == [arrival for at, arrival in left if at <= now]
+        left = [(at, arrival) for at, arrival in left if at > now]
+    assert not left
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from tokenmill.config import EngineConfig
 from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.prefix import PrefixIndex
+from tokenmill.outputs import CacheVerdict, Loss
 from tokenmill.session import keeping
-from tokenmill.session.explain import Cause, TurnCost, in_words, message_at
-from tokenmill.session.turns import TokenLog
+from tokenmill.session.explain import Cause, KVMark, TurnCost, cost_of, in_words, message_at
+from tokenmill.session.turns import TokenLog, Turn
 
 LONG = "words " * 20
 
@@ -233,6 +234,35 @@ def test_kv_that_can_only_be_had_as_a_whole_was_not_evicted() -> None:
             await play(service)
 
     asyncio.run(run())
+
+
+@pytest.mark.req("B4")
+@pytest.mark.parametrize(
+    ("num_same", "num_cached", "cause", "num_again"),
+    [
+        (20, 20, Cause.NEW, 0),
+        (20, 19, Cause.NEW, 1),  # the last token was drawn, and never computed
+        (20, 18, Cause.EVICTED, 2),
+        (19, 19, Cause.NEW, 0),
+        (18, 18, Cause.CHANGED, 2),
+        (18, 17, Cause.CHANGED, 2),
+        (18, 16, Cause.EVICTED, 2),
+    ],
+)
+def test_one_token_without_kv_is_no_eviction(num_same: int, num_cached: int, cause: Cause, num_again: int) -> None:
+    """A log of 20 tokens had KV; so many of them are the same now, and so many were found."""
+
+    async def play(service: SessionService) -> None:
+        session = service._model().master.find(await new(service))
+        session.log.add(0, list(range(30)), Turn("input", (), 30))
+        session.log.low = num_same
+        session.mark = KVMark(20, session.core, 0, 5.0)
+        verdict = CacheVerdict(num_cached, loss=Loss(6.0, "room", "other", "", 20))
+        asked = ("request", list(range(30)), num_cached, verdict, 0, 7.0, service._model().opened.text.tokenizer)
+        cost = cost_of(session, *asked)
+        assert (cost.cause, cost.num_again) == (cause, num_again)
+
+    scene(play)
 
 
 def test_which_message_a_character_lies_in() -> None:
