@@ -107,7 +107,7 @@ class SessionBusy(TokenmillError):
 class AnswerLost(TokenmillError):
     """The stream of an answer can't be resumed: the process that made it is gone."""
 
-    def __init__(self, what: str, *, durable_offset: int) -> None:
+    def __init__(self, what: str, *, durable_offset: int = 0) -> None:
         super().__init__(what)
         self.durable_offset = durable_offset
         """Tokens of the answer that are in its session's log."""
