@@ -23,7 +23,7 @@ from tests.engine.helpers import (
 from tokenmill.config import EngineConfig
 from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.events import Event, RequestEvent
+from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.lifecycle import RequestState
 from tokenmill.engine.plan import Draft
 from tokenmill.engine.queue import Deadlines
@@ -234,6 +234,27 @@ def test_one_hostile_key_does_not_hurt_the_others() -> None:
     others = [served[key] for key in keys[1:]]
     assert jain(others) >= 0.95, served
     assert served["hostile"] <= 1.1 * max(others), served
+
+
+@pytest.mark.req("R16")
+def test_what_a_key_had_while_it_was_alone_is_not_held_against_it() -> None:
+    """Nobody is there for a moment. The key that comes then goes no further before the old one than if it had been."""
+    engine = make_engine(max_num_seqs=1, prefix_caching=False)
+    for i in range(20):
+        engine.add(request(f"old {i}", (1, i), max_new_tokens=8, key="old"))
+    run(engine)
+    started: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RequestEvent) and event.phase is Phase.PREFILL:
+            started.append(event.key)
+
+    engine.events.subscribe(note)
+    for i in range(6):
+        for key in ("new", "old"):
+            engine.add(request(f"{key} later {i}", (2, i), max_new_tokens=8, key=key))
+    run(engine)
+    assert started == ["new", "old"] * 6
 
 
 @pytest.mark.req("R19")

@@ -10,12 +10,18 @@ from tokenmill.engine.rows import RunningRows
 
 
 class FairShare:
-    """Tokens served per key. The key that has had least goes first; absence earns no credit."""
+    """Tokens served per key. The key that has had least goes first; absence earns no credit.
+
+    What a key has had while no other was there is not held against it: others start level with those that are present,
+    or with the last one that was.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._live: dict[str, int] = {}
         """Key -> requests that have not ended."""
+        self._last_level = 0
+        """What the key had been served that left last."""
 
     def enter(self, key: str) -> None:
         """A request of this key arrived; all others must have been charged for what they had."""
@@ -31,17 +37,14 @@ class FairShare:
         if self._live[key]:
             return
         del self._live[key]
+        self._last_level = self._served[key]
         if len(self._served) > 2 * len(self._live) + 16:
             self._forget()
 
     def _forget(self) -> None:
         """Drop the keys without requests that are not ahead of the others."""
-        floor = self._floor() if self._live else None
-        self._served = {
-            key: served
-            for key, served in self._served.items()
-            if key in self._live or (floor is not None and served > floor)
-        }
+        floor = self._floor()
+        self._served = {key: served for key, served in self._served.items() if key in self._live or served > floor}
 
     def charge(self, key: str, num_tokens: int) -> None:
         self._served[key] += num_tokens
@@ -54,7 +57,7 @@ class FairShare:
         return len(self._live)
 
     def _floor(self) -> int:
-        return min((self._served[key] for key in self._live), default=0)
+        return min((self._served[key] for key in self._live), default=self._last_level)
 
 
 class Order:
