@@ -89,7 +89,7 @@ def alone(
 ) -> list[int]:
     """The ids a request gets on a fresh backend with nobody else: token by token, no engine involved."""
     tokens = list(prompt)
-    config = FakeConfig(vocab_size=VOCAB, max_context=max_context, num_cells=max_context, max_seqs=1)
+    config = FakeConfig(vocab_size=VOCAB, max_context=max_context, num_cells=max_context, block_size=1, max_seqs=1)
     with make_backend(config) as backend:
         batch = BatchBuilder().add_run(tokens, 0, 0)
         while True:

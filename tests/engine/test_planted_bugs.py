@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.engine.workload import play, workload
 from tests.planting import PlantedBug, plant
-from tokenmill.engine import kv_manager, plan, prefix, results, rows, scheduler
+from tokenmill.engine import kv_manager, plan, policies, prefix, queue, results, rows, scheduler
 
 BUGS = [
     PlantedBug(
@@ -70,6 +70,41 @@ BUGS = [
         "parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked, FAILURE)", "pass"
     ),
     PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length", "int"),
+    PlantedBug(
+        "an idle key earns credit",
+        policies.FairShare,
+        "enter",
+        "max(self._served.get(key, floor), floor)",
+        "self._served.get(key, 0)",
+    ),
+    PlantedBug("tokens charged twice", policies.Order, "settle", "self._rows.uncharged[row] = 0", "pass"),
+    PlantedBug(
+        "a class does not age", policies.Order, "started", "self._last_start[_class_of(request)] = tick", "pass"
+    ),
+    PlantedBug(
+        "a deadline rings late", queue.Deadlines, "ringing", "self._alarms[0][0] <= now", "self._alarms[0][0] < now"
+    ),
+    PlantedBug(
+        "the first prompt is the victim",
+        scheduler.Scheduler,
+        "_decode",
+        "self._preempt(victim)",
+        "self._preempt(self.order.sort(self.rows.running(), self.tick)[0])",
+    ),
+    PlantedBug(
+        "the queue's tokens leak",
+        queue.WaitingQueue,
+        "remove",
+        "self.num_tokens -= self._lengths.pop(request.arrival)",
+        "pass",
+    ),
+    PlantedBug(
+        "a prompt's quota is forgotten",
+        scheduler.Scheduler,
+        "_most",
+        "request.limits.max_tokens_per_step or most",
+        "most",
+    ),
 ]
 
 

@@ -319,6 +319,28 @@ def test_a_key_keeps_what_it_was_served_beyond_the_others_while_it_is_away() -> 
     assert fair.served("ahead") == 151 > fair.served("behind")
 
 
+@pytest.mark.req("R19")
+def test_a_prompt_that_needs_room_takes_it_from_the_last_prompt_in_order() -> None:
+    """Decodes use up the cells while three prompts are on their way; in ten sizes of memory, so that any runs short."""
+    for num_cells in range(86, 96):
+        fake = {"num_cells": num_cells, "block_size": 1, "max_context": 64, "max_seqs": 8}
+        engine = make_engine(fake=fake, max_num_seqs=6, admission_margin=0, prefix_caching=False)
+        preempted: list[str] = []
+
+        def note(event: Event, preempted: list[str] = preempted) -> None:
+            if isinstance(event, RequestEvent) and event.phase is Phase.PREEMPTED:
+                preempted.append(event.request_id)
+
+        engine.events.subscribe(note)
+        for i in range(3):
+            engine.add(request(f"decodes {i}", (1, 2), max_new_tokens=30))
+        engine.add(request("first", range(40), max_new_tokens=2, max_tokens_per_step=3, priority=1))
+        engine.add(request("second", range(20), max_new_tokens=2, max_tokens_per_step=1, priority=2))
+        engine.add(request("third", range(20), max_new_tokens=2, max_tokens_per_step=1, priority=3))
+        run(engine)
+        assert preempted[:2] == ["third", "second"], num_cells
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,14 +6,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from tests.conformance.operations import Chooser, one_in
-from tests.engine.helpers import VOCAB, MakeBackend, Transcript, alone, assert_clean, backend_of, make_engine, request
+from tests.engine.helpers import (
+    VOCAB,
+    MakeBackend,
+    SimulatedClock,
+    Transcript,
+    alone,
+    assert_clean,
+    backend_of,
+    make_engine,
+    request,
+)
+from tests.engine.ledger import Ledger
 from tokenmill.core import FakeBackend, Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
-from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import Limits
 from tokenmill.outputs import FinishReason
 
@@ -33,19 +41,25 @@ class Workload:
     """Tick -> request to fork."""
     fault: Fault | None = None
     """A step that fails once."""
+    pauses: tuple[float, ...] = (0.0,)
+    """Seconds before each tick, over and over."""
+    is_roomy: bool = False
+    """Whatever comes, KV memory has room for it."""
 
 
 def workload(choose: Chooser, depth: int) -> Workload:
+    room = choose.one_of(["some", "much", "little"])
     block = choose.one_of([1, 4, 16])
-    max_num_seqs = choose.between(1, 6)
+    max_num_seqs = choose.between(3 if room == "little" else 1, 6)
+    max_context, spare = (48, [0, 8, 16]) if room == "little" else (64, [0, 40, 200])
     requests = []
-    for i in range(choose.between(1, 10)):
+    for i in range(choose.between(5 if room == "little" else 1, 10)):
         prefix = choose.one_of(POOL)
         tail = [choose.between(0, VOCAB - 1) for _ in range(choose.between(0, 12))]
         new: dict[str, Any] = {
             "name": f"r{i}",
             "prompt": (*prefix, *tail),
-            "max_new_tokens": choose.between(1, 12),
+            "max_new_tokens": choose.between(12, 24) if room == "little" else choose.between(1, 12),
             "priority": choose.between(0, 2),
             "key": choose.one_of(["", "a", "b"]),
         }
@@ -56,55 +70,64 @@ def workload(choose: Chooser, depth: int) -> Workload:
             new["max_tokens_per_step"] = choose.between(1, 5)
         if one_in(4, choose):
             new["owner"] = f"session {i % 2}"
-        requests.append((choose.between(0, 12), new))
-    ticks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 3))}
+        if one_in(6, choose):
+            new["namespace"] = "salt"
+        if one_in(6, choose):
+            new["timeout_s"] = choose.one_of([8.0, 2.0])
+        requests.append((choose.between(0, 3 if room == "little" else 12), new))
     forks = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 2))}
+    cancels = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 3))}
     fault = None
     if one_in(3, choose):
         kind = choose.one_of([FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV])
         fault = Fault(kind, after=choose.between(0, 15))
+        cancels |= {tick: choose.one_of(requests)[1]["name"] for tick in range(fault.after, fault.after + 6)}
     return Workload(
         depth=depth,
         engine={
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_seqs + choose.one_of([64, 0, 1, 3, 20]),
+            "max_num_batched_tokens": max_num_seqs + choose.one_of([3, 1] if room == "little" else [64, 0, 1, 3, 20]),
             "prefill_chunk": choose.one_of([16, 1, 5]),
             "max_wait_ticks": choose.one_of([64, 4]),
             "admission_margin": choose.between(0, 1),
             "min_shared_prefix": choose.one_of([4, 0]),
             "prefix_caching": not one_in(6, choose),
+            "max_queue": choose.one_of([256, 3]),
+            "max_queue_tokens": choose.one_of([None, None, None, 60]),
+            "queue_timeout_s": choose.one_of([None, None, 3.0]),
+            "target_tick_ms": 1e9,  # chunks are bounded by what was measured, not by time
         },
         fake={
             "block_size": block,
-            "num_cells": 64 + 2 * block + choose.one_of([0, 40, 200]),
-            "max_seqs": max_num_seqs + choose.one_of([8, 0, 1]),
-            "max_context": 64,
+            "num_cells": 1024 if room == "much" else max_context + 2 * block + choose.one_of(spare),
+            "max_seqs": 32 if room == "much" else max_num_seqs + choose.one_of([8, 0, 1]),
+            "max_context": max_context,
             "partial_rm": not one_in(6, choose),
             "partial_cp": not one_in(6, choose),
         },
         requests=requests,
-        cancels=ticks,
+        cancels=cancels,
         forks=forks,
         fault=fault,
+        pauses=tuple(choose.one_of([0.0, 0.125, 1.0]) for _ in range(3)),
+        is_roomy=room == "much",
     )
 
 
-class Watched:
-    """An engine whose every plan is checked: the budget, decode before prefill, and how long anybody waits."""
+class Waits:
+    """When each request entered each phase, and so how long anybody waits."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.phases: dict[str, dict[Phase, int]] = {}
         """Request -> phase -> the tick in which it was first entered."""
         engine.events.subscribe(self.note)
-        self._schedule = engine.scheduler.schedule
-        engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
 
     def note(self, event: Event) -> None:
         if isinstance(event, RequestEvent):
             self.phases.setdefault(event.request_id, {}).setdefault(event.phase, event.tick)
 
-    def check_waits(self, prompts: dict[str, dict[str, Any]]) -> None:
+    def check(self, prompts: dict[str, dict[str, Any]]) -> None:
         """The bound of docs/scheduling.md: k * (max_wait_ticks + c * s) for the k-th of c classes' requests."""
         longest = max(ticks[Phase.ENDED] - ticks.get(Phase.PREFILL, 0) for ticks in self.phases.values())
         classes = Counter((new.get("key", ""), new.get("priority", 0)) for new in prompts.values())
@@ -114,23 +137,13 @@ class Watched:
             bound = k * (self.engine.config.max_wait_ticks + len(classes) * longest)
             assert waited <= bound, f"{name} waited {waited} ticks, more than {bound}"
 
-    def schedule(self) -> StepPlan | None:
-        rows = self.engine.scheduler.rows
-        ready = np.flatnonzero(rows.owed() == 1)
-        leases = rows.lease[ready].copy()
-        plan = self._schedule()
-        if plan is not None:
-            assert plan.num_tokens <= self.engine.config.max_num_batched_tokens, "the token budget was exceeded"
-            still_there = ready[rows.lease[ready] == leases]
-            left_out = set(still_there.tolist()) - set(plan.rows.tolist())
-            assert not (left_out and plan.num_prefill), f"rows {left_out} could decode, prefill went before them"
-        return plan
-
 
 def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
-    """Run a workload and check that nobody noticed anybody else."""
-    engine = make_engine(depth=load.depth, fake=load.fake, backend=backend, **load.engine)
-    watched = Watched(engine)
+    """Run a workload and check that nobody noticed anybody else, and in each tick that it went by the rules."""
+    clock = SimulatedClock()
+    engine = make_engine(depth=load.depth, fake=load.fake, backend=backend, clock=clock, **load.engine)
+    Ledger(engine, load.is_roomy)
+    waits = Waits(engine)
     if load.fault is not None:
         backend_of(engine).faults.add(load.fault)
     transcript = Transcript()
@@ -148,27 +161,30 @@ def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
             cancelled.add(load.cancels[tick])
         if not engine.has_work and not arrivals:
             break
+        clock.now += load.pauses[tick % len(load.pauses)]
         transcript.add(engine.step())
+        if engine.failure is not None:
+            raise engine.failure
         engine.kv.check_integrity()
     else:
         raise AssertionError(f"requests starve: {engine.scheduler.requests}")
     for name, new in prompts.items():
         expected = alone(
             new["prompt"],
-            new["max_new_tokens"],
+            min(new["max_new_tokens"], engine.max_model_len - len(new["prompt"])),
             frozenset(new.get("stop_ids", ())),
             new.get("min_new_tokens", 0),
             backend,
             load.fake["max_context"],
         )
-        got = transcript.tokens[name]
-        if name in cancelled:
-            assert transcript.reasons[name] is FinishReason.CANCELLED
-            assert got == expected[: len(got)], f"{name} was not itself before it was cancelled"
-        else:
-            assert transcript.reasons[name] in (FinishReason.STOP, FinishReason.LENGTH)
+        got, reason = transcript.tokens[name], transcript.reasons[name]
+        assert (reason is FinishReason.CANCELLED) == (name in cancelled)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert got == expected, f"{name} says {got}, alone {expected}"
-    watched.check_waits(prompts)
+        else:
+            assert reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.OVERLOAD), reason
+            assert got == expected[: len(got)], f"{name} was not itself before it ended with {reason}"
+    waits.check(prompts)
     assert engine.stats().num_failed_steps <= (load.fault is not None), "a step failed that nobody told to"
     assert_clean(engine)
     return transcript
