@@ -48,6 +48,12 @@ class Conversation:
         assert reply.status == 200, reply.body
         return dict(reply.json())
 
+    def contents(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Everything but when it was last used."""
+        info = self.info()
+        del info["last_used_at"]
+        return info, self.turns()
+
     def turns(self) -> list[dict[str, Any]]:
         reply = self.get("turns")
         assert reply.status == 200, reply.body

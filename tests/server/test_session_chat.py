@@ -140,14 +140,14 @@ def test_chats_and_the_verbs_of_sessions_can_be_mixed(server: Running) -> None:
 def test_what_is_wrong_is_refused_and_takes_nothing_in(
     server: Running, talk: Conversation, stream: bool, change: dict[str, Any], status: int, param: str | None
 ) -> None:
-    before = (talk.info(), talk.turns(), server.tick())
+    before = (*talk.contents(), server.tick())
     reply = (
         talk.chat("not this", stream=stream, **change)
         if "messages" not in change
         else server.post(CHAT, {"model": "fake", "session_id": talk.id, "stream": stream, **change})
     )
     assert_error(reply, status, param)
-    assert (talk.info(), talk.turns(), server.tick()) == before
+    assert (*talk.contents(), server.tick()) == before
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def refuse_before_the_first_token(server: Running, stream: bool) -> None:
     for talk in (waits, refused):
         talk.ask("before", max_tokens=2)
         assert talk.post("append", input="pending").status == 200
-    before = {talk.id: (talk.info(), talk.turns()) for talk in (waits, refused)}
+    before = {talk.id: talk.contents() for talk in (waits, refused)}
     replies: dict[str, Reply] = {}
     with held(server, after=3) as hold:
         threads = [ask(replies, "runs", runs, stream=stream)]
@@ -224,10 +224,10 @@ def refuse_before_the_first_token(server: Running, stream: bool) -> None:
         thread.join(WAIT_S)
     assert len(text_of(replies["runs"])) == 100
     for talk in (waits, refused):
-        assert (talk.info(), talk.turns()) == before[talk.id]
+        assert talk.contents() == before[talk.id]
         server.inject(FaultKind.NAN)
         assert talk.chat("fails", stream=stream).status == 500
-        assert (talk.info(), talk.turns()) == before[talk.id]
+        assert talk.contents() == before[talk.id]
         text = text_of(talk.chat("again", stream=stream, max_tokens=4))
         assert talk.said()[-3:] == ["pending", "again", text]
 

@@ -90,14 +90,14 @@ def test_a_server_with_a_store_has_its_sessions_again(tmp_path: Path) -> None:
         talk, other = converse(server, system="be brief"), converse(server, OTHER_KEY)
         assert talk.ask("one")["durable"] is True
         before = talk.ask("two")
-        info, turns = talk.info(), talk.turns()
-        assert (info["durable"], info["problem"]) == (True, None)
+        contents = talk.contents()
+        assert (contents[0]["durable"], contents[0]["problem"]) == (True, None)
         server.post("/v1/responses", {"model": "fake", "input": "hi", "max_output_tokens": 4})
     with running(make_llm(), config) as server:
         assert [one["id"] for one in server.get(SESSIONS).json()["data"]] == [talk.id]
         assert [one["id"] for one in server.get(SESSIONS, key=OTHER_KEY).json()["data"]] == [other.id]
         again = Conversation(server, talk.id)
-        assert (again.info(), again.turns()) == (info, turns)
+        assert again.contents() == contents
         again.post("rewind", at_turn=2)
         assert again.ask("two")["token_ids"] == before["token_ids"]
         assert again.delete().status == 204

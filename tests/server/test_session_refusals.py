@@ -35,7 +35,7 @@ def small() -> Iterator[Running]:
 def test_p05_what_outgrows_the_context_is_refused_and_changes_nothing(small: Running) -> None:
     talk = converse(small)
     talk.ask("hi")
-    before = (talk.info(), talk.turns())
+    before = talk.contents()
     long = "x" * CONTEXT
     pending = {"input": [{"role": "user", "content": "y" * 200}, {"role": "user", "content": "z" * 40}]}
     for reply in (
@@ -54,7 +54,7 @@ def test_p05_what_outgrows_the_context_is_refused_and_changes_nothing(small: Run
         assert reply.status == 400, reply.body
         assert reply.error["code"] == "context_length_exceeded"
         assert f"maximum context length is {CONTEXT} tokens" in reply.error["message"]
-        assert (talk.info(), talk.turns()) == before
+        assert talk.contents() == before
     assert [one["id"] for one in small.get(SESSIONS).json()["data"]] == [talk.id]
     assert talk.ask("go on")["finish_reason"] == "length"
 
@@ -145,11 +145,11 @@ def test_21_3_a_chat_that_asks_for_a_length_gets_it_where_turns_may_go(small: Ru
 def test_what_is_wrong_is_refused_and_changes_nothing(
     server: Running, talk: Conversation, verb: str, body: dict[str, Any], param: str | None
 ) -> None:
-    before, count = (talk.info(), talk.turns()), len(service_of(server))
+    before, count = talk.contents(), len(service_of(server))
     reply = talk.post(verb, **body)
     assert_error(reply, 400, param)
     check_words(reply.error["message"])
-    assert (talk.info(), talk.turns(), len(service_of(server))) == (*before, count)
+    assert (*talk.contents(), len(service_of(server))) == (*before, count)
 
 
 @pytest.fixture(scope="module")

@@ -312,7 +312,7 @@ def test_what_is_refused_before_the_first_byte_has_its_status(stream: bool) -> N
         clock = Clock(server)
         runs, waits, refused = (converse(server, max_tokens=200) for _ in range(3))
         refused.ask("before", max_tokens=2)
-        before = (refused.info(), refused.turns())
+        before = refused.contents()
         replies: dict[str, Reply] = {}
 
         def ask(name: str, talk: Conversation) -> threading.Thread:
@@ -334,7 +334,7 @@ def test_what_is_refused_before_the_first_byte_has_its_status(stream: bool) -> N
             until(lambda: "refused" in replies)
             assert (replies["refused"].status, replies["refused"].error["code"]) == (429, "rate_limit_exceeded")
             assert int(replies["refused"].headers["retry-after"]) >= 1
-            assert (refused.info(), refused.turns()) == before, "the question went with its answer"
+            assert refused.contents() == before, "the question went with its answer"
             clock.wind(51.0)
             hold.step()
             until(lambda: "waits" in replies)

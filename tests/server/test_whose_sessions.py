@@ -36,7 +36,7 @@ def other_keys_see_nothing(server: Running) -> None:
     """S09: for another key a session is not there, whatever it asks, and no word differs from one that never was."""
     talk = converse(server)
     talk.ask("hi")
-    before = (talk.info(), talk.turns())
+    before = talk.contents()
     chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
     for name in (talk.id, "A" * len(talk.id)):
         for method, verb, body in VERBS:
@@ -49,7 +49,7 @@ def other_keys_see_nothing(server: Running) -> None:
         for stream in (True, False):
             reply = server.post("/v1/chat/completions", {**chat, "session_id": name, "stream": stream}, key=OTHER_KEY)
             assert (reply.status, reply.error["code"]) == (404, "session_not_found")
-    assert (talk.info(), talk.turns()) == before
+    assert talk.contents() == before
     mine = converse(server, OTHER_KEY)
     for key, own, foreign in ((KEY, talk.id, mine.id), (OTHER_KEY, mine.id, talk.id)):
         listed = [one["id"] for one in server.get(SESSIONS, key=key).json()["data"]]
