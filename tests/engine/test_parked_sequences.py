@@ -130,6 +130,20 @@ def test_21_2_imported_kv_replaces_what_the_session_has() -> None:
     assert engine.stats().kv.held_cells == 0
 
 
+def test_kv_that_goes_for_an_import_was_not_taken_by_the_request_before_it() -> None:
+    engine = make_engine(fake={"num_cells": 64, "block_size": 4, "max_context": 48}, max_num_seqs=1)
+    answer(engine, "source", list(range(40)), "source")
+    tokens, state = engine.export_kv("source") or ([], b"")
+    engine.release("source")
+    answer(engine, "victim", [50] * 20, "victim", key="victim's")
+    answer(engine, "bystander", [51] * 20, key="bystander's")
+    assert engine.import_kv(tokens, state, Hints(owner="source"))  # type: ignore[arg-type]
+    verdict = answer(engine, "comes back", [50] * 20, "victim").verdict
+    assert verdict is not None
+    assert verdict.loss is not None
+    assert (verdict.loss.by, verdict.loss.by_key) == (None, "")
+
+
 def headless(length: int) -> bytes:
     """State bytes of a sequence whose first tokens are gone."""
     with FakeBackend(FakeConfig(vocab_size=VOCAB, block_size=4)) as backend:

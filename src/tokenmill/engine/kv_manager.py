@@ -79,7 +79,7 @@ class KVManager:
         """What sessions have lost since they last ran, latest first to go."""
         self._since = events.clock()
         self.serving: Request | None = None
-        """Whom room is made for now."""
+        """The request that room is made for now; None where it is made for none."""
 
     # -- why ----------------------------------------------------------------------------------------------------------
 
@@ -244,6 +244,7 @@ class KVManager:
 
     def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
         """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
+        self.serving = None
         if not self._reuse or not self._capabilities.state_bytes or not self.make_room(self._cells(len(tokens))):
             return False
         seq = self._lease()
