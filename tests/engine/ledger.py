@@ -40,6 +40,8 @@ class Account:
     has_started: bool = False
     waits: bool = False
     """For a neighbour that computes its prefix."""
+    was_served: bool = False
+    """Was room made in its name when it started?"""
 
     @property
     def name(self) -> str:
@@ -134,6 +136,7 @@ class Ledger:
         if event.phase is Phase.PREFILL:
             self.started.append(event.request_id)
             account.row, account.computed, account.has_started = event.row, event.num_computed, True
+            account.was_served = self.engine.kv.serving is account.request
             account.last_turn = self.last_start[account.cls] = self.tick
         elif event.phase is Phase.PREEMPTED:
             self.preempted.append(event.request_id)
@@ -236,6 +239,7 @@ class Ledger:
         for one in self._ordered(self._waiting(accounts))[:free_rows]:
             if started and started[0].name == one.name:
                 new = started.pop(0)
+                assert new.was_served, f"room was made for {self.engine.kv.serving}, not for {new}"
                 if count := self._chunk(step, new):
                     step.give(new, count)
             elif one.request.waits_on is not None:

@@ -19,6 +19,7 @@ from tests.engine.helpers import (
     request,
 )
 from tests.engine.ledger import Ledger
+from tests.engine.shelf import Shelf
 from tokenmill.core import FakeBackend, Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
@@ -40,7 +41,7 @@ class Workload:
     forks: dict[int, str] = field(default_factory=dict)
     """Tick -> request to fork."""
     fault: Fault | None = None
-    """A step that fails once."""
+    """A step that fails once, or a token with which requests fail from some step on."""
     pauses: tuple[float, ...] = (0.0,)
     """Seconds before each tick, over and over."""
     is_roomy: bool = False
@@ -70,7 +71,7 @@ def workload(choose: Chooser, depth: int) -> Workload:
             new["max_tokens_per_step"] = choose.between(1, 5)
         if one_in(4, choose):
             new["owner"] = f"session {i % 2}"
-        if one_in(6, choose):
+        if one_in(4, choose):
             new["namespace"] = "salt"
         if one_in(6, choose):
             new["timeout_s"] = choose.one_of([8.0, 2.0])
@@ -79,8 +80,9 @@ def workload(choose: Chooser, depth: int) -> Workload:
     cancels = {choose.between(1, 25): choose.one_of(requests)[1]["name"] for _ in range(choose.between(0, 3))}
     fault = None
     if one_in(3, choose):
-        kind = choose.one_of([FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV])
-        fault = Fault(kind, after=choose.between(0, 15))
+        kind = choose.one_of([FaultKind.FAIL, FaultKind.LATE_FAIL, FaultKind.OUT_OF_KV, FaultKind.NAN])
+        poison = choose.one_of(requests)[1]["prompt"][-1] if kind is FaultKind.NAN else None
+        fault = Fault(kind, token=poison, times=1 if poison is None else None, after=choose.between(0, 15))
         cancels |= {tick: choose.one_of(requests)[1]["name"] for tick in range(fault.after, fault.after + 6)}
     return Workload(
         depth=depth,
@@ -143,6 +145,7 @@ def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
     clock = SimulatedClock()
     engine = make_engine(depth=load.depth, fake=load.fake, backend=backend, clock=clock, **load.engine)
     Ledger(engine, load.is_roomy)
+    shelf = Shelf(engine)
     waits = Waits(engine)
     if load.fault is not None:
         backend_of(engine).faults.add(load.fault)
@@ -166,6 +169,7 @@ def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
         if engine.failure is not None:
             raise engine.failure
         engine.kv.check_integrity()
+        shelf.check_accounts()
     else:
         raise AssertionError(f"requests starve: {engine.scheduler.requests}")
     for name, new in prompts.items():
@@ -182,7 +186,8 @@ def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert got == expected, f"{name} says {got}, alone {expected}"
         else:
-            assert reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.OVERLOAD), reason
+            is_poisoned = load.fault is not None and load.fault.token is not None
+            assert is_poisoned or reason is not FinishReason.ERROR, transcript.errors[name]
             assert got == expected[: len(got)], f"{name} was not itself before it ended with {reason}"
     waits.check(prompts)
     assert engine.stats().num_failed_steps <= (load.fault is not None), "a step failed that nobody told to"
