@@ -315,7 +315,11 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     ),
     (
         PlantedBug(
-            "not asked after tokenizing", calls.Call, "tokens", "await self._http.is_disconnected()", "not self.names"
+            "not watched while tokenizing",
+            calls.Call,
+            "do",
+            "await while_there(self._http, work)",
+            "await asyncio.wait([work])",
         ),
         lambda server: leave_the_tokenizer(server, "RST", stream=True),
     ),

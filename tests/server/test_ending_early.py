@@ -39,6 +39,7 @@ from tests.server.wire import (
 from tokenmill.engine.events import Phase
 from tokenmill.outputs import FinishReason
 from tokenmill.server import calls
+from tokenmill.text import workers
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +317,7 @@ def test_cancel_while_a_text_is_tokenized(server: Running, monkeypatch: pytest.M
         assert cancel(server, "mine").status == 200
         return encode(*args, **options)
 
-    monkeypatch.setattr(calls, "LONG_TEXT", 0)  # off the loop
+    monkeypatch.setattr(workers, "INLINE_BYTES", 0)  # off the loop
     monkeypatch.setattr(server.llm, "chat_ids", cancelled_meanwhile)
     with diary_of(server) as diary:
         for stream in STREAM:

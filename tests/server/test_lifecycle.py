@@ -127,7 +127,7 @@ NO_DRAIN = PlantedBug(
     "no drain",
     Server,
     "_drain",
-    "self._until_empty(self._served.config.drain_s, lambda: self._is_hurried)",
+    "self._until_empty(self.served.config.drain_s, lambda: self._is_hurried)",
     "self._until_empty(0, lambda: self._is_hurried)",
 )
 

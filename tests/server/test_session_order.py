@@ -140,9 +140,9 @@ BUGS = [
     PlantedBug("the last comes first", master.Master, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
     PlantedBug(
         "input and answer are two operations", SessionService, "answer",
-        "return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel)",
+        "return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel, prepare=work)",
         "given = given and await self.append_input(session_id, given) and None\n"
-        "return await loaded.master.ask(session_id, operation)",
+        "return await loaded.master.ask(session_id, operation, prepare=work)",
     ),
 ]  # fmt: skip
 

@@ -65,10 +65,10 @@ class Held:
         self._is_free = threading.Event()
         self.called = asyncio.Event()
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: Any, **options: Any) -> Any:
         self._loop.call_soon_threadsafe(self.called.set)
         assert self._is_free.wait(60)
-        return self._function(*given)
+        return self._function(*given, **options)
 
     def let_go(self) -> None:
         self._is_free.set()

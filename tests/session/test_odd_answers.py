@@ -110,7 +110,7 @@ def test_the_time_of_an_answer_begins_when_it_is_asked_for(monkeypatch: pytest.M
         monkeypatch.setattr(loop, "time", lambda: real() + 30)
         first.cancel()
         await read(first.read())
-        with pytest.raises(RequestFailed, match="while it waited") as caught:
+        with pytest.raises(RequestFailed, match="timed out waiting for the session") as caught:
             await late
         assert caught.value.finish_reason == "timeout"
         live = await later

@@ -299,6 +299,15 @@ def test_21_1_what_has_no_bound_is_not_refused_by_its_length(tmp_path: Path) -> 
     assert drops.encode(" " * 5000, limit=0) == []
 
 
+def test_21_1_a_vocabulary_without_added_tokens_or_any() -> None:
+    few = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    for tokenizer in (few, Tokenizer(models.BPE())):
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        ours = HuggingFaceTokenizer(str(tokenizer.to_str()))
+        check_ids(ours, "ab abc " * 50)
+        assert ours.min_num_tokens("ab" * 50) == (50 if tokenizer is few else 0)
+
+
 LAST_DECOMPOSED = 0x30000
 """No character from here on has another spelling."""
 

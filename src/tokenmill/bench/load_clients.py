@@ -52,9 +52,9 @@ class Target:
         return await asyncio.open_connection(url.hostname, port, ssl=is_tls or None, limit=BUFFER_BYTES)
 
     def request(self, method: str, path: str, body: Any = None) -> bytes:
-        """As it goes over the wire."""
+        """As it goes over the wire; a body that is bytes is sent as it is."""
         url = urlsplit(self.base_url)
-        content = b"" if body is None else json.dumps(body).encode()
+        content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         lines = [f"{method} {url.path}{path} HTTP/1.1", f"Host: {url.netloc}", "Connection: close"]
         lines += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
         lines += ["Content-Type: application/json"] if content else []

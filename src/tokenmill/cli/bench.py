@@ -16,6 +16,7 @@ BENCHMARKS = {
     "throughput": "Tokens a second by the number of requests that run together, offline.",
     "memory": "What `tokenmill fit` plans beside what is really used.",
     "http": "What HTTP costs: many clients that stream, beside the same work offline.",
+    "flood": "A stream while other clients post prompts that are too long: inter-token latency, event loop lag.",
     "serve": "Load on any OpenAI-compatible server: throughput and latencies, as `vllm bench serve` has them.",
     "sessions": "What a session saves, turn by turn; what a reader that stops costs; when KV bytes beat a replay.",
 }

@@ -88,6 +88,9 @@ def serve(
     max_queue: Annotated[
         int | None, typer.Option(help="Maximum number of queued requests; beyond it: 429.", show_default="256")
     ] = None,
+    tokenizer_threads: Annotated[
+        int, typer.Option(min=2, help="Threads that tokenize long prompts; one of them only takes up to 64 KiB.")
+    ] = 2,
     queue_timeout: Annotated[float, typer.Option(help="Maximum time in the queue (s); beyond it: 503.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Maximum duration of a request (s).")] = 600.0,
     session_ttl: Annotated[float, typer.Option(help="End a session after this many idle seconds.")] = 86_400.0,
@@ -143,6 +146,7 @@ def serve(
         session_ttl_s=session_ttl,
         store=store,
         max_request_s=request_timeout,
+        tokenizer_threads=tokenizer_threads,
         drain_s=drain,
     )
     options: dict[str, Any] = {

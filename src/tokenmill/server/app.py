@@ -53,7 +53,7 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)  # for clients whose base URL has no /v1
     app.include_router(other_routes(served))
-    app.include_router(telemetry_routes(served, JsonRoute), dependencies=[KEY])
+    app.include_router(telemetry_routes(served, JsonRoute.with_texts(served.texts)), dependencies=[KEY])
     if config.web:
         app.include_router(page_routes())
     return app

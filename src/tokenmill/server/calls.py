@@ -28,14 +28,13 @@ from tokenmill.server.sse import DONE, EventStream, disconnected
 from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome
 from tokenmill.session.explain import message_at
 from tokenmill.text.messages import Message
+from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
 Placed = tuple[int, RequestOutput]
 """Which of a call's generations, and its output so far."""
 LOOKED_AT, MORE_LOOKED_AT = 1024, 512
 """Tokens of a prompt up to where it leaves what was known, and beyond, among which the message is looked for."""
-LONG_TEXT = 16_384
-"""Characters; longer texts are tokenised off the event loop."""
 
 
 class ClientGone(Exception):
@@ -92,6 +91,7 @@ class Call:
         llm: AsyncLLM,
         config: ServerConfig,
         calls: OpenCalls,
+        texts: TextWorkers,
         prefix: str,
         hints: Hints,
         timeout_s: float,
@@ -105,14 +105,12 @@ class Call:
         self._http = http
         self._config = config
         self._calls = calls
+        self._texts = texts
         self.hints = hints
         self._generations: list[AsyncGenerator[RequestOutput]] = []
         self._cancels: list[Callable[[], object]] = []
         """What ends each of them."""
         self.timeout_s = timeout_s
-        length = http.headers.get("content-length", "")
-        self.body_size = int(length) if length.isdecimal() and len(length) < 12 else LONG_TEXT
-        """How much there may be to turn into tokens."""
         self.messages: Sequence[Message] | None = None
         """What its prompt was made of, if it is a chat's."""
         self._is_cancelled = False
@@ -131,12 +129,12 @@ class Call:
 
     # -- before it runs -----------------------------------------------------------------------------------------------
 
-    async def tokens(self, size: int, work: Callable[[], T]) -> T:
-        """Turn a text of this size into tokens."""
-        done = await off_the_loop(size, work)
-        if await self._http.is_disconnected():
-            raise ClientGone
-        return done
+    async def tokens(self, work: Callable[[], T]) -> T:
+        """Turn what the request says into tokens: on another thread, if that may be much."""
+        num_bytes = self.caller.body_bytes
+        if self._texts.runs_inline(num_bytes):
+            return work()
+        return await self.do(asyncio.ensure_future(self._texts.run(num_bytes, work)))
 
     def generate(self, prompt: list[int], params: SamplingParams, messages: Sequence[Message] | None = None) -> None:
         """Add a generation; it starts when it is read. `messages` are what the prompt was made of."""
@@ -203,7 +201,7 @@ class Call:
             await self._close()
 
     async def do(self, work: asyncio.Future[T]) -> T:
-        """The result of other work in the engine."""
+        """The result of work that is no generation."""
         self._check_cancelled()
         self._work = work
         try:
@@ -283,16 +281,11 @@ async def while_there(http: HttpRequest, work: asyncio.Future[Any], timeout_s: f
     waited_for: set[asyncio.Future[Any]] = {work, leaving}
     try:
         await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done() and not work.done():
+        if leaving.done():
             await stop(work)
             raise ClientGone
     finally:
         await stop(leaving)
-
-
-async def off_the_loop(size: int, work: Callable[[], T]) -> T:
-    """Do some work on a text of this size: if it is long, without holding up everybody else."""
-    return work() if size < LONG_TEXT else await asyncio.to_thread(work)
 
 
 async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:

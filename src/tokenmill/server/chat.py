@@ -15,7 +15,7 @@ from tokenmill.server.deltas import Delta, counted, usage, whole
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ChatRequest
-from tokenmill.server.session_turns import SessionTurn, check_length, existing
+from tokenmill.server.session_turns import SessionTurn, existing
 from tokenmill.server.sse import event
 
 
@@ -24,7 +24,6 @@ async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: 
     body.check(config)
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     if body.session_id is not None:
-        await check_length(model, call.body_size, messages)
         hints = {"timeout_s": call.timeout_s, "priority": body.priority}
         options = {"must_fit": not config.clamp_max_tokens, "request_id": call.next_name, **hints, **body.changes()}
         turn = SessionTurn(model, existing(body.session_id), given=messages, **options)
@@ -33,7 +32,7 @@ async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: 
     defaults = call.llm.get_default_sampling_params()
     params = body.sampling(defaults, logprobs=body.num_logprobs())
     options = body.template_options(config)
-    ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids(messages, **options))
+    ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len, config)
     call.generate(ids, params, messages)
     return ChatAnswer(call, body, model)

@@ -31,8 +31,7 @@ async def start_completions(
         more["prompt_logprobs"] = body.logprobs
     params = body.sampling(call.llm.get_default_sampling_params(), **more)
     wanted = None if body.scores_only else body.max_tokens
-    for prompt in prompts:
-        ids = await call.tokens(len(prompt), lambda prompt=prompt: call.llm.prompt_ids(prompt))  # type: ignore[misc]
+    for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         check_room(ids, wanted, call.llm.max_model_len, config)
         call.generate(ids, params)
     return CompletionAnswer(call, body, prompts, params.n, model)

@@ -46,6 +46,10 @@ class ServerConfig:
     header_timeout_s: float = 15.0
     body_timeout_s: float = 60.0
     max_body_bytes: int = 8 * MIB
+    tokenizer_threads: int = 2
+    """Threads that parse, render and tokenize long prompts. One of them is for prompts of up to 64 KiB."""
+    max_tokenizing_bytes: int = 64 * MIB
+    """Of longer prompts that are tokenized or wait for it; one more is answered with 429."""
 
     # What it may ask for.
     clamp_max_tokens: bool = False
@@ -94,6 +98,8 @@ class ServerConfig:
             raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"a port is 0 to 65535, not {self.port}")
+        if self.tokenizer_threads < 2:
+            raise ConfigError(f"tokenizer_threads must be at least 2, not {self.tokenizer_threads}")
         for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")

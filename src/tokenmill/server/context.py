@@ -43,6 +43,8 @@ class Caller:
     """The name of what it runs, as its answer has it: chatcmpl-..."""
     model: str = "-"
     """The model that it uses, by the name that it is served under."""
+    body_bytes: int = 0
+    """Of its body, once that was read: about how much there is to tokenize."""
     outcome: Outcome | None = None
     """How it ended, where its status does not say: that of a stream was sent before."""
     usage: Usage | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,24 +14,23 @@ import numpy as np
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
-from tokenmill.server.calls import Call, off_the_loop, together
+from tokenmill.server.calls import Call, together
 from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.fields import MOST_IDS
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 AT_A_TIME = 16
 """Inputs of one request that are in the engine at the same time."""
+PIECE_ITEMS = 1 << 14
 
 
 async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
     """One vector for each input, as numbers or as base64 of little-endian float32."""
     inputs = as_prompts(body.input, config.max_inputs, "input")
-    prompts = [
-        await call.tokens(len(one), lambda one=one: _checked(one, call.llm))  # type: ignore[misc]
-        for one in inputs
-    ]
+    prompts = await call.tokens(lambda: [_checked(one, call.llm) for one in inputs])
     size = call.llm.embedding_size
     if body.dimensions is not None and body.dimensions != size:
         raise ApiError(400, f"this model's embeddings have {size} dimensions", param="dimensions")
@@ -62,27 +64,24 @@ def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:
     return ids
 
 
-async def tokenize(size: int, body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
-    """The ids of a text or a conversation, of at most so many bytes; as vLLM and llama-server give them."""
-    body.check(config)
-    options = body.template_options(config)
-
-    def work() -> dict[str, Any]:
-        ids = _ids_of(body, model.llm, options)
-        pieces = [{"id": token, "piece": model.forms.piece(token)} for token in ids] if body.with_pieces else ids
-        strings = {"token_strs": [model.forms.text(token) for token in ids]} if body.return_token_strs else {}
-        return {"count": len(ids), "max_model_len": model.llm.max_model_len, "tokens": pieces, **strings}
-
-    return await off_the_loop(size, work)
+def tokenized(body: TokenizeRequest, model: ServedModel, options: dict[str, Any]) -> bytes:
+    """The ids of a text or a conversation, as vLLM and llama-server give them, in JSON. For any thread."""
+    ids = _ids_of(body, model.llm, options)
+    pieces = ({"id": token, "piece": model.forms.piece(token)} for token in ids) if body.with_pieces else ids
+    lists: dict[str, Iterable[Any]] = {"tokens": pieces}
+    if body.return_token_strs:
+        lists["token_strs"] = map(model.forms.text, ids)
+    return _to_json({"count": len(ids), "max_model_len": model.llm.max_model_len}, lists)
 
 
 def _ids_of(body: TokenizeRequest, llm: AsyncLLM, options: dict[str, Any]) -> list[int]:
     if body.messages is not None:
-        return llm.chat_ids([message.model_dump(exclude_unset=True) for message in body.messages], **options)
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        return llm.opened.text.chat_template().encode(messages, MOST_IDS, **options)
     tokenizer, text = llm.get_tokenizer(), (body.content if body.prompt is None else body.prompt) or ""
     if not body.parses_special:
-        return tokenizer.encode(text, add_special=body.adds_special)
-    ids = tokenizer.encode_template(text)
+        return tokenizer.encode(text, add_special=body.adds_special, limit=MOST_IDS)
+    ids = tokenizer.encode_template(text, limit=MOST_IDS)
     if not body.adds_special:
         return ids
     # What is added around a text is the same around all of them.
@@ -91,8 +90,23 @@ def _ids_of(body: TokenizeRequest, llm: AsyncLLM, options: dict[str, Any]) -> li
     return [*full[:at], *ids, *full[at + len(plain) :]]
 
 
-async def detokenize(body: DetokenizeRequest, llm: AsyncLLM) -> dict[str, Any]:
-    """The text of ids."""
+def detokenized(body: DetokenizeRequest, llm: AsyncLLM) -> bytes:
+    """The text of ids, in JSON. For any thread."""
     ids, tokenizer = token_ids("tokens", body.tokens), llm.get_tokenizer()
     check_ids("tokens", ids, tokenizer.vocab_size)
-    return {"prompt": await off_the_loop(4 * len(ids), lambda: tokenizer.decode(ids, skip_special=False))}
+    return _to_json({"prompt": tokenizer.decode(ids, skip_special=False)}, {})
+
+
+def _to_json(head: dict[str, Any], lists: Mapping[str, Iterable[Any]]) -> bytes:
+    """An object with lists that may be long: they are written in pieces, and other threads run in between."""
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    parts = [encode(head)[:-1]]
+    for name, values in lists.items():
+        parts.append(f",{encode(name)}:[{','.join(encode(piece)[1:-1] for piece in _pieces(values))}]")
+    return "".join([*parts, "}"]).encode()
+
+
+def _pieces(values: Iterable[Any]) -> Iterator[list[Any]]:
+    left = iter(values)
+    while piece := list(islice(left, PIECE_ITEMS)):
+        yield piece

@@ -18,7 +18,7 @@ from tokenmill.server.served import Served
 
 def model_routes(served: Served) -> APIRouter:
     """The models of a server."""
-    api = APIRouter(route_class=JsonRoute, dependencies=[KEY], tags=["models"])
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["models"])
     models, config = served.models, served.config
     about_one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Model}}
 

@@ -27,6 +27,7 @@ from tokenmill.server.tokens import TokenForms
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.service import SessionService
 from tokenmill.session.store import SessionStore
+from tokenmill.text.workers import TextWorkers
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,19 @@ class State(Enum):
 class ServedModel:
     """A model that is loaded: its engine, and the sessions that share it. Made on a thread: its files are read."""
 
-    def __init__(self, spec: ModelSpec, llm: AsyncLLM, limits: SessionLimits, store: SessionStore | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        llm: AsyncLLM,
+        limits: SessionLimits,
+        store: SessionStore | None,
+        texts: TextWorkers | None,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
-        self.sessions = SessionService(llm, limits=limits, store=store)
+        self.sessions = SessionService(llm, limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()
 
@@ -108,17 +116,21 @@ class Models:
         telemetry: Telemetry,
         limits: SessionLimits,
         store: SessionStore | None = None,
+        texts: TextWorkers | None = None,
     ) -> None:
         self._calls = calls
         self._telemetry = telemetry
         self._limits = limits
         self._store = store
+        self._texts = texts
         self._places: dict[str, Place] = {}
         self._names: dict[str, str] = {}
         """Every name and alias -> the model's own name."""
         self._memory = asyncio.Lock()
         """Around loading and unloading: each is planned with what the others have left."""
         self._closing = asyncio.Event()
+        self.after_change: Callable[[], None] = lambda: None
+        """Called on a thread when a model was loaded or unloaded."""
         for spec in specs:
             self.add(spec)
 
@@ -191,7 +203,8 @@ class Models:
                     raise stopping()
                 # On a thread: the model's files are read for its fingerprint.
                 try:
-                    model = await asyncio.to_thread(ServedModel, place.spec, llm, self._limits, self._store)
+                    shared = (self._limits, self._store, self._texts)
+                    model = await asyncio.to_thread(ServedModel, place.spec, llm, *shared)
                 except BaseException:
                     await llm.close()
                     raise
@@ -201,6 +214,7 @@ class Models:
                 model.sessions.watch_idle()
                 place.model = model
                 await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
+                await asyncio.to_thread(self.after_change)
                 log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
                 return model
         finally:
@@ -243,6 +257,7 @@ class Models:
         self._places[model.name].model = None
         await asyncio.to_thread(self._telemetry.detach, model.name)
         await model.close()
+        await asyncio.to_thread(self.after_change)
         log.info("unloaded %s", model.name)
 
     async def unload_idle(self) -> list[str]:

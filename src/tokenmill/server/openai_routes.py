@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -11,7 +12,7 @@ from tokenmill.server import schemas
 from tokenmill.server.chat import start_chat
 from tokenmill.server.completions import start_completions
 from tokenmill.server.context import caller_of
-from tokenmill.server.embeddings import detokenize, embeddings, tokenize
+from tokenmill.server.embeddings import detokenized, embeddings, tokenized
 from tokenmill.server.errors import ApiError
 from tokenmill.server.requests import (
     ChatRequest,
@@ -24,11 +25,12 @@ from tokenmill.server.requests import (
 from tokenmill.server.responses import start_response
 from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
+from tokenmill.server.session_turns import in_turn
 
 
 def openai_routes(served: Served) -> APIRouter:
     """What generates, and embeddings."""
-    api = APIRouter(route_class=JsonRoute, dependencies=[KEY])
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY])
     config = served.config
 
     @api.post("/chat/completions", responses=schemas.generated(schemas.ChatCompletion), tags=["generation"])
@@ -87,21 +89,28 @@ def openai_routes(served: Served) -> APIRouter:
 
 def other_routes(served: Served) -> APIRouter:
     """Endpoints that are not OpenAI's."""
-    api = APIRouter(route_class=JsonRoute)
-    refusals = schemas.errors(400, 401, 404, 413, 503)
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts))
+    refusals = schemas.errors(400, 401, 404, 413, 429, 503)
+
+    async def on_text(http: Request, work: Callable[[], bytes]) -> Response:
+        answer = await in_turn(http, served.texts.run(caller_of(http.scope).body_bytes, work))
+        return Response(answer, media_type="application/json")
 
     @api.post("/tokenize", responses={200: {"model": schemas.Tokens}, **refusals}, tags=["texts"], dependencies=[KEY])
     async def create_tokens(http: Request, body: TokenizeRequest) -> Response:
         """The ids of a text or a conversation."""
-        size = len(await http.body())
-        return JSONResponse(await tokenize(size, body, await served.model(body.model), served.config))
+        body.check(served.config)
+        options = body.template_options(served.config)
+        model = await served.model(body.model)
+        return await on_text(http, lambda: tokenized(body, model, options))
 
     @api.post(
         "/detokenize", responses={200: {"model": schemas.Detokenized}, **refusals}, tags=["texts"], dependencies=[KEY]
     )
-    async def create_text(body: DetokenizeRequest) -> Response:
+    async def create_text(http: Request, body: DetokenizeRequest) -> Response:
         """The text of ids."""
-        return JSONResponse(await detokenize(body, (await served.model(body.model)).llm))
+        model = await served.model(body.model)
+        return await on_text(http, lambda: detokenized(body, model.llm))
 
     health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
 

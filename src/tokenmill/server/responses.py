@@ -19,7 +19,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ResponsesRequest, Role
 from tokenmill.server.response_store import ResponseStore, StoredResponse
-from tokenmill.server.session_turns import SessionTurn, check_length
+from tokenmill.server.session_turns import SessionTurn
 from tokenmill.server.sse import event
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -34,11 +34,10 @@ async def start_response(
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:
-        ids = await call.tokens(call.body_size, lambda: call.llm.chat_ids([*system, *messages]))
+        ids = await call.tokens(lambda: call.llm.chat_ids([*system, *messages]))
         check_room(ids, body.max_output_tokens, call.llm.max_model_len, config)
         call.generate(ids, params)
     else:
-        await check_length(model, call.body_size, [*system, *messages])
         turn = _turn(call, body, model, store, messages, params, must_fit=not config.clamp_max_tokens)
         call.follow(turn.outputs(), turn.cancel)
     return ResponseAnswer(call, body, params.temperature, params.top_p, model)

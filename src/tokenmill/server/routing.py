@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic_core
 from fastapi import Depends, Request
@@ -12,13 +13,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
-from tokenmill.server.calls import ClientGone
+from tokenmill.server.calls import ClientGone, stop, while_there
+from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError, log_failure, to_api_error
 from tokenmill.server.telemetry.traffic import CLIENT_GONE
 from tokenmill.server.validation import validation_error
+from tokenmill.text.workers import TextWorkers
 
 KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the server was given any."))
 """For the document only: who may come in is decided before any route."""
@@ -31,30 +35,65 @@ BEYOND_LIMITS = {
 """What the parser says of JSON that is valid, but more than it reads."""
 
 
-class JsonRequest(Request):
-    """A body that is read strictly: no NaN, no lone surrogates, no nesting without end."""
+MAX_COMMAS = 1 << 20
+"""In a body: parsing holds the interpreter lock for a tenth of a second where they all separate values."""
 
-    async def json(self) -> Any:
+
+class JsonRequest(Request):
+    """A body that is parsed strictly: no NaN, no lone surrogates, no nesting without end."""
+
+    async def parse(self, texts: TextWorkers) -> None:
+        """Read the body and parse it, off the event loop if it is long; `json` gives the result."""
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            said = str(error)
-            where = re.search(r"line \d+ column \d+", said)
-            at = f": see {where.group()}" if where else ""
-            problem = next(
-                (words for limit, words in BEYOND_LIMITS.items() if limit in said), "the body is not valid JSON"
-            )
-            raise HTTPException(400, f"{problem}{at}") from None
+            body = await self.body()
+        except ClientDisconnect:
+            raise HTTPException(400, "the connection was closed before the whole body had arrived") from None
+        caller_of(self.scope).body_bytes = len(body)
+        if not body:
+            return
+        if texts.runs_inline(len(body)):
+            self._json = _parsed(body)
+            return
+        parsing = asyncio.ensure_future(texts.run(len(body), lambda: _parsed(body)))
+        try:
+            await while_there(self, parsing)
+            self._json = parsing.result()
+        finally:
+            await stop(parsing)
+
+
+def _parsed(body: bytes) -> Any:
+    if len(body) > MAX_COMMAS and (count := body.count(b",")) > MAX_COMMAS:
+        raise HTTPException(400, f"the body has {count} commas; at most {MAX_COMMAS} are allowed")
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        said = str(error)
+        where = re.search(r"line \d+ column \d+", said)
+        at = f": see {where.group()}" if where else ""
+        problem = next((words for limit, words in BEYOND_LIMITS.items() if limit in said), "the body is not valid JSON")
+        raise HTTPException(400, f"{problem}{at}") from None
 
 
 class JsonRoute(APIRoute):
+    """`with_texts` makes the class whose long bodies are parsed on a server's own threads."""
+
+    texts: ClassVar[TextWorkers]
+
+    @classmethod
+    def with_texts(cls, texts: TextWorkers) -> type[JsonRoute]:
+        return type(cls.__name__, (cls,), {"texts": texts})
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known: tuple[type[Exception], ...] = tuple(HANDLERS)
 
         async def handle_json(http: Request) -> Response:
             try:
-                return await handle(JsonRequest(http.scope, http.receive))
+                request = JsonRequest(http.scope, http.receive)
+                if self.body_field is not None:
+                    await request.parse(self.texts)  # not in `json`: there FastAPI makes a 400 of every error
+                return await handle(request)
             except known:
                 raise
             except Exception as error:  # here, where its answer still gets a name

@@ -8,6 +8,7 @@ while; what is left then is ended by us, each with its own terminal event.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from tokenmill.server.protocol import GuardedProtocol
 from tokenmill.server.served import Served
 
 BACKLOG = 2048
+SWITCH_S = 0.001
+"""A thread that waits for the interpreter lock gets it after this time, not after 5 ms: each step needs it often."""
 LAST_WORDS_S = 2.0
 """For the terminal events of what was cut off."""
 MIN_LOOK_S = 0.05
@@ -38,7 +41,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve(specs: Sequence[ModelSpec], config: ServerConfig) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
+    sys.setswitchinterval(SWITCH_S)
     server = Server(Served(config, specs))
+    server.served.models.after_change = server.settle
     listener = _listen(config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
@@ -55,8 +61,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served) -> None:
         config = served.config
+        self.app = create_app(served)
         settings = uvicorn.Config(
-            create_app(served),
+            self.app,
             http=GuardedProtocol.with_limits(config),
             ws="none",
             lifespan="off",
@@ -67,19 +74,27 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(settings)
-        self._served = served
+        self.served = served
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
+    def settle(self) -> None:
+        """Do now, while models come or go, what would stop all threads in the middle of a stream."""
+        self.app.openapi()  # builds the routes: else the first request of each kind does
+        # Models and modules are hundreds of thousands of objects, and each full collection would visit them: 0.3 s.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
     @property
     def is_ready(self) -> bool:
-        return self.started and self._served.is_ready
+        return self.started and self.served.is_ready
 
     async def load_and_serve(self, listener: socket.socket) -> bool:
         """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        models = self._served.models
+        models = self.served.models
         names = ", ".join(place.spec.name for place in models.places)
         first = ", ".join(place.spec.name for place in models.places if place.spec.at_start) or "nothing yet"
         say(f"loading {first}; {where} answers 503 until then")
@@ -91,35 +106,35 @@ class Server(uvicorn.Server):
         if not loading.done():
             serving.result()
             return False
-        watching = asyncio.ensure_future(self._unload_idle())
+        watching = asyncio.gather(self._unload_idle(), self.served.telemetry.watch_loop())
         try:
             loading.result()  # what could not be loaded ends it all
-            self._served.open()
+            self.served.open()
             say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
             await serving
         finally:
             self.should_exit = True
             watching.cancel()
             await asyncio.gather(serving, watching, return_exceptions=True)
-            await self._served.close()
+            await self.served.close()
         return True
 
     async def _load_first(self) -> None:
         """One after the other: each has to fit beside those before it."""
-        for place in self._served.models.places:
+        for place in self.served.models.places:
             if place.spec.at_start:
                 try:
-                    await self._served.models.load(place)
+                    await self.served.models.load(place)
                 except ApiError as error:
                     raise ModelLoadError(error.message) from None
 
     async def _unload_idle(self) -> None:
         """Look now and then for models that nobody uses."""
-        limits = [place.spec.keep_alive_s for place in self._served.models.places]
+        limits = [place.spec.keep_alive_s for place in self.served.models.places]
         given = [limit for limit in limits if limit is not None]
         while given:
             await asyncio.sleep(max(MIN_LOOK_S, min(given) / 4))
-            for name in await self._served.models.unload_idle():
+            for name in await self.served.models.unload_idle():
                 say(f"{name} was not used for a while and is unloaded; the next request loads it")
 
     @contextmanager
@@ -147,18 +162,18 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for what is inside; then end what is left, and tell it so."""
-        self._served.drain()
-        inside = self._served.gate
+        self.served.drain()
+        inside = self.served.gate
         if inside.num_inside:
-            say(f"stopping; {inside.num_inside} requests may go on for {self._served.config.drain_s:g} s")
-        await self._until_empty(self._served.config.drain_s, lambda: self._is_hurried)
-        await self._served.models.close()
+            say(f"stopping; {inside.num_inside} requests may go on for {self.served.config.drain_s:g} s")
+        await self._until_empty(self.served.config.drain_s, lambda: self._is_hurried)
+        await self.served.models.close()
         await self._until_empty(LAST_WORDS_S, lambda: False)
         self.should_exit = True
 
     async def _until_empty(self, most_s: float, is_enough: Callable[[], bool]) -> None:
         deadline = time.monotonic() + most_s
-        while self._served.gate.num_inside and time.monotonic() < deadline and not is_enough():
+        while self.served.gate.num_inside and time.monotonic() < deadline and not is_enough():
             await asyncio.sleep(0.02)
 
 

@@ -25,6 +25,7 @@ from tokenmill.server.telemetry.spans import open_spans
 from tokenmill.server.telemetry.telemetry import Telemetry
 from tokenmill.session.info import SessionInfo, SessionLimits
 from tokenmill.session.store import SessionStore
+from tokenmill.text.workers import TextWorkers
 
 LOADING = unavailable("the model is being loaded", "loading")
 STOPPING = stopping()
@@ -50,7 +51,8 @@ class Served:
         self.gate = Gate(LOADING, stays_open=self.public)
         limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
         self.store = None if config.store is None else SessionStore(config.store)
-        self.models = Models(specs, self.calls, self.telemetry, limits, self.store)
+        self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)
+        self.models = Models(specs, self.calls, self.telemetry, limits, self.store, self.texts)
         self.responses = ResponseStore(config.max_stored_responses)
 
     def open(self) -> None:
@@ -66,6 +68,7 @@ class Served:
     async def close(self) -> None:
         """Everything that runs ends with `shutdown`."""
         await self.models.close()
+        self.texts.close()
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
         if self.spans is not None:
@@ -92,7 +95,8 @@ class Served:
 
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
-        call = Call(http, model.llm, self.config, self.calls, prefix, self.hints(http, body), self.timeout(http, body))
+        hints, timeout_s = self.hints(http, body), self.timeout(http, body)
+        call = Call(http, model.llm, self.config, self.calls, self.texts, prefix, hints, timeout_s)
         self.telemetry.note_call(call.caller, model.name)
         return call
 

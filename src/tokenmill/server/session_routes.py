@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from tokenmill.errors import TokenmillError
+from tokenmill.engine.request import context_overflow
+from tokenmill.errors import ContextOverflow, TokenmillError
 from tokenmill.server import schemas
 from tokenmill.server.context import caller_of
 from tokenmill.server.models import ServedModel
@@ -26,7 +27,7 @@ from tokenmill.server.session_requests import (
     UpdateSession,
     as_input,
 )
-from tokenmill.server.session_turns import AnswerStream, check_length, in_turn, read_event_id
+from tokenmill.server.session_turns import AnswerStream, in_turn, read_event_id
 from tokenmill.server.telemetry.explained import cost_json
 from tokenmill.server.telemetry.names import NamesFor
 from tokenmill.server.telemetry.schemas import SessionExplanation
@@ -42,7 +43,7 @@ REFUSALS = (400, 401, 404, 409, 413, 429, 503)
 
 def session_routes(served: Served) -> APIRouter:
     """All that can be done with sessions. One of another key's is not there."""
-    api = APIRouter(route_class=JsonRoute, dependencies=[KEY], tags=["sessions"])
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["sessions"])
     config = served.config
     one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Session}, **schemas.errors(*REFUSALS)}
 
@@ -58,8 +59,10 @@ def session_routes(served: Served) -> APIRouter:
         body.check(config)
         past = None if body.messages is None else as_input(body.messages, config, "messages")
         model = await served.model(body.model)
-        if body.system is not None:
-            await check_length(model, config.max_body_bytes, body.system)
+        if system := body.system:  # it would be found too long only with the first input
+            ids = await in_turn(http, served.texts.run(len(system), lambda: model.llm.prompt_ids(system)))
+            if len(ids) >= (longest := model.llm.max_model_len):
+                raise ContextOverflow(context_overflow(longest, len(ids), 1))
         hints = served.hints(http, body)
         params = body.sampling(model.llm.get_default_sampling_params(), logprobs=body.num_logprobs())
         session_id = await model.sessions.create_session(
@@ -76,7 +79,6 @@ def session_routes(served: Served) -> APIRouter:
         )
         if past is not None:
             try:
-                await check_length(model, config.max_body_bytes, past)
                 await model.sessions.append_input(session_id, past)
             except BaseException:
                 with suppress(TokenmillError):  # its model may have gone meanwhile
@@ -141,7 +143,6 @@ def session_routes(served: Served) -> APIRouter:
         """New input, without an answer yet."""
         model = find(http, session_id)
         given = as_input(body.input, config)
-        await check_length(model, config.max_body_bytes, given)
         options = {"raw": bool(body.raw), "continue_final_message": bool(body.continue_final_message)}
         await in_turn(http, model.sessions.append_input(session_id, given, **options))
         return shown(model, session_id)
@@ -150,8 +151,6 @@ def session_routes(served: Served) -> APIRouter:
         body.check(config)
         model = find(http, session_id)
         given = None if body.input is None else as_input(body.input, config)
-        if given is not None:
-            await check_length(model, config.max_body_bytes, given)
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
         live = await in_turn(http, model.sessions.answer(session_id, given=given, again=again, **options))
         stream = AnswerStream(http, model, session_id, live)
@@ -215,7 +214,6 @@ def session_routes(served: Served) -> APIRouter:
     async def edit(http: Request, session_id: SessionId, body: EditTurn) -> Response:
         """Another text for an input turn; what came after it is forgotten."""
         model = find(http, session_id)
-        await check_length(model, config.max_body_bytes, body.content)
         await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from tokenmill.engine.request import context_overflow
-from tokenmill.errors import ContextOverflow
 from tokenmill.outputs import ENDED_WELL, FinishReason, RequestOutput
-from tokenmill.server.calls import off_the_loop, stop, while_there
+from tokenmill.server.calls import stop, while_there
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.context import caller_of
 from tokenmill.server.deltas import counted
@@ -22,7 +20,6 @@ from tokenmill.server.models import ServedModel
 from tokenmill.server.sse import DONE, EventStream, event
 from tokenmill.server.telemetry.traffic import Outcome
 from tokenmill.session.live import Answer, Chunk, LiveTurn
-from tokenmill.session.session import Input
 
 T = TypeVar("T")
 END = "end"
@@ -108,28 +105,6 @@ async def in_turn(http: HttpRequest, operation: Awaitable[T]) -> T:
         return doing.result()
     finally:
         await stop(doing)
-
-
-async def check_length(model: ServedModel, size: int, given: Input) -> None:
-    """Sessions take their input in on the event loop: what is far too long must not get there."""
-    texts = _texts(given)
-    num_ids = 0 if texts else len(given)
-
-    def count() -> int:
-        return num_ids + sum(len(model.llm.get_tokenizer().encode(text, add_special=False)) for text in texts)
-
-    most = model.llm.max_model_len
-    if num_ids + sum(map(len, texts)) >= most and (found := await off_the_loop(size, count)) >= most:
-        raise ContextOverflow(context_overflow(most, found, 1))
-
-
-def _texts(given: Input) -> list[str]:
-    """What is said in it; nothing in ids."""
-    if isinstance(given, str):
-        return [given]
-    contents = [one.get("content") or "" for one in given if isinstance(one, dict)]
-    parts = [[content] if isinstance(content, str) else [part["text"] for part in content] for content in contents]
-    return [text for texts in parts for text in texts]
 
 
 # -- streams of their own ---------------------------------------------------------------------------------------------

@@ -16,17 +16,8 @@ from tokenmill.session.session import LastAnswer, Session, SessionState
 from tokenmill.session.upkeep import Upkeep, save
 
 
-def begin_answer(
-    upkeep: Upkeep,
-    loaded: LoadedModel,
-    session: Session,
-    params: SamplingParams,
-    hints: Hints,
-    must_fit: bool,
-    request_id: str | None,
-    timeout_s: float | None,
-) -> LiveTurn:
-    """Ask the engine for an answer to what a session has taken in. If it raises, its log may have changed."""
+def commit_prompt(loaded: LoadedModel, session: Session, params: SamplingParams, must_fit: bool) -> None:
+    """Put what a session has taken in into its log, with room for an answer. If it raises, the log may have changed."""
     longest = loaded.client.max_model_len
     wanted = params.max_tokens or 1
     # Where it is only an upper bound, a large `max_tokens` must not drive out the conversation.
@@ -34,6 +25,18 @@ def begin_answer(
     session.commit_input(loaded.opened.text)
     if must_fit and params.max_tokens is not None and len(session.log) + params.max_tokens > longest:
         raise ContextOverflow(context_overflow(longest, len(session.log), params.max_tokens))
+
+
+def begin_answer(
+    upkeep: Upkeep,
+    loaded: LoadedModel,
+    session: Session,
+    params: SamplingParams,
+    hints: Hints,
+    request_id: str | None,
+    timeout_s: float | None,
+) -> LiveTurn:
+    """Ask the engine for an answer to a session's log."""
     name = request_id or f"answer-{secrets.token_hex(12)}"
     generation = loaded.intake.generation(session.log.tokens, params, name, hints, timeout_s)
     live = LiveTurn(

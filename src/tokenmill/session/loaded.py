@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tokenmill.core import ModelHandle
@@ -15,17 +14,18 @@ from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.inputs import Intake
 from tokenmill.engine.opening import EngineOptions, open_for_engine
-from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError
+from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError, TooManyTokens
 from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper
 from tokenmill.session.master import Master
-from tokenmill.session.portable import SessionFile, read_fingerprint, read_whole, unpack
+from tokenmill.session.portable import SessionFile, read_fingerprint, unpack
 from tokenmill.session.record import SessionRecord, restored
 from tokenmill.session.routing import Policy, make_routing
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
+from tokenmill.text.messages import num_chars
 
 SAID_PER_CONTEXT = 2
 """A log that fits may be rendered to a few tokens more than the context has, but to no more than this."""
@@ -82,9 +82,8 @@ class LoadedModel:
         """Which model it is. Reads its files the first time: not for an event loop."""
         return fingerprint(self.opened.model, self.opened.text)
 
-    def read_file(self, source: bytes | str | Path, session_id: str) -> SessionFile:
-        """A session's file, if it is of this model. Waits for the disk."""
-        data = source if isinstance(source, bytes) else read_whole(Path(source))
+    def read_file(self, data: bytes, session_id: str) -> SessionFile:
+        """A session's file, if it is of this model. Not for an event loop: it may hold a long conversation."""
         refusal = self.fingerprint.why_not(read_fingerprint(data).of_log)
         if refusal is not None:
             raise SessionFileError(refusal)
@@ -100,10 +99,13 @@ class LoadedModel:
         has_raw_input = any(turn.kind == "input" and not turn.messages for turn in record.turns)
         past = [] if has_raw_input else [message for turn in record.turns for message in turn.messages]
         messages = [*past, *record.head["inbox"]] or [{"role": "system", "content": record.head["system"] or ""}]
-        if self.opened.text.template is None or len(str(messages)) < self.client.max_model_len:
+        if self.opened.text.template is None or num_chars(messages) < self.client.max_model_len:
             return 0
+        limit = SAID_PER_CONTEXT * self.client.max_model_len
         try:
-            return len(self.opened.text.template.encode(messages, **record.head["template_options"]))
+            return len(self.opened.text.template.encode(messages, limit, **record.head["template_options"]))
+        except TooManyTokens as error:
+            return error.at_least
         except TokenmillError:  # then nobody else can render them either
             return 0
 

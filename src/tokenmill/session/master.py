@@ -1,7 +1,8 @@
 """`Master`: one queue into which every command goes, and its one consumer.
 
 It finds the session, keeps the order of its operations, and answers each command once: with its result or an error.
-Tokens do not pass through here; they go from an engine core to whoever reads the answer.
+What renders and tokenizes long texts is prepared off the event loop, on a copy of the session; other sessions go on
+meanwhile. Tokens do not pass through here; they go from an engine core to whoever reads the answer.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tokenmill.errors import EngineDead, InvalidRequest, SessionBusy, SessionEnded, SessionNotFound
 from tokenmill.session.session import Session, SessionState
+from tokenmill.text.workers import TextWorkers
 
 MAX_WAITING = 8
 """Operations that may wait for one session."""
@@ -21,7 +24,17 @@ MAX_REMEMBERED = 10_000
 """Ended sessions whose names are remembered, to tell "ended" from "never was"."""
 
 T = TypeVar("T")
-Operation = Callable[[Session], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """What of an operation renders and tokenizes."""
+
+    workers: TextWorkers
+    num_bytes: int
+    """Of the text that is new; what the session has said comes on top."""
+    work: Callable[[Session], Any]
+    """Runs on any thread, with a copy of the session, which the session becomes if it succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +42,12 @@ class Command:
     """Something to be done with a session, and who wants to know how it went."""
 
     session_id: str
-    operation: Operation
+    operation: Callable[..., Any]
     answer: asyncio.Future[Any]
     at_once: bool
     """Not queued behind a running answer: it is what ends one."""
+    prepare: TextWork | None
+    """Done first, if there is any; the operation gets its result."""
 
 
 class Master:
@@ -45,19 +60,23 @@ class Master:
         """Commands, and the names of sessions that are free again."""
         self._consumer: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._preparing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def ask(
         self,
         session_id: str,
-        operation: Callable[[Session], T],
+        operation: Callable[..., T],
         *,
         at_once: bool = False,
         undo: Callable[[T], object] | None = None,
+        prepare: TextWork | None = None,
     ) -> T:
         """Have something done with a session when its turn comes; the result.
 
-        For whoever leaves before, nothing is. If it was done in that very moment, `undo` gets the result nobody has.
+        `operation` gets the session, and the result of `prepare` where that is done first; if either fails, the session
+        is as it was. For whoever leaves before, nothing is done. If it was done in that very moment, `undo` gets the
+        result nobody has.
         """
         if self._closed:
             raise EngineDead("the service was closed")
@@ -68,7 +87,7 @@ class Master:
         elif self._loop is not loop:
             raise InvalidRequest("a service belongs to the event loop that it was first used on")
         answer: asyncio.Future[T] = loop.create_future()
-        self._ingress.put_nowait(Command(session_id, operation, answer, at_once))
+        self._ingress.put_nowait(Command(session_id, operation, answer, at_once, prepare))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -108,8 +127,10 @@ class Master:
         """Answer what is left with an error, and stop."""
         self._closed = True
         if self._consumer is not None:
-            self._consumer.cancel()
-            await asyncio.gather(self._consumer, return_exceptions=True)
+            tasks = [self._consumer, *self._preparing]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         left = [self._ingress.get_nowait() for _ in range(self._ingress.qsize())]
         waiting = [command for session in self.sessions.values() for command in session.waiting or ()]
         for command in [*left, *waiting]:
@@ -134,9 +155,8 @@ class Master:
             return
         if session.waiting:  # some may have left
             session.waiting = deque(one for one in session.waiting if not one.answer.cancelled())
-        is_free = session.state is not SessionState.GENERATING and not session.waiting
-        if command.at_once or is_free:
-            _carry_out(session, command)
+        if command.at_once or (not session.is_busy and not session.waiting):
+            self._carry_out(session, command)
         elif session.waiting is not None and len(session.waiting) >= MAX_WAITING:
             _fail(command, SessionBusy(f"{MAX_WAITING} operations wait for session {session.session_id}"))
         else:
@@ -145,21 +165,57 @@ class Master:
 
     def _go_on(self, session: Session) -> None:
         """Carry out what waits, in order, until the next answer begins."""
-        while session.waiting and session.state not in (SessionState.GENERATING, SessionState.ENDED):
-            _carry_out(session, session.waiting.popleft())
+        while session.waiting and not session.is_busy and session.state is not SessionState.ENDED:
+            self._carry_out(session, session.waiting.popleft())
         if not session.waiting:
             session.waiting = None
 
+    def _carry_out(self, session: Session, command: Command) -> None:
+        if command.answer.cancelled():
+            return  # whoever asked has gone
+        prepare = command.prepare
+        num_bytes = 0 if prepare is None else prepare.num_bytes + session.num_bytes
+        if prepare is not None and not prepare.workers.runs_inline(num_bytes):
+            session.is_preparing = True
+            task = asyncio.create_task(self._prepare(session, command, prepare, num_bytes), name="tokenmill-prepare")
+            self._preparing.add(task)
+            task.add_done_callback(partial(self._end_preparing, session, command))
+            command.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
+            return
+        before = session.snapshot() if prepare is not None else None
+        try:
+            prepared = () if prepare is None else (prepare.work(session),)
+            command.answer.set_result(command.operation(session, *prepared))
+        except Exception as error:
+            if before is not None:
+                session.restore(before)
+            _fail(command, error)
 
-def _carry_out(session: Session, command: Command) -> None:
-    if command.answer.cancelled():
-        return  # whoever asked has gone
-    try:
-        result = command.operation(session)
-    except Exception as error:
-        _fail(command, error)
-        return
-    command.answer.set_result(result)
+    async def _prepare(self, session: Session, command: Command, prepare: TextWork, num_bytes: int) -> None:
+        """Prepare an operation on a copy of the session, and carry it out if the session and its client are there."""
+        twin = session.copy()
+        try:
+            prepared = await prepare.workers.run(num_bytes, lambda: prepare.work(twin))
+            if command.answer.cancelled():
+                return
+            if session.state is SessionState.ENDED:
+                raise SessionEnded(f"session {session.session_id} has ended")
+            before = session.snapshot()
+            session.restore(twin.snapshot())
+            try:
+                command.answer.set_result(command.operation(session, prepared))
+            except BaseException:
+                session.restore(before)
+                raise
+        except Exception as error:
+            _fail(command, error)
+
+    def _end_preparing(self, session: Session, command: Command, task: asyncio.Task[None]) -> None:
+        """However it ended, and if it never began."""
+        self._preparing.discard(task)
+        session.is_preparing = False
+        _fail(command, EngineDead("the service was closed"))  # unless it was answered, or nobody waits
+        self.note_free(session)
 
 
 def _fail(command: Command, error: Exception) -> None:

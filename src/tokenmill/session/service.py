@@ -17,7 +17,7 @@ from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.request import Hints
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
 from tokenmill.params import SamplingParams
-from tokenmill.session.answering import begin_answer, no_answer
+from tokenmill.session.answering import begin_answer, commit_prompt, no_answer
 from tokenmill.session.explain import TurnCost
 from tokenmill.session.fingerprint import Fingerprint
 from tokenmill.session.info import EndedSession, SessionInfo, SessionLimits, info_of
@@ -25,6 +25,7 @@ from tokenmill.session.lifecycle import Lifecycle
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.making import new_fork, new_name, new_session
+from tokenmill.session.master import TextWork
 from tokenmill.session.portable import write_whole
 from tokenmill.session.routing import Policy
 from tokenmill.session.sampling import changed
@@ -40,6 +41,8 @@ from tokenmill.session.session import (
 from tokenmill.session.store import SessionStore
 from tokenmill.session.transfer import exported, imported
 from tokenmill.session.upkeep import Upkeep, save
+from tokenmill.text.messages import num_chars
+from tokenmill.text.workers import TextWorkers
 
 
 class SessionService:
@@ -47,7 +50,8 @@ class SessionService:
 
     Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`; `client` is an
     engine that runs elsewhere, of the same model. Over an `AsyncLLM` they share its engine with its other requests.
-    With a `store`, or the directory of one, sessions outlive the service: what it acknowledges is on the disk.
+    With a `store`, or the directory of one, sessions outlive the service: what it acknowledges is on the disk. Long
+    input is tokenized on the threads of `texts`, which may be shared with others on the same event loop.
     """
 
     _current: ClassVar[SessionService | None] = None
@@ -61,9 +65,11 @@ class SessionService:
         limits: SessionLimits = SessionLimits(),
         client: EngineClient | None = None,
         store: SessionStore | str | Path | None = None,
+        texts: TextWorkers | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._upkeep = Upkeep(limits)
+        self._owns_texts = texts is None
+        self._upkeep = Upkeep(limits, texts or TextWorkers())
         self._lifecycle = Lifecycle(self._upkeep, routing, store)
         if model is not None:
             self._lifecycle.open(model, options, num_workers, client)
@@ -105,6 +111,8 @@ class SessionService:
         if SessionService._current is self:
             SessionService._current = None
         await self._lifecycle.close()
+        if self._owns_texts:
+            self._upkeep.texts.close()
 
     def watch_idle(self) -> None:
         """From now on end sessions whose time has come: those of a store have waited before anybody uses one."""
@@ -193,7 +201,7 @@ class SessionService:
             text, longest = loaded.opened.text, loaded.client.max_model_len
             return session.append(given, text, longest, raw=raw, continue_final_message=continue_final_message)
 
-        return await self._upkeep.change(loaded, session_id, operation)
+        return await self._upkeep.change_text(loaded, session_id, num_chars(given), operation)
 
     async def generate_stream(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
@@ -235,32 +243,38 @@ class SessionService:
         if loaded.keeper is not None and session_id in loaded.master.sessions:
             await loaded.keeper.warm(loaded.master.sessions[session_id])
 
-        def operation(session: Session) -> LiveTurn:
+        def left() -> float | None:
+            seconds = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
+            if seconds is not None and seconds <= 0:
+                raise RequestFailed("timed out waiting for the session", finish_reason="timeout")
+            return seconds
+
+        def take_in(session: Session) -> tuple[SamplingParams, tuple[Any, ...]]:
+            left()
+            before = session.snapshot()
+            if again:
+                session.drop_answer(loaded.opened.text)
+            else:
+                session.attempt = 0
+            if given is not None:
+                self._upkeep.room.check()
+                session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
+            params = changed(session.options.sampling, {"attempt": session.attempt, **changes})
+            commit_prompt(loaded, session, params, must_fit)
+            return params, before
+
+        def operation(session: Session, prepared: tuple[SamplingParams, tuple[Any, ...]]) -> LiveTurn:
             if loaded.is_leaving:
                 raise EngineDead("the model is being closed")
-            left = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
-            if left is not None and left <= 0:
-                raise RequestFailed("its time went by while it waited for the session", finish_reason="timeout")
-            before = session.snapshot()
-            try:
-                if again:
-                    session.drop_answer(loaded.opened.text)
-                else:
-                    session.attempt = 0
-                if given is not None:
-                    self._upkeep.room.check()
-                    session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
-                params = changed(session.options.sampling, {"attempt": session.attempt, **changes})
-                hints = session.hints if priority is None else replace(session.hints, priority=priority)
-                live = begin_answer(self._upkeep, loaded, session, params, hints, must_fit, request_id, left)
-            except BaseException:
-                session.restore(before)
-                raise
+            params, before = prepared
+            hints = session.hints if priority is None else replace(session.hints, priority=priority)
+            live = begin_answer(self._upkeep, loaded, session, params, hints, request_id, left())
             if given is not None or again:
                 live.undo = partial(session.restore, before)
             return live
 
-        return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel)
+        work = TextWork(self._upkeep.texts, num_chars(given), take_in)
+        return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel, prepare=work)
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[Chunk]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
@@ -346,7 +360,10 @@ class SessionService:
         """Keep so many turns, or so many tokens, and forget the rest."""
         loaded = self._model()
 
-        await self._upkeep.change(loaded, session_id, lambda one: one.rewind(loaded.opened.text, at_turn, at_token))
+        def operation(session: Session) -> None:
+            session.rewind(loaded.opened.text, at_turn, at_token)
+
+        await self._upkeep.change_text(loaded, session_id, 0, operation)
 
     async def edit(self, session_id: str, turn: int, content: str) -> int:
         """Another text for an input turn; what came after it is forgotten. As `append_input` otherwise."""
@@ -356,7 +373,7 @@ class SessionService:
             self._upkeep.room.check()
             return session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
 
-        return await self._upkeep.change(loaded, session_id, operation)
+        return await self._upkeep.change_text(loaded, session_id, num_chars(content), operation)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -386,7 +403,7 @@ class SessionService:
         loaded = self._model()
         self._upkeep.room.check()
         hints = Hints(key=key, namespace=namespace, priority=priority)
-        session = await imported(loaded, source, new_name(), hints, template_options)
+        session = await imported(loaded, source, new_name(), hints, template_options, self._upkeep.texts)
         if loaded.is_leaving:
             raise EngineDead("the model was closed while the file was read")
         return await self._upkeep.begin(loaded, session)

@@ -6,19 +6,20 @@ import bisect
 import copy
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokenmill.engine.request import Hints, context_overflow
-from tokenmill.errors import ContextOverflow, InvalidRequest
+from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
 from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams, token_ids
 from tokenmill.session.sampling import differences
 from tokenmill.session.turns import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
-from tokenmill.text.messages import Message, check_messages
+from tokenmill.text.messages import Message, check_messages, num_chars
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -101,6 +102,7 @@ class Session:
         "has_saved_kv",
         "inbox",
         "is_dropped",
+        "is_preparing",
         "last_answer",
         "last_used",
         "live",
@@ -142,6 +144,8 @@ class Session:
         """Which one that is; unlike the answer itself, this is in the store."""
         self.waiting: deque[Command] | None = None
         """Operations that came while it was generating; None spares the memory of an idle one."""
+        self.is_preparing = False
+        """An operation is being prepared off the event loop: others wait for it, too."""
         self.last_used = now
         """By the event loop's clock; `used_at` is the same in Unix time, for its owner."""
         self.created_at = self.used_at = time.time()
@@ -160,9 +164,14 @@ class Session:
         """What its latest answers cost, and why."""
 
     @property
+    def is_busy(self) -> bool:
+        """Do operations have to wait?"""
+        return self.is_preparing or self.state is SessionState.GENERATING
+
+    @property
     def num_bytes(self) -> int:
         """What it costs, about."""
-        pending = sum(len(str(message)) for message in self.inbox)
+        pending = sum(map(num_chars, self.inbox))
         label = len(self.title or "") + sum(len(key) + len(value) for key, value in self.metadata.items())
         return self.fixed_bytes + self.log.num_bytes + pending + label
 
@@ -179,6 +188,12 @@ class Session:
     def restore(self, before: tuple[Any, ...]) -> None:
         self.log, self.inbox, self.state, self.attempt = before
 
+    def copy(self) -> Session:
+        """The same conversation: what is done to it on another thread does not change this one."""
+        twin = Session(self.session_id, self.core, self.options, self.system, self.last_used)
+        twin.restore(self.snapshot())
+        return twin
+
     # -- input --------------------------------------------------------------------------------------------------------
 
     def append(
@@ -188,7 +203,7 @@ class Session:
 
         With `continue_final_message` the last message is the beginning of the answer, which is to be gone on with.
         """
-        ids = self._raw_ids(given, text, raw)
+        ids = self._raw_ids(given, text, max_model_len, raw)
         if ids is not None:
             if continue_final_message:
                 raise InvalidRequest("only a message can be continued", param="continue_final_message")
@@ -213,7 +228,8 @@ class Session:
         """The messages that wait, and the beginning of their answer; as after one that was cut short."""
         if not self.is_unanswered:
             raise InvalidRequest("the beginning of an answer must follow some input", param="continue_final_message")
-        ids = text.tokenizer.encode(str(begun["content"]), add_special=False)
+        with _within(max_model_len):
+            ids = text.tokenizer.encode(str(begun["content"]), add_special=False, limit=max_model_len)
         num_prompt = self._fit(text, max_model_len, 1 + len(ids)) if self.inbox else len(self.log)
         if num_prompt + len(ids) >= max_model_len:
             raise ContextOverflow(context_overflow(max_model_len, num_prompt + len(ids), 1))
@@ -238,12 +254,15 @@ class Session:
         is_first = self.system is not None and not self.log.turns and not self.inbox
         return ({"role": "system", "content": self.system},) if is_first else ()
 
-    def _raw_ids(self, given: Input, text: ModelText, raw: bool) -> list[int] | None:
+    def _raw_ids(self, given: Input, text: ModelText, max_model_len: int, raw: bool) -> list[int] | None:
         if isinstance(given, str):
             is_first = not len(self.log) and not self.inbox
-            return text.tokenizer.encode(given, add_special=is_first) if raw else None
+            with _within(max_model_len):
+                return text.tokenizer.encode(given, add_special=is_first, limit=max_model_len) if raw else None
         if isinstance(given, Sequence) and len(given) and isinstance(given[0], Mapping):
             return None
+        if isinstance(given, Sequence) and len(given) >= max_model_len:  # before each of them is looked at
+            raise ContextOverflow(context_overflow(max_model_len, len(given), 1))
         ids = token_ids("input", given)
         outside = max(ids, default=0)
         if outside >= text.tokenizer.vocab_size:
@@ -269,10 +288,10 @@ class Session:
         self.state = SessionState.APPENDING
         return len(self.log)
 
-    def _continuation(self, text: ModelText) -> Continuation:
+    def _continuation(self, text: ModelText, limit: int | None = None) -> Continuation:
         # Where something went in as it was, the messages are not all there is: nothing may be rendered anew from them.
         past = [] if self.log.has_raw_input else self.log.messages
-        return self._renderer(text).extend(self.log.tokens, past, self.inbox, self.log.ended_with)
+        return self._renderer(text).extend(self.log.tokens, past, self.inbox, self.log.ended_with, limit)
 
     def _renderer(self, text: ModelText) -> DeltaRenderer:
         return self.options.renderer or DeltaRenderer(text.chat_template(), **self.options.template_options)
@@ -316,10 +335,12 @@ class Session:
 
         So many tokens are to be left for the answer; where even dropping all turns leaves fewer, one is enough.
         """
-        capacity = max_model_len - num_reserved
-        step = self._continuation(text)
+        capacity, drops = max_model_len - num_reserved, self.options.overflow == "drop_oldest_turns"
+        # Dropping turns does not help new messages that are far too long by themselves.
+        with _within(max_model_len, len(self.log) if drops else 0):
+            step = self._continuation(text, len(self.log) + 2 * max_model_len if drops else max_model_len)
         total = step.keep + len(step.ids)
-        if total > capacity and self.options.overflow == "drop_oldest_turns":
+        if total > capacity and drops:
             total = self._drop_oldest_turns(text, capacity, step)
         if total >= max_model_len:
             raise ContextOverflow(context_overflow(max_model_len, total, 1))
@@ -456,6 +477,16 @@ class Session:
             raise InvalidRequest("the last turn of the session is no answer; there is nothing to regenerate")
         self.rewind(text, len(self.log.turns) - 1, None)
         self.attempt += 1
+
+
+@contextmanager
+def _within(max_model_len: int, num_droppable: int = 0) -> Iterator[None]:
+    """Input that is longer than the context is refused as soon as that is known."""
+    try:
+        yield
+    except TooManyTokens as error:
+        num_prompt = error.at_least - num_droppable
+        raise ContextOverflow(context_overflow(max_model_len, num_prompt, 1, is_exact=False)) from None
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -12,9 +12,12 @@ from tokenmill.errors import SessionFileError
 from tokenmill.session.explain import mark_before
 from tokenmill.session.keeping import MIN_KV_TOKENS, export_kv, import_kv
 from tokenmill.session.loaded import LoadedModel
-from tokenmill.session.portable import pack
+from tokenmill.session.portable import pack, read_whole
 from tokenmill.session.record import record_of, restored
 from tokenmill.session.session import Session
+from tokenmill.text.workers import INLINE_BYTES, TextWorkers
+
+MAX_TEXT_BYTES = 8 << 20
 
 
 async def exported(loaded: LoadedModel, session_id: str, *, kv: bool) -> bytes:
@@ -28,14 +31,22 @@ async def exported(loaded: LoadedModel, session_id: str, *, kv: bool) -> bytes:
 
 
 async def imported(
-    loaded: LoadedModel, source: bytes | str | Path, name: str, hints: Hints, template_options: Collection[str] | None
+    loaded: LoadedModel,
+    source: bytes | str | Path,
+    name: str,
+    hints: Hints,
+    template_options: Collection[str] | None,
+    texts: TextWorkers,
 ) -> Session:
     """A session from a file or its bytes, under this name and for whom the hints say; KV that fits is with its core.
 
     `template_options` are the names that its options for the template may have. Whoever says them does not know where
     the file comes from, and its KV is not taken either: it would be shared with all who begin alike.
     """
-    file = await asyncio.to_thread(loaded.read_file, source, name)
+    data = source if isinstance(source, bytes) else await asyncio.to_thread(read_whole, Path(source))
+    # Most of a large file is KV, which takes little.
+    size = max(INLINE_BYTES, min(len(data), MAX_TEXT_BYTES))
+    file = await texts.run(size, lambda: loaded.read_file(data, name))
     is_trusted = template_options is None
     unknown = set() if template_options is None else set(file.record.head["template_options"]) - set(template_options)
     if unknown:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenmill.engine.prefix import common_prefix
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.messages import Message
+from tokenmill.text.messages import Message, num_chars
 
 Kind = Literal["input", "answer"]
 
@@ -71,7 +71,7 @@ class TokenLog:
 
     @property
     def num_bytes(self) -> int:
-        return 4 * len(self.tokens) + sum(len(str(message)) for message in self.messages)
+        return 4 * len(self.tokens) + sum(map(num_chars, self.messages))
 
     def note_length(self) -> None:
         """From now on `low` says what has stayed."""

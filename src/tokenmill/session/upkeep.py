@@ -12,8 +12,10 @@ from tokenmill.outputs import FinishReason
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.keeping import until_durable
 from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.master import TextWork
 from tokenmill.session.room import LogRoom
 from tokenmill.session.session import Session, SessionState
+from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
 
@@ -21,8 +23,10 @@ T = TypeVar("T")
 class Upkeep:
     """One for each service, whatever model it has."""
 
-    def __init__(self, limits: SessionLimits) -> None:
+    def __init__(self, limits: SessionLimits, texts: TextWorkers) -> None:
         self.limits = limits
+        self.texts = texts
+        """Where long input is rendered and tokenized."""
         self.room = LogRoom(limits.max_log_bytes)
         self._expiry: asyncio.Task[None] | None = None
 
@@ -36,17 +40,30 @@ class Upkeep:
 
     async def change(self, loaded: LoadedModel, session_id: str, operation: Callable[[Session], T]) -> T:
         """Have a session changed when its turn comes; the result, once that is durable or known not to be."""
-        savings: list[asyncio.Future[bool] | None] = []
 
-        def change(session: Session) -> T:
-            result = operation(session)
-            self.used(loaded, session)
-            savings.append(save(loaded, session))
-            return result
+        def change(session: Session) -> tuple[T, asyncio.Future[bool] | None]:
+            return operation(session), self._changed(loaded, session)
 
-        result = await loaded.master.ask(session_id, change)
-        await until_durable(savings[0])
+        result, saving = await loaded.master.ask(session_id, change)
+        await until_durable(saving)
         return result
+
+    async def change_text(
+        self, loaded: LoadedModel, session_id: str, num_bytes: int, operation: Callable[[Session], T]
+    ) -> T:
+        """As `change`, with an operation that renders and tokenizes: so many bytes, and what was said before."""
+
+        def change(session: Session, result: T) -> tuple[T, asyncio.Future[bool] | None]:
+            return result, self._changed(loaded, session)
+
+        work = TextWork(self.texts, num_bytes, operation)
+        result, saving = await loaded.master.ask(session_id, change, prepare=work)
+        await until_durable(saving)
+        return result
+
+    def _changed(self, loaded: LoadedModel, session: Session) -> asyncio.Future[bool] | None:
+        self.used(loaded, session)
+        return save(loaded, session)
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 

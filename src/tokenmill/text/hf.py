@@ -20,6 +20,10 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How SentencePiece vocabularies spell a single byte."""
 
 
+MANY_IDS = 1024
+"""To decode them, a batch is worth it: `decode` holds the interpreter lock."""
+
+
 class HuggingFaceTokenizer:
     """Text to ids and back as the model's authors meant it. Everything is loaded at once, so threads can share it.
 
@@ -94,7 +98,10 @@ class HuggingFaceTokenizer:
         return [self._meant.get(number, number) for number in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return str(self._for_templates.decode(list(ids), skip_special_tokens=skip_special))
+        if len(ids) < MANY_IDS:
+            return str(self._for_templates.decode(list(ids), skip_special_tokens=skip_special))
+        (text,) = self._for_templates.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return str(text)
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._for_templates.id_to_token(token)

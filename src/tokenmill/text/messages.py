@@ -106,6 +106,17 @@ def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> An
     raise InvalidRequest(f"messages and template options are JSON values, and {type(value).__name__} is none")
 
 
+def num_chars(value: Any) -> int:
+    """Characters of all strings in a JSON value, about what it takes."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(num_chars(key) + num_chars(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return 8 * len(value) if value and isinstance(value[0], int) else sum(map(num_chars, value))
+    return 8
+
+
 def message_with_strings(message: Message, change: Callable[[str], str]) -> Message:
     """`with_strings`, but a role that templates know stays as it is."""
     changed: Message = with_strings(message, change)

@@ -49,7 +49,7 @@ ONLY_SPLITS = frozenset({DIGIT, r"\p{N}{1,3}"})
 
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
-PIECE_CHARS = 1 << 15
+PIECE_CHARS = 1 << 13
 """Pieces have at least this many characters: some milliseconds of tokenizing."""
 SEARCH_CHARS = 1 << 16
 """The search for a cut lets other threads run after this many characters."""
@@ -204,7 +204,7 @@ def length_bound(tokenizer: RustTokenizer) -> LengthBound | None:
     if not keeps or removes or strips or not isinstance(tokenizer.model, models.BPE):
         return None
     if any(part["type"] == "ByteLevel" for part in splits):
-        longest = max(map(len, vocabulary))
+        longest = max(map(len, vocabulary), default=1)
         unknown = bytes(BYTE_OF[one] for one in BYTE_OF.keys() - vocabulary.keys() if BYTE_OF[one] not in NOT_IN_UTF8)
     elif tokenizer.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         longest, unknown = max(len(token.replace("▁", " ").encode()) for token in vocabulary), b""

@@ -70,6 +70,9 @@ class Metrics(Collector):
         info = GaugeMetricFamily("tokenmill_info", "Which version runs.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
+        lag = HistogramMetricFamily("tokenmill_event_loop_lag_seconds", "How late callbacks of the event loop run.")
+        _add(lag, [], self._telemetry.loop_lag_s)
+        yield lag
         yield from _traffic(self._telemetry.traffic)
         yield from _engine(self._telemetry.figures())
         yield from _now(self._telemetry.watches)

@@ -22,6 +22,7 @@ from tokenmill.server.telemetry.figures import CoreFigures
 from tokenmill.server.telemetry.live import PACE_S, Reader, Told
 from tokenmill.server.telemetry.metrics import Metrics
 from tokenmill.server.telemetry.names import Names
+from tokenmill.server.telemetry.tally import SHORT_S, Tally
 from tokenmill.server.telemetry.traffic import Traffic
 from tokenmill.server.telemetry.watch import CoreWatch, EndListener
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_NAMES = 4096
 """Names of callers' own that are remembered."""
 MAX_CALLS_OF_A_NAME = 8
+PROBE_S = 0.02
+MAX_MISSED = 10_000
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Telemetry:
         self.traffic = Traffic()
         self.names = Names()
         self.metrics = Metrics(self)
+        self.loop_lag_s = Tally(SHORT_S)
+        """How long callbacks have waited for the event loop."""
         self._on_end = on_end
         self._watches: dict[str, list[CoreWatch]] = {}
         self._figures: dict[str, list[CoreFigures]] = {}
@@ -64,6 +69,17 @@ class Telemetry:
         self._stopping: str | None = None
         self._lock = threading.RLock()
         """Around what models and readers there are."""
+
+    async def watch_loop(self) -> None:
+        """Measure from now on how late a callback of the event loop is that is due every `PROBE_S`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + PROBE_S
+            await asyncio.sleep(PROBE_S)
+            lag_s = max(0.0, loop.time() - due)
+            # A long wait hides the callbacks that would have been due meanwhile: they count, too.
+            for missed in range(1 + min(int(lag_s / PROBE_S), MAX_MISSED)):
+                self.loop_lag_s.add(lag_s - missed * PROBE_S)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
