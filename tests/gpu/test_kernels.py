@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from tests.gpu.card import DEVICE, HAS_CARD, needs_kernels
 from tests.gpu.paged import Shape, attended, error, paged
@@ -234,7 +235,7 @@ def test_drawing_in_order_of_likelihood() -> None:
 
 
 def test_draws_in_order_of_likelihood_have_the_right_frequencies() -> None:
-    """100,000 draws from one row with top-p 0.9 and a temperature: chi-squared of what the filters keep, and no more."""
+    """100,000 draws from one row with top-p 0.9 and a temperature: chi-squared of what the filters keep."""
     from tokenmill.backends.torch.cuda.kernels.drawing import draw
     from tokenmill.sampling import ops
 
