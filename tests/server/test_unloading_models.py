@@ -106,6 +106,24 @@ def test_a_model_that_nobody_uses_goes_when_its_time_is_over() -> None:
         assert store.happened == ["load", "close", "load"]
 
 
+def test_a_model_is_not_unloaded_before_the_request_it_was_loaded_for() -> None:
+    store = Store()
+    with two_models(store, spec={"keep_alive_s": 0.0}) as server:
+        models = server.served.models
+        store.may_load.clear()
+        replies: list[Reply] = []
+        asking = threading.Thread(target=lambda: replies.append(chat(server, "second")))
+        asking.start()
+        until(lambda: store.happened == ["load"])
+        unloading = threading.Thread(target=lambda: server.do(models.unload_idle()))
+        unloading.start()
+        until(lambda: bool(models._memory._waiters))  # it looks as soon as the model is loaded
+        store.may_load.set()
+        asking.join(WAIT_S)
+        unloading.join(WAIT_S)
+        assert [reply.status for reply in replies] == [200]
+
+
 def test_keep_alive_of_the_command_line(tmp_path: Path) -> None:
     with child(tmp_path / "log", "fake", "--keep-alive", "0.2") as served:
         until(lambda: "fake was not used for a while and is unloaded; the next request loads it" in served.said())

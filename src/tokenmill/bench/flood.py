@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import RequestFailed, Stream, Target, call, completion_body, exchange, first_model
 from tokenmill.bench.processes import serving
 
@@ -212,15 +213,15 @@ def table(phases: Sequence[Phase]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tokenmill bench flood", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"])
-    parser.add_argument("--clients", type=int, default=8, help="that post prompts (8)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase (15)")
-    parser.add_argument("--bytes", type=int, help="of a prompt (95 %% of the largest that is not refused outright)")
+    parser = bench_parser("tokenmill bench flood", (__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--clients", type=int, default=8, help="concurrent clients that post prompts")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of each phase, in seconds")
+    parser.add_argument("--bytes", type=int, help="size of a prompt (default: 95 %% of the largest one accepted)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="kinds of prompts")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="the rest goes to `tokenmill serve`")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for `tokenmill serve`")
     options = parser.parse_args(arguments)
     more = ["--backend", options.backend, "--log-level", "warning", *options.serve]
     with serving(options.model, more) as server:

@@ -98,6 +98,8 @@ class Place:
         self.spec = spec
         self.model: ServedModel | None = None
         self.loading: asyncio.Task[ServedModel] | None = None
+        self.num_waiting = 0
+        """Requests that wait for it to load: it is in use as soon as it is loaded."""
 
     @property
     def state(self) -> State:
@@ -165,7 +167,11 @@ class Models:
     async def use(self, name: str | None) -> ServedModel:
         """The model of this name, for a request; loaded now, if it is not."""
         place = self.place(name)
-        model = place.model or await self._while_open(self.load(place))
+        place.num_waiting += 1
+        try:
+            model = place.model or await self._while_open(self.load(place))
+        finally:
+            place.num_waiting -= 1
         model.last_used = time.monotonic()
         return model
 
@@ -237,7 +243,7 @@ class Models:
 
     def users(self, model: ServedModel) -> int:
         """Requests and sessions of a model."""
-        return self._calls.of(model.llm) + len(model.sessions)
+        return self._calls.of(model.llm) + len(model.sessions) + self._places[model.name].num_waiting
 
     # -- unloading ----------------------------------------------------------------------------------------------------
 
