@@ -1,0 +1,235 @@
+"""Count the project's functions on the way of a streamed chat request, from its socket to its last event.
+
+    python tools/trace_request.py [--tokens 256] [--list] [--json]
+
+A server over the fake backend runs in this process and answers on a real socket; every thread has a `sys.setprofile`
+hook from its start. After a warm-up request, one request is recorded. The report has three figures:
+
+- distinct functions of the package that ran on any thread, outside `engine/` and the backend contract. Lambdas and
+  comprehensions belong to the function around them.
+- distinct code objects: the same, with each lambda and comprehension counted by itself, as `sys.setprofile` sees them.
+- calls per token on the event loop's thread: calls of any of the package's functions, resumed coroutines and
+  generators included, as the difference between a request of N and one of 2 N tokens: per-request work cancels out.
+
+The engine is paced, so that each token is an event of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import tokenmill
+from tokenmill import AsyncLLM
+from tokenmill.config import EngineConfig
+from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.engine.events import TickEvent
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.models import ModelSpec
+from tokenmill.server.run import Server
+from tokenmill.server.served import Served
+
+PACKAGE = Path(tokenmill.__file__).parent
+EXCLUDED = ("engine", "core", "contract")
+"""Packages whose functions don't count: the scheduler's own work, and the fake backend's."""
+STEP_S = 0.002
+WAIT_S = 60.0
+LETTERS = list(range(ord("a"), ord("z") + 1))
+"""Ids of the byte tokenizer that are whole characters: each token of the answer has a text, and so an event."""
+
+
+@dataclass
+class Trace:
+    """Calls by function, on every thread and on the event loop's."""
+
+    calls: Counter[CodeType] = field(default_factory=Counter)
+    on_loop: Counter[CodeType] = field(default_factory=Counter)
+
+    @property
+    def code_objects(self) -> list[CodeType]:
+        """Those outside the excluded packages."""
+        return [code for code in self.calls if where(code).parts[0] not in EXCLUDED]
+
+    @property
+    def functions(self) -> dict[str, int]:
+        """Their functions by name, with the number of calls."""
+        found: Counter[str] = Counter()
+        for code in self.code_objects:
+            found[f"{where(code).as_posix()}:{function_name(code)}"] += self.calls[code]
+        return dict(sorted(found.items()))
+
+    @property
+    def num_on_loop(self) -> int:
+        return sum(self.on_loop.values())
+
+
+def where(code: CodeType) -> Path:
+    return Path(code.co_filename).relative_to(PACKAGE)
+
+
+def function_name(code: CodeType) -> str:
+    """The function that a piece of code belongs to: a lambda's or a comprehension's is the one around it."""
+    parts = code.co_qualname.split(".")
+    while len(parts) > 2 and parts[-1].startswith("<") and parts[-2] == "<locals>":
+        parts = parts[:-2]
+    return ".".join(part for part in parts if part != "<locals>")
+
+
+class Recorder:
+    """A profile hook for all threads that are started after it; it counts while it is switched on."""
+
+    def __init__(self) -> None:
+        self.trace: Trace | None = None
+        self.loop_thread: int | None = None
+        self._is_ours: dict[CodeType, bool] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        trace = self.trace
+        if trace is None or event != "call":
+            return
+        code = frame.f_code
+        is_ours = self._is_ours.get(code)
+        if is_ours is None:
+            is_ours = self._is_ours[code] = code.co_filename.startswith(f"{PACKAGE}/")
+        if is_ours:
+            trace.calls[code] += 1
+            if threading.get_ident() == self.loop_thread:
+                trace.on_loop[code] += 1
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        self.trace = made = Trace()
+        try:
+            yield made
+        finally:
+            self.trace = None
+
+
+@contextmanager
+def serving(recorder: Recorder) -> Iterator[int]:
+    """A server on a thread of its own; its port."""
+    threading.setprofile(recorder)
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Server(Served(ServerConfig(), [ModelSpec(name="fake", load=lambda: llm)]))
+    llm.subscribe(0, lambda _: pace)
+
+    async def serve() -> None:
+        recorder.loop_thread = threading.get_ident()
+        await server.load_and_serve(listener)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread.start()
+    while not server.is_ready:
+        time.sleep(0.01)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_S)
+        listener.close()
+        threading.setprofile(None)
+
+
+def pace(event: object) -> None:
+    """On the engine's thread: leave the event loop time to send each token by itself."""
+    if isinstance(event, TickEvent):
+        time.sleep(STEP_S)
+
+
+def stream_chat(port: int, num_tokens: int) -> int:
+    """Stream one chat; the number of events that had a text."""
+    body = {
+        "messages": [{"role": "user", "content": "Name the planets."}],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "allowed_token_ids": LETTERS,
+        "temperature": 0,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise SystemExit(f"the server answered {answer.status}: {answer.read()!r:.200}")
+        lines = [line for line in answer.read().split(b"\n") if line.startswith(b"data: {")]
+    finally:
+        connection.close()
+    return sum("content" in json.loads(line[6:])["choices"][0]["delta"] for line in lines) - 1  # one is the role's
+
+
+def measure(num_tokens: int) -> dict[str, Any]:
+    recorder = Recorder()
+    with serving(recorder) as port:
+        stream_chat(port, num_tokens)
+        traces, events = [], []
+        for count in (num_tokens, 2 * num_tokens):
+            with recorder.recording() as trace:
+                events.append(stream_chat(port, count))
+                time.sleep(0.1)  # what follows the last byte: the log, the count, the end of the call
+            traces.append(trace)
+    short, long = traces
+    per_token = {
+        f"{where(code).as_posix()}:{code.co_qualname}": per
+        for code, count in long.on_loop.items()
+        if (per := (count - short.on_loop[code]) / num_tokens) >= 0.1
+    }
+    return {
+        "tokens": num_tokens,
+        "events": events,
+        "distinct_functions": len(short.functions),
+        "distinct_code_objects": len(short.code_objects),
+        "calls_per_token_on_loop": round((long.num_on_loop - short.num_on_loop) / num_tokens, 1),
+        "functions": short.functions,
+        "per_token": dict(sorted(per_token.items(), key=lambda item: -item[1])),
+    }
+
+
+def show(report: dict[str, Any], *, is_listed: bool) -> None:
+    by_package: Counter[str] = Counter(name.rpartition("/")[0] or "." for name in report["functions"])
+    print(f"{'package':24}{'functions':>10}")
+    for package, count in sorted(by_package.items()):
+        print(f"{package:24}{count:10}")
+    print(f"{'all':24}{report['distinct_functions']:10}")
+    print(f"{'code objects':24}{report['distinct_code_objects']:10}\n")
+    print(f"calls per token on the event loop: {report['calls_per_token_on_loop']}")
+    print(f"events for {report['tokens']} and {2 * report['tokens']} tokens: {report['events']}")
+    if is_listed:
+        print("\ncalls per token, by function")
+        for name, per in report["per_token"].items():
+            print(f"{per:8.2f}  {name}")
+        print("\ncalls in one request, by function")
+        for name, count in report["functions"].items():
+            print(f"{count:8}  {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in the recorded answer (default: 256)")
+    parser.add_argument("--list", action="store_true", help="list the functions")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    arguments = parser.parse_args()
+    report = measure(arguments.tokens)
+    if arguments.json:
+        json.dump(report, sys.stdout, indent=1)
+    else:
+        show(report, is_listed=arguments.list)
+
+
+if __name__ == "__main__":
+    main()
