@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenmill.backends.loading import open_model
-    from tokenmill.engine.async_llm import AsyncLLM
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.async_llm import AsyncLLM
+    from tokenmill.entrypoints.llm import LLM
     from tokenmill.params import SamplingParams
     from tokenmill.session.service import SessionService
 
@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "SessionService", "__version__", "open_model"]
 
 _HOME = {
-    "LLM": "tokenmill.engine.llm",
-    "AsyncLLM": "tokenmill.engine.async_llm",
+    "LLM": "tokenmill.entrypoints.llm",
+    "AsyncLLM": "tokenmill.entrypoints.async_llm",
     "SamplingParams": "tokenmill.params",
     "SessionService": "tokenmill.session.service",
     "open_model": "tokenmill.backends.loading",

@@ -15,9 +15,9 @@ import tokenmill
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
 from tokenmill.config import EngineConfig
 from tokenmill.core.memory import cells_for
-from tokenmill.engine.inputs import Intake
-from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.entrypoints.options import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotFound, TokenmillError
+from tokenmill.pipeline.prompts import Intake
 from tokenmill.progress import ProgressLine
 from tokenmill.text.model_text import ModelText, sampling_defaults
 from tokenmill.text.tokenizer import ByteTokenizer

@@ -17,7 +17,7 @@ from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.library import library
 from tokenmill.cli.main import app
 from tokenmill.core.memory import cells_for
-from tokenmill.engine.fit import limits_for, plan_fit
+from tokenmill.entrypoints.fit import limits_for, plan_fit
 from tokenmill.errors import ConfigError, ModelNotFound
 from tokenmill.params import SamplingParams
 from tokenmill.text.tokenizer import ByteTokenizer

@@ -10,10 +10,10 @@ import pytest
 
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
-from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.engine.llm import LLM
-from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.process import ProcessClient
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.llm import LLM
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams

@@ -11,7 +11,7 @@ from tokenmill import AsyncLLM, SamplingParams
 from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
-from tokenmill.engine.opening import EngineOptions
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.outputs import RequestOutput
 
 NUM_READERS = 16

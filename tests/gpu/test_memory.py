@@ -12,8 +12,8 @@ from tests.parity.checkpoints import save
 from tokenmill import open_model
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits
-from tokenmill.engine.fit import check_memory
-from tokenmill.engine.opening import choose_limits
+from tokenmill.entrypoints.fit import check_memory
+from tokenmill.entrypoints.options import choose_limits
 from tokenmill.errors import ConfigError
 
 pytestmark = needs_card()

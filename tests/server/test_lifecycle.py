@@ -184,7 +184,7 @@ def test_l07_a_signal_while_the_model_is_loaded(
 ) -> None:
     program = """
         import threading
-        from tokenmill.engine import async_llm
+        from tokenmill.entrypoints import async_llm
         async_llm.AsyncLLM = lambda *_, **__: threading.Event().wait()
     """
     change_program(tmp_path / "program", program, monkeypatch)

@@ -19,7 +19,7 @@ from tests.server.serving import HI, WAIT_S, Reply, Running, child, request
 from tests.server.test_lifecycle import assert_ends, change_program
 from tests.server.wire import until
 from tokenmill.core.memory import MemoryPlan
-from tokenmill.engine.fit import Fit
+from tokenmill.entrypoints.fit import Fit
 from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
 from tokenmill.server.models import Models
 
@@ -119,7 +119,7 @@ def test_whoever_waits_for_a_model_when_the_server_stops_is_told_so(
 ) -> None:
     program = """
         import threading
-        from tokenmill.engine import async_llm
+        from tokenmill.entrypoints import async_llm
         async_llm.AsyncLLM = lambda *_, **__: threading.Event().wait()
     """
     change_program(tmp_path / "program", program, monkeypatch)

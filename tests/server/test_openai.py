@@ -131,7 +131,7 @@ def test_a_queue_that_is_full_answers_429(server: Running) -> None:
 
 
 def test_an_engine_that_hangs_is_not_ready(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.engine.async_llm.HANGS_AFTER_S", 0.05)
+    monkeypatch.setattr("tokenmill.entrypoints.async_llm.HANGS_AFTER_S", 0.05)
 
     assert server.get("/health").status == 200
     hold = server.inject(FaultKind.STALL)

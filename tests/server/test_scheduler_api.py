@@ -17,9 +17,9 @@ from tests.server.wire import Wire, chat_body, chat_request, held, until, wait_f
 from tokenmill.cli.frame import frame
 from tokenmill.cli.live_state import LiveState
 from tokenmill.core import FaultKind
-from tokenmill.engine.async_llm import Bell
 from tokenmill.engine.request import Hints
 from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import hash_key
 from tokenmill.server.telemetry.live import Reader

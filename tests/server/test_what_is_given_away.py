@@ -103,7 +103,7 @@ def test_s10_nothing_listens_but_the_api(tmp_path: Path) -> None:
 CANARY = re.compile(r"canary|Kanarie", re.IGNORECASE)
 LOG_KEY = "sk-canary-right"
 FAILS = """
-from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.entrypoints.async_llm import AsyncLLM
 
 chat_ids = AsyncLLM.chat_ids
 

@@ -10,11 +10,11 @@ import pytest
 from tests.session.helpers import GREEDY, SteppedClock, read, scene, tokens_of
 from tokenmill import SessionService
 from tokenmill.core import Fault, FaultKind
-from tokenmill.engine.inputs import Generation
 from tokenmill.engine.request import Hints
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken
 from tokenmill.params import SamplingParams
+from tokenmill.pipeline.prompts import Generation
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import LiveTurn
 from tokenmill.text.tokenizer import ByteTokenizer

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenmill.engine.outputs import OutputStream, TextDelta
 from tokenmill.errors import TokenizeFailed
 from tokenmill.outputs import FinishReason, GeneratedToken
 from tokenmill.params import SamplingParams
+from tokenmill.pipeline.output import OutputStream, TextDelta
 from tokenmill.text.stops import StopStrings
 from tokenmill.text.tokenizer import ByteTokenizer
 

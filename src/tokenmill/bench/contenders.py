@@ -39,7 +39,7 @@ class Tokenmill:
         self, model: str, num_threads: int, dtype: str = "auto", backend: str = "auto", slots: str = ""
     ) -> None:
         """With `slots`, as many requests at a time as a server has, of the same context."""
-        from tokenmill.engine.llm import LLM
+        from tokenmill.entrypoints.llm import LLM
 
         options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype, "backend": backend}
         options |= {"max_num_seqs": int(slots), "max_model_len": SLOT_CONTEXT} if slots else {"max_num_seqs": 64}

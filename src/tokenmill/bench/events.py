@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.engine import decoding_engine
-from tokenmill.engine.async_llm import Bell
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.llm import LLM
 from tokenmill.engine.request import Limits, Request
+from tokenmill.entrypoints.async_llm import Bell
+from tokenmill.entrypoints.llm import LLM
 from tokenmill.server.sse import event
 from tokenmill.server.telemetry.figures import CoreFigures
 from tokenmill.server.telemetry.live import Reader

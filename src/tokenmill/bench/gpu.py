@@ -25,8 +25,8 @@ from tokenmill.bench.gpu_shapes import CONTEXT, SHAPES, random_model
 from tokenmill.bench.gpu_workloads import Workload, first_token, run, workloads
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.opening import choose_limits
 from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.entrypoints.options import choose_limits
 from tokenmill.params import SamplingParams
 
 NUM_SEQS = 256

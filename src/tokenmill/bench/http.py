@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.processes import serving
-from tokenmill.engine.llm import LLM
+from tokenmill.entrypoints.llm import LLM
 from tokenmill.params import SamplingParams
 
 

@@ -20,7 +20,7 @@ from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
-from tokenmill.engine.fit import limits_for, plan_fit
+from tokenmill.entrypoints.fit import limits_for, plan_fit
 
 MIB = 1 << 20
 GRID = ((1, 256), (1, 2048), (4, 1024), (16, 256), (16, 1024), (32, 512), (8, 4096))
@@ -77,7 +77,7 @@ def use(model: str, sessions: int, context: int, dtype: str) -> int:
     import torch  # noqa: F401
 
     before, peak = private_bytes(), Peak()
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.llm import LLM
     from tokenmill.params import SamplingParams
 
     cells = limits_for(sessions, context, BLOCK_SIZE).num_cells

@@ -17,7 +17,7 @@ from typing import Any
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
-from tokenmill.engine.llm import LLM
+from tokenmill.entrypoints.llm import LLM
 from tokenmill.params import SamplingParams
 
 

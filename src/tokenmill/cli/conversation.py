@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tokenmill.session.session import Session, SessionOptions
 
 if TYPE_CHECKING:
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.llm import LLM
     from tokenmill.outputs import RequestOutput
     from tokenmill.params import SamplingParams
 

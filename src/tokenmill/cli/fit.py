@@ -30,7 +30,7 @@ def fit(
     import json
     from dataclasses import asdict
 
-    from tokenmill.engine.fit import plan_fit
+    from tokenmill.entrypoints.fit import plan_fit
 
     found = plan_fit(
         model,

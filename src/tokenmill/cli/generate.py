@@ -17,7 +17,7 @@ from tokenmill.cli.speed import Stopwatch
 from tokenmill.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.llm import LLM
     from tokenmill.outputs import RequestOutput
     from tokenmill.params import SamplingParams
 

@@ -13,7 +13,7 @@ import typer
 from tokenmill.backends.library import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.llm import LLM
     from tokenmill.params import SamplingParams
 
 MODEL_HELP = "Model: a short name, a Hugging Face directory or a .gguf file."
@@ -120,7 +120,7 @@ def read_extra(given: list[str] | None) -> dict[str, bool | int | str] | None:
 
 def open_llm(model: str, **options: Any) -> LLM:
     """The model; torch and what it needs are imported only now, so that `--help` is quick."""
-    from tokenmill.engine.llm import LLM
+    from tokenmill.entrypoints.llm import LLM
 
     log, told = logging.getLogger("tokenmill.backends.loading"), _Told()
     level = log.level

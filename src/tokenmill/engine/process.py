@@ -315,9 +315,9 @@ class EngineProcess:
                 self._client.cancel(envelope.request_id, FinishReason.ERROR)
 
     def _start(self, start: wire.Start) -> None:
-        from tokenmill.engine import opening  # with all that reading a model's files takes
+        from tokenmill.backends.loading import open_model  # with all that reading a model's files takes
 
-        model = opening.open_model(start.model, **start.options)
+        model = open_model(start.model, **start.options)
         self._client = ThreadClient(model, start.config, start.limits, num_cores=start.num_cores)
         self._mail.post(wire.encode(wire.Ready(self._client.max_model_len, model.info.vocab_size)))
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.request import Hints
+from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import ServerConfig

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.engine.fit import Fit, plan_fit
-from tokenmill.engine.opening import EngineOptions
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.fit import Fit, plan_fit
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import ConfigError
 from tokenmill.server.models import ModelSpec
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server.calls import Call, together

@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from tokenmill.core.memory import MemoryPlan
-from tokenmill.engine.async_llm import AsyncLLM
-from tokenmill.engine.fit import Fit
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.fit import Fit
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.server.calls import OpenCalls
 from tokenmill.server.errors import ApiError, model_not_found, stopping

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tokenmill.engine.inputs import Generation
-from tokenmill.engine.opening import OpenedModel
+from tokenmill.entrypoints.options import OpenedModel
 from tokenmill.outputs import CacheVerdict, Divergence
+from tokenmill.pipeline.prompts import Generation
 from tokenmill.session.session import Session
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer

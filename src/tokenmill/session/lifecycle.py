@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tokenmill.core import ModelHandle
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
-from tokenmill.engine.opening import EngineOptions
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, ModelNotLoaded
 from tokenmill.outputs import FinishReason
 from tokenmill.session.loaded import LoadedModel

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tokenmill.engine.client import EngineClient
-from tokenmill.engine.inputs import Generation
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, RequestOutput, TokenLogprobs, Usage
+from tokenmill.pipeline.prompts import Generation
 
 
 @dataclass(frozen=True)

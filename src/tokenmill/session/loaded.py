@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from tokenmill.core import ModelHandle
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Intake
-from tokenmill.engine.opening import EngineOptions, open_for_engine
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.options import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError, TooManyTokens
+from tokenmill.pipeline.prompts import Intake
 from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
 from tokenmill.session.keeping import Keeper

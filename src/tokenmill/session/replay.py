@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenmill.engine.llm import LLM
+from tokenmill.entrypoints.llm import LLM
 from tokenmill.errors import SessionFileError
 from tokenmill.params import SamplingParams
 from tokenmill.session.fingerprint import fingerprint

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
 from tokenmill.core import ModelHandle
-from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.engine.client import EngineClient
-from tokenmill.engine.opening import EngineOptions
 from tokenmill.engine.request import Hints
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
 from tokenmill.params import SamplingParams
 from tokenmill.session.answering import begin_answer, commit_prompt, no_answer

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.engine.async_llm import Bell
 from tokenmill.engine.events import Event
 from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.entrypoints.async_llm import Bell
 
 MAX_UNREAD = 1024
 """Events that may wait for a reader."""

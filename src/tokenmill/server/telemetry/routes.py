@@ -11,9 +11,9 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
-from tokenmill.engine.inputs import callers_name
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.errors import SessionNotFound
+from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas as shared
 from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError

@@ -11,10 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.engine.inputs import callers_name
 from tokenmill.engine.timeline import Timeline
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import ENDED_WELL
+from tokenmill.pipeline.prompts import callers_name
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from tokenmill.engine.async_llm import AsyncLLM, Bell
-from tokenmill.engine.inputs import callers_name
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.engine.timeline import Timeline
+from tokenmill.entrypoints.async_llm import AsyncLLM, Bell
 from tokenmill.errors import EngineDead, Unsupported
+from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server.context import Caller
 from tokenmill.server.telemetry.explained import Delivery
 from tokenmill.server.telemetry.figures import CoreFigures

@@ -15,14 +15,14 @@ from typing import Any, Self, Unpack
 
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
-from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output
-from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.engine.pool import MakeSubscriber
 from tokenmill.engine.request import Hints
 from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
+from tokenmill.pipeline.prompts import Generation, Intake, Prompt, embedding_output
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 

@@ -11,12 +11,12 @@ from typing import Any, Self, Unpack
 from tokenmill.core import ModelHandle
 from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.inputs import Generation, Intake, Prompt, embedding_output, pair_params
-from tokenmill.engine.opening import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.engine.request import Request
+from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
 from tokenmill.params import Pooling, SamplingParams
+from tokenmill.pipeline.prompts import Generation, Intake, Prompt, embedding_output, pair_params
 from tokenmill.progress import ProgressLine
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.core import ModelInfo
-from tokenmill.engine.outputs import OutputStream, TextDelta
 from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request, context_overflow
 from tokenmill.errors import ContextOverflow, EngineDead, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import (
@@ -25,6 +24,7 @@ from tokenmill.outputs import (
     Usage,
 )
 from tokenmill.params import Pooling, SamplingParams, token_ids
+from tokenmill.pipeline.output import OutputStream, TextDelta
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
 from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
 from tokenmill.core.memory import cells_for, seqs_for
-from tokenmill.engine.fit import check_memory
+from tokenmill.entrypoints.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
 from tokenmill.text.tokenizer import Tokenizer

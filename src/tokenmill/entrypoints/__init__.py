@@ -1,0 +1,1 @@
+"""The Python API: `LLM`, `AsyncLLM`, the options they take and the memory a model needs."""

@@ -1,0 +1,1 @@
+"""Between users and the engine: prompts become requests, step results become deltas of text."""
