@@ -56,7 +56,7 @@ test: $(VENV)/.dev  ## run all tests, on two cores
 flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
 	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test
 
-mutants: $(VENV)/.dev  ## mutate core, engine, session, sampling and text at random; list what no test notices
+mutants: $(VENV)/.dev  ## mutate contract, kv, engine, session, sampling and text at random; list what no test notices
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)

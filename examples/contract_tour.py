@@ -6,7 +6,8 @@ Everything the engine will be built from, in the order a reader meets it. Each s
 from __future__ import annotations
 
 from tokenmill import open_model
-from tokenmill.core import Backend, BackendLimits, BatchBuilder, Fault, FaultKind, Output
+from tokenmill.backends.fake import Fault, FaultKind
+from tokenmill.contract import Backend, BackendLimits, BatchBuilder, Output
 from tokenmill.errors import ForwardFailed, OutOfKV
 
 SYSTEM = [1, 2, 3, 4, 5, 6]

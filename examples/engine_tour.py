@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, TickEvent
 from tokenmill.engine.request import Limits, Request

@@ -1,4 +1,4 @@
-"""`core/` needs numpy and the standard library, nothing else: the contract must import on any machine."""
+"""The contract and the paged KV memory import numpy and the standard library only: they run on any machine."""
 
 import ast
 import subprocess
@@ -9,7 +9,12 @@ import pytest
 
 import tokenmill
 
-CORE = Path(tokenmill.__file__).parent / "core"
+PACKAGE = Path(tokenmill.__file__).parent
+FILES = [
+    *sorted((PACKAGE / "contract").glob("*.py")),
+    *sorted((PACKAGE / "kv").glob("*.py")),
+    PACKAGE / "backends/fake.py",
+]
 ALLOWED = sys.stdlib_module_names | {"numpy"}
 
 
@@ -24,16 +29,26 @@ def imports_of(file: Path) -> set[str]:
 
 
 @pytest.mark.req("R20")
-@pytest.mark.parametrize("file", sorted(CORE.glob("*.py")), ids=lambda file: file.name)
-def test_core_imports_numpy_alone(file: Path) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_contract_imports_numpy_alone(file: Path) -> None:
     for name in imports_of(file):
-        inside = name.startswith("tokenmill.core") or name == "tokenmill.errors"
+        inside = name.startswith(("tokenmill.contract", "tokenmill.kv")) or name == "tokenmill.errors"
         assert inside or name.split(".")[0] in ALLOWED, f"{file.name} imports {name}"
 
 
 @pytest.mark.parametrize(
     "module",
-    ["core", "engine.core", "engine.pool", "engine.client", "engine.llm", "engine.async_llm", "sampling.state"],
+    [
+        "contract",
+        "kv.paged_backend",
+        "backends.fake",
+        "engine.core",
+        "engine.pool",
+        "engine.client",
+        "engine.llm",
+        "engine.async_llm",
+        "sampling.state",
+    ],
 )
 def test_importing_the_engine_loads_nothing_heavy(module: str) -> None:
     heavy = "torch transformers llama_cpp pydantic fastapi msgspec zmq typer hypothesis pytest"

@@ -116,12 +116,12 @@ def test_a_key_survives_a_reformat_and_not_an_edit() -> None:
 
 
 def test_an_equivalent_mutant_is_stale_when_its_function_has_changed() -> None:
-    path = "src/tokenmill/core/blocks.py"
+    path = "src/tokenmill/kv/tables.py"
     source = (ROOT / path).read_bytes()
     mutant = next(mutants_of(path, source))
     entry = {"key": mutant.key(source), "path": path, "function": mutant.function}
     edited = {**entry, "key": "0" * 16}
-    moved = {**entry, "path": "src/tokenmill/core/gone.py"}
+    moved = {**entry, "path": "src/tokenmill/contract/gone.py"}
     assert stale([entry, edited, moved]) == [edited, moved]
 
 

@@ -34,8 +34,8 @@ from typing import Any
 
 import tokenmill
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.engine.events import TickEvent
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.models import ModelSpec

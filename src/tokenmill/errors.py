@@ -19,7 +19,7 @@
     ├── RequestFailed           a request ended otherwise than by being complete
     ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
     ├── EngineDead              the engine failed for good; a supervisor may build a new one
-    └── BackendError            something the contract in `core/` refuses or reports
+    └── BackendError            something the contract refuses or reports
         ├── InvalidBatch        the batch breaks a rule; memory is as it was
         ├── InvalidOperation    the KV or backend call breaks a rule; memory is as it was
         │   ├── Unsupported     a rule of this backend's `Capabilities`

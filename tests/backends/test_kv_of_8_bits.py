@@ -9,7 +9,7 @@ import torch
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.rope import rotate, rotations
-from tokenmill.core import IntArray, LayerKV
+from tokenmill.contract import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
 
 HEADS, DIM, BLOCK = 2, 16, 4

@@ -16,7 +16,7 @@ from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families import Family, family_of, register_family
 from tokenmill.backends.torch.families.names import HF_NAMES
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.errors import ConfigError, InvalidOperation, StaleKV
 from tokenmill.text.tokenizer import ByteTokenizer
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.server.serving import running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.bench.flood import FAR_ABOVE_BYTES, SHAPES, flood_body, largest_prompt, percentile_of, run_phase, table
 from tokenmill.bench.load_clients import Target
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig
 
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.bench import gpu_workloads
 from tokenmill.bench.gpu_workloads import Job, first_token, run
-from tokenmill.core import Backend, BackendLimits, FakeConfig, FakeModel
+from tokenmill.contract import Backend, BackendLimits
 from tokenmill.engine.core import EngineCore
 
 

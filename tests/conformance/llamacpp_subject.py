@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tests.conformance.subjects import Cells, Subject
 from tests.conformance.torch_subject import HEADS, KV_HEADS, TOLERANCE, hidden_oracle, make_decoder, oracle
 from tests.parity.gguf_files import permuted
+from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
 from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
 from tokenmill.backends.llamacpp.backend import LlamaBackend, LlamaStep
 from tokenmill.backends.llamacpp.memory import LlamaMemory
@@ -30,8 +31,7 @@ from tokenmill.backends.llamacpp.opening import open_path
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file
-from tokenmill.core import BackendLimits, Batch, BatchBuilder, FakeConfig, FaultKind, IntArray, Output
-from tokenmill.core.faults import FaultPlan
+from tokenmill.contract import BackendLimits, Batch, BatchBuilder, IntArray, Output
 from tokenmill.errors import ForwardFailed, OutOfKV
 
 EXACT = LoadOptions(backend="llamacpp", extra={"type_k": "f32", "type_v": "f32", "flash_attn": False})

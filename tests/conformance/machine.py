@@ -11,19 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.conformance.subjects import Cells, Oracle, Subject
-from tokenmill.core import (
-    Batch,
-    BatchBuilder,
-    CellTable,
-    FakeConfig,
-    Fault,
-    FaultKind,
-    Forward,
-    Output,
-    SampleRows,
-    Sampling,
-    last_sampled,
-)
+from tokenmill.backends.fake import FakeConfig, Fault, FaultKind
+from tokenmill.contract import Batch, BatchBuilder, CellTable, Forward, Output, SampleRows, Sampling, last_sampled
 from tokenmill.errors import BackendError, ForwardFailed, InvalidBatch, OutOfKV
 
 FROM_ROW = -1

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from tests.conformance.machine import FROM_ROW, Machine, Token
-from tokenmill.core import FakeConfig, FaultKind, Output
+from tokenmill.backends.fake import FakeConfig, FaultKind
+from tokenmill.contract import Output
 
 T = TypeVar("T")
 

@@ -13,13 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.conformance.subjects import Subject
-from tokenmill.core import (
-    Backend,
-    BatchBuilder,
-    FakeConfig,
-    Sampler,
-    SampleRows,
-)
+from tokenmill.backends.fake import FakeConfig
+from tokenmill.contract import Backend, BatchBuilder, Sampler, SampleRows
 
 SMALL = FakeConfig(vocab_size=64, max_context=64, num_cells=64, block_size=4, max_seqs=8)
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import Backend, FakeBackend, FakeConfig
+from tokenmill.backends.fake import FakeBackend, FakeConfig
+from tokenmill.contract import Backend
 
 Cells = list[tuple[int, int]]
 """What a token can see: (token, position) pairs, its own included."""

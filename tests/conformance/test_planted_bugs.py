@@ -8,7 +8,8 @@ from tests.conformance.checks import CHECKS
 from tests.conformance.random_driver import drive
 from tests.conformance.subjects import FAKE
 from tests.planting import PlantedBug, plant
-from tokenmill.core import blocks, fake, paged, segments, tables
+from tokenmill.backends import fake
+from tokenmill.kv import paged, tables
 
 BUGS = [
     PlantedBug(
@@ -30,8 +31,8 @@ BUGS = [
     ),
     PlantedBug("stale tail", tables.BlockTables, "cut_tail", "keep, end", "keep, self.end[seq]"),
     PlantedBug("wrong window edge", fake.FakeBackend, "_hash_visible", "pos - window + 1", "pos - window"),
-    PlantedBug("double free", blocks.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
-    PlantedBug("blocks never freed", blocks.BlockPool, "give_back", "self.num_free += len(blocks)", "pass"),
+    PlantedBug("double free", tables.BlockPool, "release", "self.refs[blocks] == 0", "self.refs[blocks] <= 1"),
+    PlantedBug("blocks never freed", tables.BlockPool, "give_back", "self.num_free += len(blocks)", "pass"),
     PlantedBug(
         "position gap accepted",
         paged.PagedKV,
@@ -70,9 +71,7 @@ BUGS = [
         "self._step_of_slot[self.tables.slots_of(seq)] > step",
     ),
     PlantedBug("companions left behind", paged, "_place", "tables.follow(lead, others)", "pass"),
-    PlantedBug(
-        "parting sequences not cut", segments, "cut_into_segments", "companions.get(seq, group) != group", "False"
-    ),
+    PlantedBug("parting sequences not cut", paged, "cut_into_segments", "companions.get(seq, group) != group", "False"),
     PlantedBug(
         "head cut frees nothing", tables.BlockTables, "cut_head", "self.pool.release(self.table[seq, :gone])", "pass"
     ),

@@ -15,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from tests.conformance.subjects import Cells, Subject
+from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.backends.torch.weights import DecoderWeights
-from tokenmill.core import Batch, Capabilities, FakeConfig, FaultKind, IntArray, PagedKV
-from tokenmill.core.faults import FaultPlan
-from tokenmill.core.segments import Segment
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import Batch, Capabilities, IntArray
 from tokenmill.errors import ForwardFailed, OutOfKV
+from tokenmill.kv.paged import PagedKV, Segment
+from tokenmill.kv.paged_backend import WeightsGate
 
 HIDDEN, READ = 16, 8
 """The first `READ` dimensions are the embedding's; what layers add goes to the others."""

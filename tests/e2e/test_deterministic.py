@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.contract import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams

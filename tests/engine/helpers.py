@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BatchBuilder, DecodeOutput, FakeBackend, FakeConfig, FakeModel, Forward, Sampled, Sampling
+from tokenmill.contract import BatchBuilder, DecodeOutput, Forward, Sampled, Sampling
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import TickEvent
 from tokenmill.engine.request import Hints, Limits, Request

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.engine.ledger import common_prefix
-from tokenmill.core import IntArray
-from tokenmill.core.paged import PagedKV
+from tokenmill.contract import IntArray
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, Phase, RequestEvent
 from tokenmill.engine.kv_manager import FAILURE, NUM_SHOWN, ROOM
 from tokenmill.engine.prefix import Entry, Match, Namespace
 from tokenmill.engine.request import Hints, Request
+from tokenmill.kv.paged import PagedKV
 from tokenmill.outputs import CacheVerdict, Divergence, FinishReason
 
 Tokens = tuple[int, ...]

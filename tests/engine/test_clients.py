@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.engine.test_pool import WAIT_S, Listener
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.client import InlineClient, ThreadClient
 from tokenmill.engine.process import ProcessClient
 from tokenmill.engine.request import Draw, Limits, Request

@@ -12,7 +12,8 @@ from tests.engine.helpers import VOCAB, alone, assert_clean, backend_of, make_en
 from tests.engine.test_clients import KINDS, client_of
 from tests.engine.test_pool import Listener
 from tokenmill import LLM, AsyncLLM
-from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
+from tokenmill.backends.fake import FakeBackend, FakeConfig, Fault, FaultKind
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request

@@ -14,7 +14,7 @@ import pytest
 import tokenmill
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core.memory import cells_for
+from tokenmill.contract.backend import cells_for
 from tokenmill.entrypoints.options import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotFound, TokenmillError
 from tokenmill.pipeline.prompts import Intake

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.helpers import SimulatedClock, TimedBackend, make_engine, request, run
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.engine.lifecycle import ENDINGS, FINISHED, TRANSITIONS, RequestState

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.engine.helpers import VOCAB, Transcript, alone, assert_clean, backend_of, make_engine, request, run
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import TickEvent
 from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed

@@ -16,7 +16,7 @@ from tokenmill import LLM, open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.library import library
 from tokenmill.cli.main import app
-from tokenmill.core.memory import cells_for
+from tokenmill.contract.backend import cells_for
 from tokenmill.entrypoints.fit import limits_for, plan_fit
 from tokenmill.errors import ConfigError, ModelNotFound
 from tokenmill.params import SamplingParams

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.process import ProcessClient
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.llm import LLM

@@ -10,7 +10,8 @@ from tests.conformance.operations import Chooser, RandomChooser, one_in
 from tests.engine.helpers import VOCAB, alone, assert_clean, backend_of, make_engine, request, run
 from tests.engine.shelf import Shelf
 from tests.planting import PlantedBug, plant
-from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind
+from tokenmill.backends.fake import FakeBackend, FakeConfig, Fault, FaultKind
+from tokenmill.contract import BatchBuilder
 from tokenmill.engine import kv_manager
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import ParkedChange, ParkedEvent

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.engine.helpers import VOCAB, alone, request
+from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeBackend, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.pool import EnginePool

@@ -22,8 +22,9 @@ import zmq
 from tests.engine.test_clients import CONFIG, LIMITS, OPTIONS, make, request, results, wait
 from tests.engine.test_pool import WAIT_S, Listener, backend
 from tokenmill import errors
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.contract import BackendLimits
 from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.mailroom import Mailroom

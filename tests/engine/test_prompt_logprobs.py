@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.engine.helpers import VOCAB, assert_clean, backend_of, make_engine, request, run
-from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
+from tokenmill.backends.fake import FakeBackend, FakeConfig, Fault, FaultKind
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.engine.scheduler import SCORED_CHUNK
 from tokenmill.outputs import TokenLogprobs

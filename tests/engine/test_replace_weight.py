@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.test_pool import WAIT_S, Listener
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.pool import EnginePool
 from tokenmill.engine.request import Limits, Request
 from tokenmill.errors import InvalidOperation, StaleKV
+from tokenmill.kv.paged_backend import WeightsGate
 
 LIMITS = BackendLimits(num_cells=512, max_seqs=16)
 
@@ -73,7 +74,7 @@ def test_running_and_parked_kv_of_old_weights_is_never_used(depth: int) -> None:
 
 @pytest.mark.req("R45")
 def test_a_memory_that_is_not_empty_refuses_until_it_is() -> None:
-    from tokenmill.core import BatchBuilder
+    from tokenmill.contract import BatchBuilder
 
     shared = model()
     with shared.new_backend(LIMITS) as backend:

@@ -20,8 +20,8 @@ from tests.engine.helpers import (
     ticks_of,
     timed_engine,
 )
+from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.lifecycle import RequestState

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tokenmill import AsyncLLM, SamplingParams
-from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.entrypoints.options import EngineOptions

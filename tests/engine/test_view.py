@@ -12,8 +12,9 @@ from tests.conformance.operations import Chooser, RandomChooser, one_in
 from tests.engine.helpers import backend_of, make_engine, request
 from tests.engine.workload import Workload, fork_and_note, workload
 from tests.planting import PlantedBug, plant
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.contract import BackendLimits
 from tokenmill.engine import events, stats, view
 from tokenmill.engine.client import EngineClient, InlineClient, ThreadClient
 from tokenmill.engine.core import EngineCore

@@ -20,7 +20,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.ledger import Ledger
 from tests.engine.shelf import Shelf
-from tokenmill.core import FakeBackend, Fault, FaultKind
+from tokenmill.backends.fake import FakeBackend, Fault, FaultKind
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.request import Limits

@@ -9,11 +9,11 @@ import torch
 
 from tests.conformance.subjects import Subject
 from tests.conformance.torch_subject import TOLERANCE, Faults, hidden_oracle, make_backend, make_decoder, oracle
+from tokenmill.backends.fake import FakeConfig
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.decoder import CudaDecoder
 from tokenmill.backends.torch.cuda.switches import Switches
 from tokenmill.backends.torch.weights import DecoderWeights
-from tokenmill.core import FakeConfig
 
 
 class FaultyCudaBackend(Faults, CudaBackend):  # type: ignore[misc]

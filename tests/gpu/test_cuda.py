@@ -15,7 +15,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, BatchBuilder, Output, Sampled, SampleRows
+from tokenmill.contract import BackendLimits, BatchBuilder, Output, Sampled, SampleRows
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams

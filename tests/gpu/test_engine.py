@@ -12,7 +12,7 @@ from tests.parity.checkpoints import LIMITS, reference, save
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.params import SamplingParams

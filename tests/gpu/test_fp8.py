@@ -14,7 +14,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
 from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.core import BatchBuilder, Output
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError
 
 pytestmark = needs_card()

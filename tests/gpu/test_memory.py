@@ -11,7 +11,7 @@ from tests.gpu.card import needs_card
 from tests.parity.checkpoints import save
 from tokenmill import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits
+from tokenmill.contract import BackendLimits
 from tokenmill.entrypoints.fit import check_memory
 from tokenmill.entrypoints.options import choose_limits
 from tokenmill.errors import ConfigError

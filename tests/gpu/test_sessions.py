@@ -11,7 +11,7 @@ from tests.session.helpers import GREEDY, read, tokens_of
 from tests.session.killing import small_checkpoint
 from tokenmill import SessionService, open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
+from tokenmill.contract import BackendLimits, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams

@@ -23,7 +23,7 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PARTS = ("core", "engine", "session", "sampling", "text")
+PARTS = ("contract", "kv", "engine", "session", "sampling", "text")
 """Parts of the package that are mutated, each with tests of the same name."""
 TESTS = (*PARTS, "conformance")
 CACHE = ROOT / ".mutants" / "coverage.json"

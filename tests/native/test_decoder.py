@@ -23,7 +23,7 @@ from tokenmill.backends.torch.native.build import FLAGS, BuildFailed, build
 from tokenmill.backends.torch.native.decoder import NativeDecoder
 from tokenmill.backends.torch.native.library import INT4, INT8, library
 from tokenmill.backends.torch.native.packing import as_kind
-from tokenmill.core import BatchBuilder, Output
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError, InvalidOperation
 
 HEADS: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1}

@@ -10,7 +10,7 @@ import pytest
 from tokenmill import open_model
 from tokenmill.backends.torch.native.library import library
 from tokenmill.bench.agreement import compare_forms, in_chunks, perplexity
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.text.model_text import open_text
 
 NUM_TOKENS = 500

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.core import BackendLimits, BatchBuilder, Output
+from tokenmill.contract import BackendLimits, BatchBuilder, Output
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 160,

@@ -14,7 +14,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_lo
 from tokenmill import open_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BatchBuilder, Output
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
 

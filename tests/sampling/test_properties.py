@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.sampling import reference
-from tokenmill.core import BAD_ROW, Sampled, pack_mask
+from tokenmill.contract import BAD_ROW, Sampled, pack_mask
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.philox import uniforms
 from tokenmill.sampling.sampler import FEW, StepSampler

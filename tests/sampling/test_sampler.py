@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.sampling import reference
-from tokenmill.core import BAD_ROW, Sampled, pack_mask
+from tokenmill.contract import BAD_ROW, Sampled, pack_mask
 from tokenmill.params import MAX_BIAS, SamplingParams
 from tokenmill.sampling.sampler import StepSampler
 from tokenmill.sampling.state import SamplingState

@@ -13,8 +13,8 @@ from tests.server.conversing import SAME
 from tests.server.rules import fake_server
 from tests.server.serving import HI, KEY, WAIT_S, Reply, Running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.models import ModelSpec
 
 CHAT = "/v1/chat/completions"

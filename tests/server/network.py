@@ -16,8 +16,8 @@ from tests.server.wire import (
     production_loop,
 )
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import MIB, ServerConfig, hash_key
 
 CHUNK = 64

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from tests.server.serving import HI, KEY, WAIT_S, Reply, Running, raw_request, running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel, FaultKind
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec
 

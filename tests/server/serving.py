@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import openai
 
 from tokenmill import AsyncLLM
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.models import ModelSpec
 from tokenmill.server.run import Server

@@ -13,8 +13,8 @@ from prometheus_client.samples import Sample
 
 from tests.server.serving import KEY, WAIT_S, Running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 
 OTHER_KEY = "sk-other"

@@ -21,8 +21,8 @@ from tests.server.rules import (
     strict,
 )
 from tests.server.serving import HI, KEY, WAIT_S, Reply, Running, request
+from tokenmill.backends.fake import FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FaultKind
 
 PAGE = "https://chat.example"
 

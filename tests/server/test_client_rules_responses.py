@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.server.rules import RESPONSE, begin, broken_stream, strict, strict_json
 from tests.server.serving import WAIT_S, Reply, Running
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 
 PATH, BODY = RESPONSE
 MORE = frozenset({"presence_penalty", "frequency_penalty", "store", "bytes"})

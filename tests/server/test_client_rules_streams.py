@@ -28,7 +28,7 @@ from tests.server.rules import (
     texts_of,
 )
 from tests.server.serving import HI, WAIT_S, Reply, Running
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 
 LINE_ENDS = ("\u2028", "\u2029", "\x85")
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter", "function_call"}

@@ -20,8 +20,8 @@ from tests.server.refusals import (
 )
 from tests.server.serving import KEY, WAIT_S, Running, running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.session.portable import MEDIA_TYPE

@@ -22,7 +22,7 @@ from tests.server import serving
 from tests.server.serving import KEY, WAIT_S, Child, Reply, child, raw_request, request
 from tests.server.wire import LONG, Wire, chat_request, until
 from tokenmill import AsyncLLM
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec
 from tokenmill.server.run import Server

@@ -18,7 +18,7 @@ from tests.server.rules import fake_server
 from tests.server.serving import HI, WAIT_S, Reply, Running, child, request
 from tests.server.test_lifecycle import assert_ends, change_program
 from tests.server.wire import until
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.contract.backend import MemoryPlan
 from tokenmill.entrypoints.fit import Fit
 from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
 from tokenmill.server.models import Models

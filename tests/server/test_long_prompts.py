@@ -18,8 +18,8 @@ from tests.server.serving import KEY, Reply, Running, running
 from tests.server.wire import Wire, chat_body, chat_request, until
 from tests.text.test_pieces import default_tokenizer
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server import routing
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.telemetry import telemetry

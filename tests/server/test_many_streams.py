@@ -17,8 +17,8 @@ from tests.planting import PlantedBug, plant
 from tests.server.serving import KEY, Reply, Running, raw_request, running
 from tests.server.wire import Wire, assert_no_leak, diary_of, production_loop
 from tokenmill import LLM, AsyncLLM, SamplingParams
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.engine.events import Phase
 from tokenmill.server import calls, sse
 from tokenmill.server.config import ServerConfig, hash_key

@@ -16,7 +16,7 @@ from tests.server.queueing import read
 from tests.server.serving import HI, KEY, Running, child, request, running
 from tests.server.telling import CHAT, OTHER_KEY, Scrape, make_config, make_llm
 from tests.server.wire import Wire, chat_body, chat_request, held, wait_for_inbox
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
 from tokenmill.server.logs import configure_logs

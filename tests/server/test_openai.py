@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.server.serving import HI, WAIT_S, Running, raw_request
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 
 
 def test_models(server: Running) -> None:

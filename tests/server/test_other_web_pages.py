@@ -11,8 +11,8 @@ import pytest
 from tests.server.refusals import BODIES, CHAT
 from tests.server.serving import KEY, Reply, Running, request, running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 
 PAGE = "https://app.example"

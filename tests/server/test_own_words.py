@@ -27,7 +27,7 @@ from tests.server.refusals import (
 )
 from tests.server.serving import Running
 from tokenmill import errors
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 
 # -- I11: what is told of what goes wrong inside -----------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from tests.server.rules import assert_error, fake_server
 from tests.server.serving import KEY, WAIT_S, Reply, Running, raw_request, request, running
 from tests.server.wire import Wire, assert_no_leak, held, until
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel, FaultKind
 from tokenmill.server import responses
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec

@@ -17,8 +17,8 @@ from tests.server.rules import assert_error, fake_server
 from tests.server.serving import WAIT_S, Reply, Running, raw_request
 from tests.server.wire import Hold, Wire, assert_no_leak, held, until, wait_for_inbox
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel, FaultKind
 from tokenmill.server.models import ModelSpec
 from tokenmill.server.session_turns import SessionTurn
 from tokenmill.session.service import SessionService

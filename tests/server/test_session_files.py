@@ -17,7 +17,7 @@ from tests.server.serving import KEY, WAIT_S, Reply, Running, child, request, ru
 from tests.server.telling import OTHER_KEY, make_config, make_llm
 from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import NotDurable
 from tokenmill.server.calls import OpenCalls
 from tokenmill.server.models import Models, ModelSpec

@@ -12,8 +12,8 @@ from tests.server.refusals import check_words
 from tests.server.rules import assert_error, fake_server
 from tests.server.serving import KEY, Running, running
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 
 CONTEXT = 256

@@ -28,8 +28,8 @@ from tests.server.queueing import Clock
 from tests.server.rules import assert_error, fake_server
 from tests.server.serving import WAIT_S, Reply, Running, child, raw_request, request
 from tests.server.wire import LETTERS, Hold, Wire, assert_no_leak, held, until, wait_for_inbox
+from tokenmill.backends.fake import FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FaultKind
 from tokenmill.server import session_turns
 from tokenmill.session import live
 from tokenmill.session.info import SessionLimits

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tests.server.refusals import TOKENIZE, check_refusal
 from tests.server.serving import HI, Running, running
 from tokenmill import AsyncLLM
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig
 from tokenmill.text.hf import HuggingFaceTokenizer
 

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from tests.server.serving import HI, WAIT_S, Reply, Running, raw_request
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.outputs import FinishReason
 

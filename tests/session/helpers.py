@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tokenmill import SessionService
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, FakeConfig, FakeModel
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams

@@ -23,7 +23,8 @@ from typing import Any
 
 from tests.session.helpers import continuation, read
 from tokenmill import LLM, SessionService
-from tokenmill.core import FakeConfig, FakeModel, ModelHandle
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.contract import ModelHandle
 from tokenmill.params import SamplingParams
 from tokenmill.session import store as store_module
 from tokenmill.session.store import SessionStore

@@ -11,8 +11,8 @@ import pytest
 from tests.planting import PlantedBug, plant
 from tests.session.helpers import GREEDY, REWRITES, make_service, read, scene, with_template
 from tokenmill import SessionService
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.outputs import CacheVerdict, Loss

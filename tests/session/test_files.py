@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
 from tests.session.storing import Held
 from tokenmill import AsyncLLM, SessionService
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import EngineDead, SessionFileError
 from tokenmill.session import transfer
 from tokenmill.session.portable import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole

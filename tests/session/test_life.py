@@ -10,7 +10,7 @@ import pytest
 from tests.session.helpers import GREEDY, SteppedClock, continuation, make_service, read, scene, tokens_of
 from tests.session.storing import ask
 from tokenmill import SessionService
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import EngineDead, ModelNotLoaded, Overloaded, SessionEnded, SessionNotFound
 from tokenmill.session.info import SessionLimits
 

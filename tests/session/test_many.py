@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.session.helpers import GREEDY, continuation, make_service, read
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import Fault, FaultKind
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 
 NUM_SESSIONS = 1000

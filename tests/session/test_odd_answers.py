@@ -11,7 +11,7 @@ import pytest
 
 from tests.session.helpers import GREEDY, read, scene, tokens_of
 from tokenmill import SessionService
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import InvalidRequest, RequestFailed
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits

@@ -16,7 +16,7 @@ from tests.session.helpers import REWRITES, continuation, read, tokens_of, with_
 from tests.session.storing import ask
 from tests.text.families import TEMPLATES, VARIABLES, byte_level
 from tokenmill import LLM, SessionService
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 
 from tests.session.helpers import GREEDY, continuation, make_service, read, scene, tokens_of
 from tokenmill import SessionService
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import EngineDead, InvalidRequest, Overloaded
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.loaded import MOST_RENDERERS

@@ -9,7 +9,7 @@ import pytest
 
 from tests.session.helpers import GREEDY, SteppedClock, read, scene, tokens_of
 from tokenmill import SessionService
-from tokenmill.core import Fault, FaultKind
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.engine.request import Hints
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken

@@ -14,7 +14,7 @@ import pytest
 from tests.session.helpers import make_service, read
 from tests.session.killing import small_checkpoint, torch_model
 from tokenmill import LLM, SessionService
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
 from tokenmill.params import SamplingParams
 from tokenmill.session.portable import DIGEST_BYTES, unpack

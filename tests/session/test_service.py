@@ -10,8 +10,8 @@ import pytest
 
 from tests.session.helpers import GREEDY, continuation, read, scene, tokens_of
 from tokenmill import SessionService
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import Fault, FaultKind
 from tokenmill.errors import (
     ConfigError,
     ContextOverflow,

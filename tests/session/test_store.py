@@ -13,7 +13,7 @@ import pytest
 from tests.session.helpers import GREEDY, continuation, make_service, read, tokens_of
 from tests.session.storing import ask, converse, play, stored
 from tokenmill import SessionService
-from tokenmill.core import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import SessionNotFound
 from tokenmill.params import SamplingParams
 from tokenmill.session.store import DATABASE, SessionStore

@@ -9,8 +9,8 @@ from typing import Any
 from tests.conformance.operations import Chooser, one_in
 from tests.session.helpers import continuation, make_service, read
 from tokenmill import SessionService
+from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.core import Fault, FaultKind
 from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, StartEvent
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.params import SamplingParams

@@ -15,8 +15,8 @@ from tests.server.serving import KEY, Running, child, request, running
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
 from tests.web.browsing import LONG, Visit, visiting
 from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeConfig, FakeModel
 from tokenmill.server.config import ServerConfig, hash_key
 
 OPTIONS = ("smollm2-135m", "--context", "2048")

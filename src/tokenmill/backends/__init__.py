@@ -1,1 +1,1 @@
-"""Compute backends behind the contract of `tokenmill.core`."""
+"""Compute backends behind the contract of `tokenmill.contract`."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenmill.core.backend import BackendLimits, ModelHandle
-from tokenmill.core.fake import FakeConfig, FakeModel
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.contract.backend import BackendLimits, MemoryPlan, ModelHandle
 from tokenmill.errors import ConfigError, ModelNotFound
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.backends.loading import open_model
 from tokenmill.bench import bench_parser
-from tokenmill.core import BackendLimits, BatchBuilder, ModelHandle, Output
+from tokenmill.contract import BackendLimits, BatchBuilder, ModelHandle, Output
 from tokenmill.errors import ConfigError
 from tokenmill.progress import ProgressLine
 from tokenmill.text.model_text import open_text

@@ -22,7 +22,7 @@ from typing import Any
 from tokenmill.backends.library import DEFAULT_MODEL, pull
 from tokenmill.bench import bench_parser
 from tokenmill.bench.limits import Machine, measure_machine
-from tokenmill.core import BackendLimits
+from tokenmill.contract import BackendLimits
 
 PREFILL = 512
 CONTEXT, STEPS = 64, 24

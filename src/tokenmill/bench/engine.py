@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.bench import bench_parser
 from tokenmill.config import EngineConfig
-from tokenmill.core import FakeBackend, FakeConfig, FakeModel
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill.core import Batch, IntArray, Output
+from tokenmill.contract import Batch, IntArray, Output
 from tokenmill.engine.plan import Draft, PromptRows, StepPlan
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import IntegrityError

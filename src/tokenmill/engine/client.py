@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, IntArray, ModelHandle
+from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.interrupts import deferred_interrupts
 from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink

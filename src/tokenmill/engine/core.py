@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import Backend, IntArray, ModelInfo, Sampled
+from tokenmill.contract import Backend, IntArray, ModelInfo, Sampled
 from tokenmill.engine.events import CellsEvent, EventBus, FailedStepEvent, StartEvent, TickEvent
 from tokenmill.engine.executor import Executor, Submitted
 from tokenmill.engine.isolation import Isolation, Suspect

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill.core import Backend, DecodeOutput, Forward, Sampled, Sampler, SampleRows, Sampling
+from tokenmill.contract import Backend, DecodeOutput, Forward, Sampled, Sampler, SampleRows, Sampling
 from tokenmill.engine.plan import StepPlan
 from tokenmill.errors import ForwardFailed
 from tokenmill.sampling.state import SamplingState

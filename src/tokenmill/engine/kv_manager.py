@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenmill.core import Batch, Capabilities, IntArray, KVMemory
+from tokenmill.contract import Batch, Capabilities, IntArray, KVMemory
 from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
 from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex, common_prefix
 from tokenmill.engine.request import Hints, Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import Batch, IntArray
+from tokenmill.contract import Batch, IntArray
 
 
 @dataclass(frozen=True)

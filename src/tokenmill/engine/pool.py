@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, IntArray, ModelHandle
+from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore, check_cancel
 from tokenmill.engine.events import EventBus, Subscriber
 from tokenmill.engine.request import Hints, Request, check_request

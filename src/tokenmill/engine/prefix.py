@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenmill.core import IntArray
+from tokenmill.contract import IntArray
 from tokenmill.errors import IntegrityError
 from tokenmill.outputs import Divergence
 

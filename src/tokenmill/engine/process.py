@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, IntArray, ModelInfo
+from tokenmill.contract import BackendLimits, IntArray, ModelInfo
 from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.core import check_cancel

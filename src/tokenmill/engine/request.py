@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import IntArray, ModelInfo
+from tokenmill.contract import IntArray, ModelInfo
 from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.prefix import Entry
 from tokenmill.errors import ContextOverflow, InvalidRequest

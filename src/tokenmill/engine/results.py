@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import BAD_ROW, DecodeOutput, IntArray, Sampled
-from tokenmill.core.backend import FloatArray
+from tokenmill.contract import BAD_ROW, DecodeOutput, IntArray, Sampled
+from tokenmill.contract.backend import FloatArray
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.plan import PromptRows, StepPlan
 from tokenmill.engine.request import Request

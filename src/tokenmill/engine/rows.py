@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core import IntArray
+from tokenmill.contract import IntArray
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import NO_ROW, Request
 

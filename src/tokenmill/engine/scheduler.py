@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
-from tokenmill.core import IntArray, ModelInfo
+from tokenmill.contract import IntArray, ModelInfo
 from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase

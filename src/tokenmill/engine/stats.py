@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenmill.core import KVStats
+from tokenmill.contract import KVStats
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.rows import RunningRows
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokenmill.core import IntArray
+from tokenmill.contract import IntArray
 from tokenmill.engine.events import (
     CellsEvent,
     Event,

@@ -14,7 +14,7 @@ import msgspec
 
 from tokenmill import errors
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs

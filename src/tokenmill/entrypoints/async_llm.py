@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self, Unpack
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.pool import MakeSubscriber
 from tokenmill.engine.request import Hints

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenmill.backends.loading import describe_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle
-from tokenmill.core.memory import MemoryPlan, cells_for, seqs_for
+from tokenmill.contract import BackendLimits, ModelHandle
+from tokenmill.contract.backend import MemoryPlan, cells_for, seqs_for
 from tokenmill.errors import ConfigError
 
 MIB = 1 << 20

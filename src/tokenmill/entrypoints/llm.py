@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import InlineClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Request

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, ModelHandle, ModelInfo
-from tokenmill.core.memory import cells_for, seqs_for
+from tokenmill.contract import BackendLimits, ModelHandle, ModelInfo
+from tokenmill.contract.backend import cells_for, seqs_for
 from tokenmill.entrypoints.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text

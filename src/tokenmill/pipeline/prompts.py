@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.core import ModelInfo
+from tokenmill.contract import ModelInfo
 from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request, context_overflow
 from tokenmill.errors import ContextOverflow, EngineDead, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import (

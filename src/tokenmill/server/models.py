@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.contract.backend import MemoryPlan
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.fit import Fit
 from tokenmill.errors import ConfigError, TokenmillError

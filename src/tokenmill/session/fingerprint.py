@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.text.model_text import ModelText
 
 WHOLE_BYTES = 512 << 20

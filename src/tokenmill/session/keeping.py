@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.errors import TokenmillError
 from tokenmill.session.fingerprint import Fingerprint

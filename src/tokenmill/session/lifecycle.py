@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions, open_for_engine

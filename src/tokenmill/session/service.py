@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Hints
 from tokenmill.entrypoints.async_llm import AsyncLLM

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import default_sampling
-from tokenmill.core import ModelHandle
+from tokenmill.contract import ModelHandle
 from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams

@@ -12,7 +12,7 @@ import pytest
 
 from tests.backends.llamacpp.files import VOCAB, spoil, write_attention
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
-from tokenmill.core import BAD_ROW, BackendLimits, BatchBuilder, SampleRows
+from tokenmill.contract import BAD_ROW, BackendLimits, BatchBuilder, SampleRows
 from tokenmill.errors import ForwardFailed, InvalidBatch
 from tokenmill.text.tokenizer import ByteTokenizer
 

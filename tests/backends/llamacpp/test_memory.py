@@ -14,7 +14,7 @@ import pytest
 
 from tests.backends.llamacpp.files import VOCAB
 from tokenmill import LLM, SamplingParams, open_model
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.errors import BackendClosed, InvalidBatch
 from tokenmill.text.tokenizer import ByteTokenizer

@@ -15,7 +15,7 @@ import pytest
 from tests.backends.llamacpp.files import write_attention
 from tests.backends.test_bad_models import cut, fails
 from tokenmill import LLM, SamplingParams, open_model
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.entrypoints.fit import limits_for, plan_fit
 from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
 from tokenmill.text.tokenizer import ByteTokenizer

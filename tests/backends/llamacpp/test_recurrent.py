@@ -12,7 +12,7 @@ import pytest
 from tests.backends.llamacpp.files import VOCAB
 from tokenmill import LLM, SamplingParams, SessionService
 from tokenmill.config import EngineConfig
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.errors import Unsupported
 from tokenmill.session.live import Chunk
 from tokenmill.text.tokenizer import ByteTokenizer

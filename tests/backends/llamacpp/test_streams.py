@@ -13,7 +13,7 @@ from tests.backends.llamacpp.files import VOCAB
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.llamacpp.native import NativeContext
 from tokenmill.backends.llamacpp.streams import PATIENCE, StreamedContext
-from tokenmill.core import BackendLimits, BatchBuilder
+from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.text.tokenizer import ByteTokenizer
 
 STREAM = 256

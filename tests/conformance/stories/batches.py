@@ -6,13 +6,8 @@ from dataclasses import replace
 
 from tests.conformance.story import SMALL, fresh, prefill, proves, refused, same
 from tests.conformance.subjects import Subject
-from tokenmill.core import (
-    BatchBuilder,
-    Fault,
-    FaultKind,
-    Output,
-    last_sampled,
-)
+from tokenmill.backends.fake import Fault, FaultKind
+from tokenmill.contract import BatchBuilder, Output, last_sampled
 from tokenmill.errors import (
     ForwardFailed,
     InvalidBatch,

@@ -8,14 +8,8 @@ import numpy as np
 
 from tests.conformance.story import SMALL, fresh, prefill, proves, refused, rows_of, same
 from tests.conformance.subjects import Subject
-from tokenmill.core import (
-    BAD_ROW,
-    BatchBuilder,
-    Fault,
-    FaultKind,
-    Output,
-    last_sampled,
-)
+from tokenmill.backends.fake import Fault, FaultKind
+from tokenmill.contract import BAD_ROW, BatchBuilder, Output, last_sampled
 from tokenmill.errors import (
     ForwardFailed,
     InvalidBatch,

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 from tests.conformance.story import SMALL, fresh, prefill, proves, refused, same
 from tests.conformance.subjects import Subject
-from tokenmill.core import (
-    BatchBuilder,
-    Output,
-)
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import (
     InvalidOperation,
     OutOfKV,

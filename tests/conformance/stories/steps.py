@@ -9,15 +9,7 @@ import numpy as np
 
 from tests.conformance.story import SMALL, fresh, prefill, proves, refused, rows_of, same
 from tests.conformance.subjects import Subject
-from tokenmill.core import (
-    BAD_ROW,
-    BatchBuilder,
-    Output,
-    Sampled,
-    SampleRows,
-    last_sampled,
-    pack_mask,
-)
+from tokenmill.contract import BAD_ROW, BatchBuilder, Output, Sampled, SampleRows, last_sampled, pack_mask
 from tokenmill.errors import (
     BackendClosed,
     InvalidOperation,

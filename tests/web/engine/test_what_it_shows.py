@@ -26,7 +26,7 @@ from tests.web.engine.watching import (
     wait_for,
     wait_until_shown,
 )
-from tokenmill.core import FaultKind
+from tokenmill.backends.fake import FaultKind
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.telemetry.shapes import LiveCore, snapshot_json
 

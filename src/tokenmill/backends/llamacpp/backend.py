@@ -7,12 +7,11 @@ import numpy as np
 from tokenmill.backends.llamacpp.memory import LlamaMemory
 from tokenmill.backends.llamacpp.native import NO_ROWS
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
-from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
-from tokenmill.core.backend import FloatArray, greedy
-from tokenmill.core.paged_backend import PagedBackend, PagedStep
-from tokenmill.core.segments import Segment
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows
+from tokenmill.contract.backend import FloatArray, greedy
 from tokenmill.errors import ForwardFailed, InvalidOperation
+from tokenmill.kv.paged import Segment
+from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
 LOST = "llama.cpp's memory can't be brought back to where it was before the step that failed"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.llamacpp.options import BITS_PER_VALUE, LlamaOptions
-from tokenmill.core import BackendLimits, LayerKV
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.contract import BackendLimits, LayerKV
+from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ModelLoadError
 
 OTHER_BYTES = 64 << 20

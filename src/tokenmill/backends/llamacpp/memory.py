@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenmill.backends.llamacpp.streams import AnyContext
-from tokenmill.core import ANY, Capabilities, IntArray, PagedKV
-from tokenmill.core.paged import Demand
+from tokenmill.contract import ANY, Capabilities, IntArray
 from tokenmill.errors import ForwardFailed, InvalidOperation, OutOfKV
+from tokenmill.kv.paged import Demand, PagedKV
 
 NO_CELLS = "failed to find available cells"
 """What llama.cpp says when it has no room for a sequence that comes back from bytes."""

@@ -21,8 +21,8 @@ from tokenmill.backends.llamacpp.options import LlamaOptions
 from tokenmill.backends.llamacpp.parking import parked_cells
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
 from tokenmill.backends.llamacpp.vocab import LlamaVocab
-from tokenmill.core import BackendLimits, Capabilities, ModelInfo, StepSizes
-from tokenmill.core.memory import KV_SHARE, MemoryPlan, free_host_bytes
+from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
+from tokenmill.contract.backend import KV_SHARE, MemoryPlan, free_host_bytes
 from tokenmill.errors import Unsupported
 
 USUAL_KV_BYTES = 1 << 30

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.backends.llamacpp.logs import NativeLog
-from tokenmill.core import IntArray
-from tokenmill.core.backend import FloatArray
+from tokenmill.contract import IntArray
+from tokenmill.contract.backend import FloatArray
 from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, ModelLoadError
 
 MAX_SEQS: int = llama.llama_max_parallel_sequences()

@@ -10,8 +10,8 @@ from tokenmill.backends.llamacpp.model import LlamaModel
 from tokenmill.backends.llamacpp.native import NativeModel
 from tokenmill.backends.llamacpp.options import LlamaOptions, read_options
 from tokenmill.backends.loading import LoadOptions
-from tokenmill.core import BackendLimits
-from tokenmill.core.memory import MemoryPlan, free_host_bytes
+from tokenmill.contract import BackendLimits
+from tokenmill.contract.backend import MemoryPlan, free_host_bytes
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.progress import ProgressLine
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.backends.llamacpp.native import NO_ROWS, NativeContext
-from tokenmill.core import ANY, IntArray
-from tokenmill.core.backend import FloatArray
+from tokenmill.contract import ANY, IntArray
+from tokenmill.contract.backend import FloatArray
 from tokenmill.errors import ForwardFailed
 
 PATIENCE = 8

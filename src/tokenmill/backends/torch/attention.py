@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.core import IntArray
-from tokenmill.core.tables import BlockTables
+from tokenmill.contract import IntArray
+from tokenmill.kv.tables import BlockTables
 
 
 class Attention(Protocol):

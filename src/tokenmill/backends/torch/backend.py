@@ -21,12 +21,11 @@ from tokenmill.backends.torch.invariant import ROWS, TiledAttention
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.largest import largest
 from tokenmill.backends.torch.upload import upload
-from tokenmill.core import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, PagedKV, Sampled
-from tokenmill.core.backend import SampleRows, unpack_mask
-from tokenmill.core.paged_backend import PagedBackend, PagedStep
-from tokenmill.core.segments import Segment
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
+from tokenmill.contract.backend import SampleRows, unpack_mask
 from tokenmill.errors import ForwardFailed
+from tokenmill.kv.paged import PagedKV, Segment
+from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
 
 class TorchStep(PagedStep):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.backends.torch.rope import Rope, rope_from_config
-from tokenmill.core.kv import LayerKV
+from tokenmill.contract.kv import LayerKV
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.core import IntArray
-from tokenmill.core.tables import BlockTables
+from tokenmill.contract import IntArray
+from tokenmill.kv.tables import BlockTables
 
 ROWS = 16
 """Tokens in a tile."""

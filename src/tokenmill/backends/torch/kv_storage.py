@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmill.backends.torch.rope import rotate, rotations
 from tokenmill.backends.torch.upload import upload
-from tokenmill.core import IntArray, LayerKV
+from tokenmill.contract import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
 
 BLOCK_SIZE = 16

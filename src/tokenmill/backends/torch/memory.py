@@ -13,8 +13,8 @@ from tokenmill.backends.torch.native.library import INT4, INT8
 from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
 from tokenmill.backends.torch.native.weights import KV_DTYPE, MERGED, Native
 from tokenmill.backends.torch.weights import TensorSource
-from tokenmill.core import BackendLimits
-from tokenmill.core.memory import MemoryPlan, free_host_bytes
+from tokenmill.contract import BackendLimits
+from tokenmill.contract.backend import MemoryPlan, free_host_bytes
 
 Form = torch.dtype | Native
 FP8 = torch.float8_e4m3fn

@@ -16,10 +16,11 @@ from tokenmill.backends.torch.invariant import rows_are_independent
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.memory import Form, free_bytes, plan
 from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
-from tokenmill.core import BackendLimits, Capabilities, ModelInfo, PagedKV, StepSizes
-from tokenmill.core.memory import KV_SHARE, MemoryPlan
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
+from tokenmill.contract.backend import KV_SHARE, MemoryPlan
 from tokenmill.errors import ConfigError, InvalidOperation
+from tokenmill.kv.paged import PagedKV
+from tokenmill.kv.paged_backend import WeightsGate
 
 NUM_THREADS = torch.get_num_threads()
 """What torch would take by itself, before any backend has told it otherwise."""

@@ -28,8 +28,8 @@ from tokenmill.backends.torch.native.weights import Native, NativeWeights, can_h
 from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.safetensors_source import SafetensorsSource
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
-from tokenmill.core import BackendLimits
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.contract import BackendLimits
+from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine

@@ -20,11 +20,11 @@ from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES
 from tokenmill.backends.torch.cuda.transfer import InputBuffer, download
 from tokenmill.backends.torch.cuda.turns import GraphOutputs, OutputTurns
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.core import BAD_ROW, Batch, IntArray, Mask, Output, PagedKV, Sampled
-from tokenmill.core.backend import SampleRows
-from tokenmill.core.segments import Segment
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
+from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
+from tokenmill.kv.paged import PagedKV, Segment
+from tokenmill.kv.paged_backend import WeightsGate
 
 LOGITS_ALONE = np.uint8(Output.LOGITS)
 LARGEST_GRAPH = 512

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenmill.backends.torch.attention import Runs, runs_of
 from tokenmill.backends.torch.cuda.transfer import ALIGNED, InputBuffer, Sections, aligned
-from tokenmill.core import IntArray
-from tokenmill.core.tables import BlockTables
+from tokenmill.contract import IntArray
+from tokenmill.kv.tables import BlockTables
 
 NUM_FIELDS = 6
 TOKEN, POS, SLOT, ROW, LAST, FIRST = range(NUM_FIELDS)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.core import BackendLimits, Batch, Output
+from tokenmill.contract import BackendLimits, Batch, Output
 
 if TYPE_CHECKING:
     from tokenmill.backends.torch.cuda.model import CudaModel

@@ -12,8 +12,8 @@ from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
 from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, more_rows_bytes, peak_bytes
 from tokenmill.backends.torch.memory import FP8
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.core import BackendLimits, StepSizes
-from tokenmill.core.memory import MemoryPlan
+from tokenmill.contract import BackendLimits, StepSizes
+from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ConfigError
 
 

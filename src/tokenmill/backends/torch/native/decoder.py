@@ -17,10 +17,10 @@ from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.native.library import Matrix, Pool, StepStruct, address
 from tokenmill.backends.torch.native.weights import KV_DTYPE, NativeWeights
 from tokenmill.backends.torch.rope import frequencies, rotations
-from tokenmill.core import Batch, IntArray, PagedKV
-from tokenmill.core.segments import Segment
-from tokenmill.core.tables import BlockTables
-from tokenmill.core.weights_gate import WeightsGate
+from tokenmill.contract import Batch, IntArray
+from tokenmill.kv.paged import PagedKV, Segment
+from tokenmill.kv.paged_backend import WeightsGate
+from tokenmill.kv.tables import BlockTables
 
 
 class NativeDecoder:

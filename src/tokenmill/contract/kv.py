@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from tokenmill.core.batch import Batch
+from tokenmill.contract.batch import Batch
 from tokenmill.errors import ConfigError
 
 ANY = -1

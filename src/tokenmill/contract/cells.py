@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core.batch import Batch, IntArray
-from tokenmill.core.kv import ANY, Capabilities, KVStats, check_size
+from tokenmill.contract.batch import Batch, IntArray
+from tokenmill.contract.kv import ANY, Capabilities, KVStats, check_size
 from tokenmill.errors import InvalidBatch, InvalidOperation, OutOfKV, Unsupported
 
 UNUSED = -1

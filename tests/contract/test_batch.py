@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tokenmill.core import Batch, BatchBuilder, Output, last_sampled, pack_mask, unpack_mask
+from tokenmill.contract import Batch, BatchBuilder, Output, last_sampled, pack_mask, unpack_mask
 from tokenmill.errors import InvalidBatch
 
 

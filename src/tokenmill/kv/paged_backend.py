@@ -1,12 +1,17 @@
 """`PagedBackend`: the rules of a backend over `PagedKV`: which calls are legal, what a failure undoes.
 
 What is left to a backend is the computing itself: begin a step, run one segment of it, sample rows, wait. The fake
-backend does it in numpy, the torch backend on a device.
+backend does it in numpy, the torch backend on a device. `StepQueue` keeps the steps in flight; `WeightsGate` lets steps
+compute side by side and gives a replacement of weights the model alone.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
@@ -14,7 +19,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.core.backend import (
+from tokenmill.contract.backend import (
     Backend,
     DecodeOutput,
     Forward,
@@ -24,13 +29,123 @@ from tokenmill.core.backend import (
     Sampling,
     check_rows,
 )
-from tokenmill.core.batch import Batch, IntArray, Output, asking_for, num_asking_for
-from tokenmill.core.kv import Capabilities
-from tokenmill.core.paged import PagedKV
-from tokenmill.core.segments import Segment
-from tokenmill.core.steps import Step, StepQueue, again
-from tokenmill.core.weights_gate import WeightsGate
-from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation
+from tokenmill.contract.batch import Batch, IntArray, Output, asking_for, num_asking_for
+from tokenmill.contract.kv import Capabilities
+from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation, StaleKV
+from tokenmill.kv.paged import PagedKV, Segment
+
+
+class Step:
+    """A submitted forward: what all backends' `Forward` handles have in common."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """The KV memory's name for what this step wrote."""
+        self.collected = False
+        self.failure: ForwardFailed | None = None
+
+    def raise_failure(self) -> None:
+        """Raise the step's failure, if it has one, with a traceback of its own each time."""
+        if self.failure is not None:
+            raise again(self.failure)
+
+
+AnyStep = TypeVar("AnyStep", bound=Step)
+
+
+class StepQueue(Generic[AnyStep]):
+    """Keeps steps in order and within the depth; a failed step takes the later ones with it."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._steps: deque[AnyStep] = deque()
+
+    def check_room(self) -> None:
+        """Raise unless one more step may be submitted now."""
+        if len(self._steps) > self._depth:
+            raise InvalidOperation(f"{len(self._steps)} steps in flight at depth {self._depth}; collect one first")
+
+    def submit(self, step: AnyStep) -> None:
+        self._steps.append(step)
+
+    def check_turn(self, step: AnyStep) -> None:
+        """Raise unless this step may be collected now: it has been before, or it is the oldest one."""
+        step.raise_failure()
+        if not step.collected and (not self._steps or self._steps[0] is not step):
+            raise InvalidOperation("steps are collected in the order they were submitted")
+
+    def settle(self, step: AnyStep) -> None:
+        """The oldest step is done."""
+        if not step.collected:
+            self._steps.popleft()
+            step.collected = True
+
+    def fail(self, failure: ForwardFailed) -> list[AnyStep]:
+        """The oldest step failed: it and all later ones are over. Returns them."""
+        failed = list(self._steps)
+        self._steps.clear()
+        for step in failed:
+            step.failure = failure if step is failed[0] else _discarded(failure)
+        return failed
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+def again(failure: ForwardFailed) -> ForwardFailed:
+    """The same failure, to be raised once more."""
+    copy = ForwardFailed(str(failure), fatal=failure.fatal)
+    copy.__cause__ = failure
+    return copy
+
+
+def _discarded(cause: ForwardFailed) -> ForwardFailed:
+    discarded = ForwardFailed(f"discarded: it followed a step that failed ({cause})", fatal=cause.fatal)
+    discarded.__cause__ = cause
+    return discarded
+
+
+class WeightsGate:
+    """Shared by all backends of a model. Any thread."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Grows with each replacement."""
+        self._changed = threading.Condition()
+        self._num_computing = 0
+        self._num_replacing = 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Hold the weights still while a step uses them. A waiting replacement goes first."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_replacing)
+            self._num_computing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_computing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Wait for running steps, keep new ones out, and count the version up."""
+        with self._changed:
+            self._num_replacing += 1
+            try:
+                self._changed.wait_for(lambda: not self._num_computing)
+                yield
+                self.version += 1
+            finally:
+                self._num_replacing -= 1
+                self._changed.notify_all()
+
+    def check(self, version: int, *, is_empty: Callable[[], bool]) -> int:
+        """The current version, if KV of the given one may go on with it: only an empty memory may change over."""
+        if version != self.version and not is_empty():
+            raise StaleKV(f"the weights were replaced: KV is of version {version}, they are of {self.version}")
+        return self.version
 
 
 class PagedStep(Step):

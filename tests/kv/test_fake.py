@@ -9,7 +9,8 @@ import pytest
 
 from tests.conformance.subjects import naive_fake_rows
 from tests.counting import calls_during
-from tokenmill.core import BatchBuilder, FakeBackend, FakeConfig, Fault, FaultKind, Output
+from tokenmill.backends.fake import FakeBackend, FakeConfig, Fault, FaultKind
+from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ForwardFailed, OutOfKV
 
 

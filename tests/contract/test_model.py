@@ -5,7 +5,8 @@ import pytest
 import tokenmill
 from tokenmill import open_model
 from tokenmill.backends import loading
-from tokenmill.core import BackendLimits, BatchBuilder, FakeBackend, FakeConfig, FakeModel, LayerKV
+from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
+from tokenmill.contract import BackendLimits, BatchBuilder, LayerKV
 from tokenmill.errors import ConfigError, ModelNotFound
 
 

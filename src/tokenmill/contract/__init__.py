@@ -2,22 +2,21 @@
 
     batch.py     Batch: the tokens of one forward pass
     kv.py        KVMemory: what may be done with keys and values; Capabilities, LayerKV
-    backend.py   Backend: forward, sample, collect; ModelHandle
+    backend.py   Backend: forward, sample, collect; ModelHandle, MemoryPlan
     cells.py     CellTable: the KV rules as a program, written to be read
-    paged.py     PagedKV: the same rules on block tables, for backends (tables.py, blocks.py, segments.py)
-    steps.py     StepQueue: the steps in flight
-    fake.py      FakeBackend: logits are a hash of what a token sees (faults.py: told to fail)
 
-Start with `docs/contract.md`.
+Backends build on `tokenmill.kv`, which has the same rules on block tables; `tokenmill.backends.fake` is the smallest
+complete one. Start with `docs/contract.md`.
 """
 
-from tokenmill.core.backend import (
+from tokenmill.contract.backend import (
     BAD_ROW,
     Backend,
     BackendLimits,
     DecodeOutput,
     Forward,
     Mask,
+    MemoryPlan,
     ModelHandle,
     ModelInfo,
     Sampled,
@@ -29,12 +28,9 @@ from tokenmill.core.backend import (
     pack_mask,
     unpack_mask,
 )
-from tokenmill.core.batch import NO_SEQ, Batch, BatchBuilder, IntArray, Output, last_sampled
-from tokenmill.core.cells import CellTable
-from tokenmill.core.fake import FakeBackend, FakeConfig, FakeModel
-from tokenmill.core.faults import Fault, FaultKind
-from tokenmill.core.kv import ANY, Capabilities, KVMemory, KVStats, LayerKV
-from tokenmill.core.paged import KVStorage, PagedKV
+from tokenmill.contract.batch import NO_SEQ, Batch, BatchBuilder, IntArray, Output, last_sampled
+from tokenmill.contract.cells import CellTable
+from tokenmill.contract.kv import ANY, Capabilities, KVMemory, KVStats, LayerKV
 
 __all__ = [
     "ANY",
@@ -47,22 +43,16 @@ __all__ = [
     "Capabilities",
     "CellTable",
     "DecodeOutput",
-    "FakeBackend",
-    "FakeConfig",
-    "FakeModel",
-    "Fault",
-    "FaultKind",
     "Forward",
     "IntArray",
     "KVMemory",
     "KVStats",
-    "KVStorage",
     "LayerKV",
     "Mask",
+    "MemoryPlan",
     "ModelHandle",
     "ModelInfo",
     "Output",
-    "PagedKV",
     "SampleRows",
     "Sampled",
     "Sampler",

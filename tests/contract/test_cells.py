@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenmill.core import BatchBuilder, Capabilities, CellTable
+from tokenmill.contract import BatchBuilder, Capabilities, CellTable
 from tokenmill.errors import OutOfKV
 
 
