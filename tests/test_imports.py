@@ -45,8 +45,8 @@ def test_the_contract_imports_numpy_alone(file: Path) -> None:
         "engine.core",
         "engine.pool",
         "engine.client",
-        "engine.llm",
-        "engine.async_llm",
+        "entrypoints.llm",
+        "entrypoints.async_llm",
         "sampling.state",
     ],
 )
