@@ -1,7 +1,7 @@
-"""`make requirements`: which tests prove which requirement. Fails if a delivered one has none.
+"""`make requirements`: the tests of each requirement, and the open requirements. Fails if a delivered one has no test.
 
 A requirement is a row `| R7 | ... |` of docs/requirements.md; a test proves it with `@pytest.mark.req("R7")`;
-tests/delivered.txt lists the ids that must be proven by now.
+tests/delivered.txt lists the delivered ids. The text of every other row begins with `**open**`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OPEN = "**open**"
 
 
 class Collector:
@@ -60,19 +61,26 @@ def problems(known: dict[str, str], delivered: list[str], tests: dict[str, list[
         ),
         *(f"{name} is in delivered.txt, but is no requirement" for name in delivered if name not in known),
         *(f"{name} is delivered, but no test proves it" for name in delivered if not tests.get(name)),
+        *(
+            f"{name} is {'delivered' if name in delivered else 'open'}, but its row says otherwise"
+            for name, text in known.items()
+            if text.startswith(OPEN) == (name in delivered)
+        ),
     ]
 
 
 def main() -> int:
     requirements, promised, tests = known(), delivered(), collect()
     for name, text in requirements.items():
-        state = "delivered" if name in promised else "open"
+        state = "delivered" if name in promised else "OPEN"
         proofs = tests.get(name, [])
-        print(f"{name:4} {state:9} {len(proofs):3} tests  {text[:100]}")
+        print(f"{name:4} {state:9} {len(proofs):3} tests  {text}")
         for node in sorted({re.sub(r"\[.*", "", proof) for proof in proofs}):
             print(f"       {node}")
     found = problems(requirements, promised, tests)
+    missing = [name for name in requirements if name not in promised]
     print(f"\n{len(promised)} of {len(requirements)} requirements delivered, {len(found)} problems")
+    print(f"open: {', '.join(missing) or 'none'}")
     for problem in found:
         print(f"  {problem}")
     return 1 if found else 0

@@ -13,6 +13,7 @@ from tests.generated_docs import pages
 from tests.server.serving import child
 from tokenmill import errors
 from tokenmill.engine.lifecycle import ENDINGS
+from tokenmill.server.errors import to_api_error
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = [
@@ -87,6 +88,12 @@ def test_every_relative_link_in_the_docs_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_no_row_of_a_table_is_cut_off_from_its_header() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), flags=re.MULTILINE):
+            assert re.search(r"\A.*\n\|[ :|-]+\|\n", table), f"{page.name} has a table without a header:\n{table}"
+
+
 @pytest.mark.req("R49")
 def test_every_error_and_every_ending_is_in_the_table() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
@@ -95,6 +102,17 @@ def test_every_error_and_every_ending_is_in_the_table() -> None:
             assert f"`{name}`" in page
     for reason, ending in ENDINGS.items():
         assert f"| `{reason.value}` | {ending.state.value} | {ending.openai or '-'} | {ending.http_status} |" in page
+
+
+@pytest.mark.req("R49")
+def test_the_statuses_in_the_table_of_errors_are_those_of_the_server() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| [-\d]+ \|$", page, flags=re.MULTILINE)
+    assert len(rows) > 8
+    for name, status in rows:
+        error = getattr(errors, name)
+        told = to_api_error(error(1, 2) if name == "TooManyTokens" else error("reason"))
+        assert told.status == int(status), name
 
 
 def test_21_5_generated_parts_of_the_docs_are_what_the_code_says() -> None:

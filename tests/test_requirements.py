@@ -1,4 +1,6 @@
-from tests.requirements import delivered, known, problems
+import re
+
+from tests.requirements import OPEN, ROOT, delivered, known, problems
 
 
 def test_the_table_is_read_from_the_docs() -> None:
@@ -9,13 +11,29 @@ def test_the_table_is_read_from_the_docs() -> None:
 
 
 def test_a_delivered_requirement_without_a_test_is_a_problem() -> None:
-    texts = {"R1": "one", "R2": "two"}
-    assert problems(texts, ["R1"], {"R1": ["tests/a.py::test_a"]}) == []
-    assert problems(texts, ["R1", "R2"], {"R1": ["tests/a.py::test_a"]}) == ["R2 is delivered, but no test proves it"]
-    assert problems(texts, ["R3"], {}) == [
+    proof = {"R1": ["tests/a.py::test_a"]}
+    texts = {"R1": "one", "R2": "**open**: two"}
+    assert problems(texts, ["R1"], proof) == []
+    assert problems({"R1": "one", "R2": "two"}, ["R1", "R2"], proof) == ["R2 is delivered, but no test proves it"]
+    assert problems(texts, ["R1", "R3"], proof) == [
         "R3 is in delivered.txt, but is no requirement",
         "R3 is delivered, but no test proves it",
     ]
-    assert problems(texts, [], {"G9": ["tests/a.py::test_a"]}) == [
+    assert problems(texts, ["R1"], {**proof, "G9": ["tests/a.py::test_a"]}) == [
         "G9 is marked in tests/a.py::test_a, but is no requirement"
     ]
+
+
+def test_a_row_says_whether_its_requirement_is_open() -> None:
+    proof = {"R1": ["tests/a.py::test_a"]}
+    assert problems({"R1": "**open**: one"}, ["R1"], proof) == ["R1 is delivered, but its row says otherwise"]
+    assert problems({"R1": "one"}, [], proof) == ["R1 is open, but its row says otherwise"]
+    for name, text in known().items():
+        assert text.startswith(OPEN) != (name in delivered()), name
+
+
+def test_the_tests_named_in_the_docs_exist() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for path, name in re.findall(r"\b(tests/[\w/]+(?:\.py|/))(?:::(\w+))?", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+            assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{page.name} names {path}::{name}"

@@ -31,7 +31,7 @@ def num_ticks(depth: int) -> int:
     return engine.scheduler.tick
 
 
-@pytest.mark.req("G2", "G11", "R19")
+@pytest.mark.req("G2", "G11", "R19", "B8")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("victim", PROMPTS)
 def test_cancel_at_every_tick(depth: int, victim: str) -> None:
@@ -70,6 +70,27 @@ def test_cancelling_the_only_request_still_tells_its_caller(depth: int) -> None:
     run(engine)
     assert not engine.has_work
     assert_clean(engine)
+
+
+@pytest.mark.req("B8")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_one_tick_after_the_end_of_a_cancelled_request_its_kv_can_be_evicted(depth: int) -> None:
+    def started(ticks: int) -> EngineCore:
+        engine = make_engine(depth=depth, prefill_chunk=7, max_num_batched_tokens=16)
+        engine.add(request("only", range(40), max_new_tokens=6))
+        for _ in range(ticks):
+            engine.step()
+        return engine
+
+    when = 0
+    while (engine := started(when)).cancel("only"):
+        (ending,) = engine.step()
+        assert ending.finish_reason is FinishReason.CANCELLED
+        engine.step()
+        assert not engine.has_work
+        assert_clean(engine)
+        when += 1
+    assert when == 3 + 5 + depth, "not cancelled in every tick: three of prefill, five of decode, those in flight"
 
 
 @pytest.mark.req("G3")

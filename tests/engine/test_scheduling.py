@@ -344,7 +344,7 @@ def test_a_prompt_that_needs_room_takes_it_from_the_last_prompt_in_order() -> No
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.req("R15")
+@pytest.mark.req("R15", "G8")
 def test_a_full_queue_refuses_with_a_reason() -> None:
     engine = make_engine(max_num_seqs=1, max_queue=2, max_queue_tokens=30)
     engine.add(request("runs", (1,), max_new_tokens=5))
