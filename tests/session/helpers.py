@@ -14,6 +14,7 @@ from tokenmill import SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
+from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.params import SamplingParams
@@ -34,18 +35,12 @@ def make_service(
     model = FakeModel(FakeConfig(vocab_size=258, max_context=1024, block_size=4, depth=depth))
     config = options.pop("config", EngineConfig(max_num_seqs=min(8, max_seqs)))
     limits = options.pop("limits", SessionLimits(stall_timeout_s=None))
-    service = SessionService(
-        model, num_workers=num_workers, kv_cache_tokens=cells, config=config, limits=limits, **options
-    )
+    client = None
     if max_seqs < 64:  # fewer ids than the default gives
-        loaded = service._model()
-        loaded.client.close()
-        from tokenmill.engine.client import ThreadClient
-
-        loaded.client = ThreadClient(
-            model, config, BackendLimits(num_cells=cells, max_seqs=max_seqs), num_cores=num_workers
-        )
-    return service
+        client = ThreadClient(model, config, BackendLimits(num_cells=cells, max_seqs=max_seqs), num_cores=num_workers)
+    return SessionService(
+        model, num_workers=num_workers, kv_cache_tokens=cells, config=config, limits=limits, client=client, **options
+    )
 
 
 async def read(stream: AsyncIterator[Chunk]) -> tuple[str, list[int], Chunk]:

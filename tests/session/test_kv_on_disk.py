@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from array import array
 from pathlib import Path
 from typing import Any
@@ -88,17 +87,32 @@ def test_kv_files_are_evicted_by_last_use_and_reading_is_use(tmp_path: Path) -> 
     files = KVFiles(tmp_path, max_bytes=3 * (HEADER.size + 10))
 
     def held() -> set[str]:
-        return {name for name in ("read", "looked at", "younger", "new", "newer") if files.num_tokens(name)}
+        return {name for name in ("read", "looked at", "younger", "oldest", "new", "newer") if files.num_tokens(name)}
 
     for age, name in ((30, "read"), (20, "looked at"), (10, "younger")):
-        files.write(name, form, ids, bytes(10))
-        os.utime(files._path(name), (1e9 - age, 1e9 - age))
+        assert files.write(name, form, ids, bytes(10), used_at=1e9 - age)
     assert files.read("read", form, ids) is not None
     assert files.read("looked at", another, ids) is None, "it was of no use"
-    files.write("new", form, ids, bytes(10))
+    assert files.write("new", form, ids, bytes(10), used_at=1e9)
     assert held() == {"read", "younger", "new"}
-    files.write("newer", form, ids, bytes(10))
+    assert not files.write("oldest", form, ids, bytes(10), used_at=1e9 - 40), "all others were used since"
+    assert held() == {"read", "younger", "new"}
+    assert files.write("newer", form, ids, bytes(10), used_at=1e9 + 10)
     assert held() == {"read", "new", "newer"}
+
+
+def test_a_closing_service_keeps_the_kv_of_the_sessions_used_last(tmp_path: Path) -> None:
+    """It writes the latest first, for it may run out of time; earlier ones do not evict them."""
+
+    async def scene(service: SessionService) -> list[str]:
+        return [await converse(service, "some words " * 12) for _ in range(4)]
+
+    store = SessionStore(tmp_path, max_kv_bytes=3000)
+    (used,) = play(store, scene)
+    kept = [name for name in used if store.kv.num_tokens(name)]
+    assert 0 < len(kept) < 4
+    assert kept == used[-len(kept) :]
+    store.close()
 
 
 def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

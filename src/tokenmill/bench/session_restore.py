@@ -73,7 +73,7 @@ async def _one_length(
     export_s = time.monotonic() - began
     assert kept is not None, "nobody else is there to evict it"
     tokens, state = kept
-    store.kv.write(name, loaded.fingerprint.form, tokens, state)
+    store.kv.write(name, loaded.fingerprint.form, tokens, state, session.used_at)
     from_bytes: list[float] = []
     replayed: list[float] = []
     for _ in range(num_pairs):

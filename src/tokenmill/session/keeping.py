@@ -149,7 +149,7 @@ class Keeper:
 
     def _write_file(self, session: Session, tokens: array[int], state: bytes) -> None:
         """On a thread. A session that ends meanwhile has its file removed: by whoever comes last."""
-        self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state)
+        self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state, session.used_at)
         if session.is_dropped:
             self.store.kv.remove(session.session_id)
 

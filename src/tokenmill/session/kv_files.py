@@ -11,6 +11,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
@@ -42,8 +43,11 @@ class KVFiles:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
 
-    def write(self, session_id: str, form: str, tokens: array[int], state: bytes) -> bool:
-        """Keep the KV of these ids in place of any before; others go if that is too much. False: it could not be."""
+    def write(self, session_id: str, form: str, tokens: array[int], state: bytes, used_at: float) -> bool:
+        """Keep the KV of these ids in place of any before, as last used at this Unix time.
+
+        KV used less recently is evicted for it, nothing else. False: it could not be kept.
+        """
         size = HEADER.size + len(state)
         if size > self.max_bytes:
             return False
@@ -53,10 +57,12 @@ class KVFiles:
         try:
             with self._lock:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                self._make_room(size, path)
+                if not self._make_room(size, path, used_at):
+                    return False
                 with unfinished.open("wb") as file:
                     file.write(header)
                     file.write(state)
+                os.utime(unfinished, (used_at, used_at))
                 os.replace(unfinished, path)
         except OSError as error:
             log.info("KV of session %s is not kept: %s", session_id, error)
@@ -75,7 +81,8 @@ class KVFiles:
                 if not fits or digest != _digest(tokens[:count]):
                     return None
                 state = file.read()
-            os.utime(path)
+            now = time.time()
+            os.utime(path, (now, now))
         except (OSError, struct.error):
             return None
         return SavedKV(count, state)
@@ -105,14 +112,19 @@ class KVFiles:
     def num_bytes(self) -> int:
         return sum(size for _, _, size in self._files())
 
-    def _make_room(self, size: int, path: Path) -> None:
+    def _make_room(self, size: int, path: Path, used_at: float) -> bool:
+        """Evict files, least recently used first, until one of this size fits; none if they are not enough."""
         files = sorted(one for one in self._files() if one[1] != path)
-        total = size + sum(one[2] for one in files)
-        for _, oldest, their_size in files:
-            if total <= self.max_bytes:
-                return
+        excess = size + sum(one[2] for one in files) - self.max_bytes
+        older = [one for one in files if one[0] <= used_at]
+        if excess > sum(one[2] for one in older):
+            return False
+        for _, oldest, their_size in older:
+            if excess <= 0:
+                break
             oldest.unlink(missing_ok=True)
-            total -= their_size
+            excess -= their_size
+        return True
 
     def _files(self) -> list[tuple[float, Path, int]]:
         """(last use, path, size) of each."""
