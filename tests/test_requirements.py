@@ -2,6 +2,9 @@ import re
 
 from tests.requirements import OPEN, ROOT, delivered, known, problems
 
+CHECK = re.compile(r"^\| ([A-Z]\d\d) \| .* \| ([^|]+) \|$", re.MULTILINE)
+"""A row of docs/serving-checks.md: the id of a check, and the files of its tests."""
+
 
 def test_the_table_is_read_from_the_docs() -> None:
     requirements = known()
@@ -37,3 +40,27 @@ def test_the_tests_named_in_the_docs_exist() -> None:
         for path, name in re.findall(r"\b(tests/[\w/]+(?:\.py|/))(?:::(\w+))?", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
             assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{page.name} names {path}::{name}"
+
+
+def test_every_check_that_a_test_cites_is_in_the_table_and_back() -> None:
+    page = (ROOT / "docs" / "serving-checks.md").read_text()
+    table = {(check, path) for check, paths in CHECK.findall(page) for path in re.findall(r"`([^`]+)`", paths)}
+    cited = {
+        (check.upper(), str(path.relative_to(ROOT)))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for check in re.findall(r"^(?:async )?def test_([a-z]\d\d)_", path.read_text(), flags=re.MULTILINE)
+    }
+    assert cited == table
+    checks = {check for check, _ in table}
+    for path in (ROOT / "tests" / "server").glob("*.py"):
+        assert set(re.findall(r"\b[CILNOPST]\d\d\b", path.read_text())) <= checks, path.name
+
+
+def test_every_regression_that_a_test_cites_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "serving-checks.md").read_text()
+    cited = {
+        number
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for number in re.findall(r"^(?:async )?def test_21_(\d+)_", path.read_text(), flags=re.MULTILINE)
+    }
+    assert cited <= set(re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE))
