@@ -145,7 +145,7 @@ def test_i09_who_is_to_be_cancelled(server: Running) -> None:
                 assert check_refusal(reply, 404, None, name)["code"] == "request_not_found"
 
 
-# -- I13, T04, T05: what goes together -------------------------------------------------------------------------------
+# -- I13, T04, T05: what goes together --------------------------------------------------------------------------------
 
 
 def test_i13_what_does_not_go_together(server: Running) -> None:

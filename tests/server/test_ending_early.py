@@ -61,7 +61,7 @@ def clock(server: Running) -> Clock:
     return Clock(server)
 
 
-# -- where a request can be when it ends before its time ---------------------------------------------------------------
+# -- where a request can be when it ends before its time --------------------------------------------------------------
 
 NUMBERS = itertools.count()
 """So that no prompt is in the cache."""

@@ -22,7 +22,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server import routing
 from tokenmill.server.config import ServerConfig, hash_key
-from tokenmill.server.telemetry import telemetry
+from tokenmill.server.telemetry import hub as telemetry
 from tokenmill.session.portable import MEDIA_TYPE
 from tokenmill.text import chat
 from tokenmill.text.tokenizer import ByteTokenizer

@@ -20,9 +20,9 @@ from tokenmill.backends.fake import FaultKind
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
 from tokenmill.server.logs import configure_logs
-from tokenmill.server.telemetry.tally import Tally
-from tokenmill.server.telemetry.telemetry import Telemetry
-from tokenmill.server.telemetry.traffic import ENDPOINTS, OTHER, Outcome, endpoint_of, outcome_of
+from tokenmill.server.telemetry.figures import ENDPOINTS, OTHER, Outcome, Tally, endpoint_of, outcome_of
+from tokenmill.server.telemetry.hub import Telemetry
+from tokenmill.server.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 OUTCOMES = {one.value for one in Outcome}
@@ -296,8 +296,8 @@ def test_a_tally_puts_values_where_they_belong() -> None:
 def test_servers_share_nothing() -> None:
     one, other = Telemetry(), Telemetry()
     one.traffic.enter("/metrics")
-    assert b'endpoint="/metrics"' in one.metrics.text()
-    assert b'endpoint="/metrics"' not in other.metrics.text()
+    assert b'endpoint="/metrics"' in Metrics(one).text()
+    assert b'endpoint="/metrics"' not in Metrics(other).text()
 
 
 # -- the request log --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tests.server.serving import Running
 from tokenmill import errors
 from tokenmill.backends.fake import FaultKind
 
-# -- I11: what is told of what goes wrong inside -----------------------------------------------------------------------
+# -- I11: what is told of what goes wrong inside ----------------------------------------------------------------------
 
 SECRET = "/srv/weights/model.safetensors 0x7f3a5c0012d0 TOKEN=hunter2"
 LIBRARY_WORDS = re.compile(

@@ -55,7 +55,7 @@ def strict_and_soon_idle() -> Iterator[Running]:
         yield one
 
 
-# -- N06: what comes too slowly, or is too much ------------------------------------------------------------------------
+# -- N06: what comes too slowly, or is too much -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -409,7 +409,7 @@ def test_n09_a_body_is_never_a_request(
     assert paths(server) == [path, "/health/live"]
 
 
-# -- what a body may never become --------------------------------------------------------------------------------------
+# -- what a body may never become -------------------------------------------------------------------------------------
 
 SMUGGLED = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UPGRADED = (

@@ -22,9 +22,7 @@ from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import hash_key
-from tokenmill.server.telemetry.live import Reader
-from tokenmill.server.telemetry.names import Names, NamesFor
-from tokenmill.server.telemetry.shapes import LiveCore, snapshot_from, snapshot_json
+from tokenmill.server.telemetry.live import LiveCore, Names, Reader, snapshot_from, snapshot_json
 
 SCHEDULER = "/v1/scheduler"
 HASH = re.compile("[0-9a-f]{8}")
@@ -47,7 +45,7 @@ def core_of(server: Running, key: str = KEY) -> dict[str, Any]:
 
 def shown(server: Running, snapshot: CoreSnapshot, key: str = KEY) -> dict[str, Any]:
     """A snapshot of the core as a caller may see it."""
-    return snapshot_json(snapshot, NamesFor(server.served.telemetry.names, hash_key(key).hex()))
+    return snapshot_json(snapshot, server.served.telemetry.names.seen_by(hash_key(key).hex()))
 
 
 def chat_in_session(server: Running, session: str | None, key: str, prompt: str) -> None:

@@ -21,7 +21,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import NotDurable
 from tokenmill.server.calls import OpenCalls
 from tokenmill.server.models import Models, ModelSpec
-from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.portable import MEDIA_TYPE
 from tokenmill.session.store import DATABASE, SessionStore

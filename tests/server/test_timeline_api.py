@@ -17,7 +17,7 @@ from tokenmill.engine.events import Phase
 from tokenmill.engine.timeline import Span, Timeline
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
-from tokenmill.server.telemetry.spans import Spans, open_spans
+from tokenmill.server.telemetry.timeline import Spans, open_spans
 
 PHASES = ["queued", "prefill", "decode"]
 

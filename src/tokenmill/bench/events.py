@@ -25,8 +25,7 @@ from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.server.sse import event
 from tokenmill.server.telemetry.figures import CoreFigures
-from tokenmill.server.telemetry.live import Reader
-from tokenmill.server.telemetry.watch import CoreWatch
+from tokenmill.server.telemetry.live import CoreWatch, Reader
 
 ROWS = (1, 16, 64)
 PROMPT = 32

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from tokenmill.cli.live_state import Core, Eviction, LiveState, Tick
 from tokenmill.engine.stats import CoreSnapshot, SlotView
-from tokenmill.server.telemetry.rates import RateView
-from tokenmill.server.telemetry.shapes import by_session
+from tokenmill.server.telemetry.figures import RateView
+from tokenmill.server.telemetry.live import by_session
 
 BOLD, DIM, RED, GREEN, YELLOW, BLUE, CYAN = "1", "2", "31", "32", "33", "34", "36"
 BARS = "▁▂▃▄▅▆▇█"

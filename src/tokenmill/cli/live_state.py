@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.engine.stats import CoreSnapshot
-from tokenmill.server.telemetry.rates import RateView
-from tokenmill.server.telemetry.shapes import LiveCore
+from tokenmill.server.telemetry.figures import RateView
+from tokenmill.server.telemetry.live import LiveCore
 
 MAX_TICKS = 512
 MAX_EVICTIONS = 4

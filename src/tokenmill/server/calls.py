@@ -25,7 +25,7 @@ from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.deltas import Delta, Deltas
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
 from tokenmill.server.sse import DONE, EventStream, disconnected
-from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome
+from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
 from tokenmill.session.explain import message_at
 from tokenmill.text.messages import Message
 from tokenmill.text.workers import TextWorkers

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenmill.outputs import RequestOutput, Usage
 from tokenmill.server.bodies import discard
 from tokenmill.server.errors import ApiError
-from tokenmill.server.telemetry.traffic import CLIENT_GONE, Outcome, Traffic, outcome_of
+from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome, Traffic, outcome_of
+from tokenmill.server.telemetry.timeline import Delivery
 
 access = logging.getLogger("tokenmill.access")
 
@@ -91,13 +92,13 @@ class RequestContext:
     """The outermost layer: names, counts and logs requests."""
 
     def __init__(
-        self, app: ASGIApp, gate: Gate, traffic: Traffic, on_done: Callable[[Caller, float], None] | None = None
+        self, app: ASGIApp, gate: Gate, traffic: Traffic, on_done: Callable[[str, Delivery], None] | None = None
     ) -> None:
         self._app = app
         self._gate = gate
         self._traffic = traffic
         self._on_done = on_done
-        """Told of each request when it is over, and when that was."""
+        """Told of each request that ran something in an engine, when it is over."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,8 +133,9 @@ class RequestContext:
             self._gate.num_inside -= is_waited_for
             ended = time.monotonic()
             outcome, seconds = caller.outcome or outcome_of(status), ended - caller.began
-            if self._on_done is not None:
-                self._on_done(caller, ended)
+            if self._on_done is not None and caller.call_id != "-":
+                delivery = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
+                self._on_done(caller.call_id, delivery)
             self._traffic.leave(endpoint, outcome, seconds)
             _log(logging.DEBUG if is_probe else logging.INFO, scope, caller, status, outcome, seconds)
 

@@ -22,7 +22,7 @@ from tokenmill.entrypoints.fit import Fit
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.server.calls import OpenCalls
 from tokenmill.server.errors import ApiError, model_not_found, stopping
-from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.service import SessionService

@@ -21,8 +21,8 @@ from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_erro
 from tokenmill.server.page import assets
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
-from tokenmill.server.telemetry.spans import open_spans
-from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.server.telemetry.hub import Telemetry
+from tokenmill.server.telemetry.timeline import open_spans
 from tokenmill.session.info import SessionInfo, SessionLimits
 from tokenmill.session.store import SessionStore
 from tokenmill.text.workers import TextWorkers
@@ -97,8 +97,13 @@ class Served:
         """A call of the engine for a request."""
         hints, timeout_s = self.hints(http, body), self.timeout(http, body)
         call = Call(http, model.llm, self.config, self.calls, self.texts, prefix, hints, timeout_s)
-        self.telemetry.note_call(call.caller, model.name)
+        self.note_call(call.caller, model)
         return call
+
+    def note_call(self, caller: Caller, model: ServedModel) -> None:
+        """A request is about to run something of a model, under its `call_id`."""
+        caller.model = model.name
+        self.telemetry.note_call(caller.key, caller.request_id, caller.call_id)
 
     def hints(self, http: HttpRequest, body: Hinted) -> Hints:
         """Whose request it is."""

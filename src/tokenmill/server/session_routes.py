@@ -28,9 +28,8 @@ from tokenmill.server.session_requests import (
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, in_turn, read_event_id
-from tokenmill.server.telemetry.explained import cost_json
-from tokenmill.server.telemetry.names import NamesFor
 from tokenmill.server.telemetry.schemas import SessionExplanation
+from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
 
@@ -133,7 +132,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
-        names = NamesFor(served.telemetry.names, caller_of(http.scope).key)
+        names = served.telemetry.names.seen_by(caller_of(http.scope).key)
         costs = find(http, session_id).sessions.explain(session_id)
         turns = [{"id": cost.request_id, **cost_json(cost, names)} for cost in costs]
         return JSONResponse({"object": "session.explanation", "session_id": session_id, "turns": turns})
@@ -154,7 +153,7 @@ def session_routes(served: Served) -> APIRouter:
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
         live = await in_turn(http, model.sessions.answer(session_id, given=given, again=again, **options))
         stream = AnswerStream(http, model, session_id, live)
-        served.telemetry.note_call(caller_of(http.scope), model.name)
+        served.note_call(caller_of(http.scope), model)
         return await stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
 
     generated = schemas.generated(schemas.SessionAnswer) | schemas.errors(409)

@@ -18,7 +18,7 @@ from tokenmill.server.deltas import counted
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure
 from tokenmill.server.models import ServedModel
 from tokenmill.server.sse import DONE, EventStream, event
-from tokenmill.server.telemetry.traffic import Outcome
+from tokenmill.server.telemetry.figures import Outcome
 from tokenmill.session.live import Answer, Chunk, LiveTurn
 
 T = TypeVar("T")

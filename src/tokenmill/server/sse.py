@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.server.context import caller_of
-from tokenmill.server.telemetry.traffic import Outcome
+from tokenmill.server.telemetry.figures import Outcome
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -28,7 +28,7 @@ from tests.web.engine.watching import (
 )
 from tokenmill.backends.fake import FaultKind
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.telemetry.shapes import LiveCore, snapshot_json
+from tokenmill.server.telemetry.live import LiveCore, snapshot_json
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,19 @@
-"""`CoreFigures`: what one engine core has done since the server started, added up from its events.
+"""Counters and histograms: what a server and its engines have done, and at which rates.
 
-The core's thread fills it, so nothing here may take long: numbers and lists, no locks, no labels. Others read it at any
-time; what they see may be of two moments that are a few microseconds apart.
+`Tally` is a histogram, `CoreFigures` the totals of one engine core, `Rates` its last seconds, and `Traffic` the HTTP
+requests by endpoint and outcome. Core threads fill the figures of their core and the event loop those of requests, so
+nothing here takes long: numbers and lists, no locks, no labels. Any thread may read; what it sees may be of two moments
+a few microseconds apart.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from bisect import bisect_left
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import Enum
+from math import floor
 
 from tokenmill.engine.events import (
     Event,
@@ -20,11 +27,59 @@ from tokenmill.engine.events import (
 )
 from tokenmill.engine.timeline import Timeline
 from tokenmill.outputs import FinishReason
-from tokenmill.server.telemetry.tally import LONG_S, SEQUENCES, SHORT_S, TOKENS, Tally
+
+SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+"""Steps, and the time from a token to the next."""
+LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+"""What a whole request or one of its phases takes."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Tally:
+    """How many values there were up to each bound, and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """Of each bucket by itself; the last one has no bound."""
+        self.total = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """So many values that are the same."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def merge(self, other: Tally) -> None:
+        """Add another one's values, as they are now."""
+        for place, count in enumerate(other.counts.copy()):
+            self.counts[place] += count
+        self.total += other.total
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Prometheus' buckets: each bound, as text, with the number of values up to it."""
+        buckets, so_far = [], 0
+        for bound, count in zip((*map(_text, self.bounds), "+Inf"), self.counts, strict=True):
+            so_far += count
+            buckets.append((bound, so_far))
+        return buckets
+
+
+def _text(bound: float) -> str:
+    return repr(float(bound))
+
+
+# -- one engine core --------------------------------------------------------------------------------------------------
 
 
 class CoreFigures:
-    """Counters and histograms of one core."""
+    """Counters and histograms of one core since the server started, added up from its events."""
 
     def __init__(self) -> None:
         self.num_prompt = 0
@@ -132,3 +187,192 @@ def _drawn(event: TickEvent) -> tuple[str | None, ...]:
     if event.is_whole and len(event.plan.sampled_rows) == len(event.requests):
         return event.requests
     return tuple(share.request_id for share in event.shares if share.is_drawn)
+
+
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+WINDOW_S = 10
+LEAST_S = 0.5
+"""A rate over less than this is noise."""
+
+
+@dataclass(frozen=True)
+class RateView:
+    """By the second, but for the hit rate."""
+
+    ticks: float = 0.0
+    generated_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    hit_rate: float | None = None
+    """Cached prompt tokens of those of the requests that started; None if none did."""
+
+
+@dataclass
+class _Second:
+    number: int
+    num_ticks: int = 0
+    num_generated: int = 0
+    num_prefill: int = 0
+    num_prompt: int = 0
+    num_cached: int = 0
+
+
+class Rates:
+    """Sums by second over the last `WINDOW_S`. One thread fills it: a core's, or that of a client that follows it."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
+        self._began: float | None = None
+
+    def note_tick(self, at: float, num_generated: int, num_prefill: int) -> None:
+        second = self._second(at)
+        second.num_ticks += 1
+        second.num_generated += num_generated
+        second.num_prefill += num_prefill
+
+    def note_start(self, at: float, num_prompt: int, num_cached: int) -> None:
+        """A request started with so much of its prompt cached."""
+        second = self._second(at)
+        second.num_prompt += num_prompt
+        second.num_cached += num_cached
+
+    def now(self, at: float) -> RateView:
+        first = floor(at) - WINDOW_S + 1
+        seconds = [one for one in list(self._seconds) if first <= one.number <= at]
+        if self._began is None or not seconds:
+            return RateView()
+        span = max(at - max(first, self._began), LEAST_S)
+        prompt = sum(one.num_prompt for one in seconds)
+        return RateView(
+            ticks=sum(one.num_ticks for one in seconds) / span,
+            generated_tokens=sum(one.num_generated for one in seconds) / span,
+            prefill_tokens=sum(one.num_prefill for one in seconds) / span,
+            hit_rate=sum(one.num_cached for one in seconds) / prompt if prompt else None,
+        )
+
+    def _second(self, at: float) -> _Second:
+        number = floor(at)
+        if self._began is None:
+            self._began = at
+        if not self._seconds or self._seconds[-1].number != number:
+            self._seconds.append(_Second(number))
+        return self._seconds[-1]
+
+
+# -- HTTP requests ----------------------------------------------------------------------------------------------------
+
+
+OTHER = "other"
+"""All paths that are none of ours."""
+CLIENT_GONE = 499
+"""Nobody was there any more to be answered."""
+OF_SESSIONS = (
+    "turns", "explain", "append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "save",
+)  # fmt: skip
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/models/load",
+    "/v1/models/unload",
+    "/v1/models/{name:path}",
+    "/v1/requests/{id}/cancel",
+    "/v1/requests/{id}/timeline",
+    "/v1/scheduler",
+    "/v1/scheduler/events",
+    "/v1/sessions",
+    "/v1/sessions/restore",
+    "/v1/sessions/{id}",
+    *(f"/v1/sessions/{{id}}/{operation}" for operation in OF_SESSIONS),
+    "/tokenize",
+    "/detokenize",
+    "/metrics",
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/openapi.json",
+    "/",
+    "/engine",
+    "/web/{file:path}",
+)
+"""Whatever clients send, a label has one of these values, or `OTHER`."""
+
+
+class Outcome(Enum):
+    """How a request ended, as far as its client is concerned."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    """Its client left, or somebody ended it by its id."""
+    FAILED = "failed"
+    """It was taken and did not get done."""
+    REJECTED = "rejected"
+    """It was not taken: wrong, not allowed, too many at once, or the server was not ready."""
+
+
+def outcome_of(status: int) -> Outcome:
+    """What a status says; a stream's was sent before it ended."""
+    if status < 400:
+        return Outcome.FINISHED
+    if status == CLIENT_GONE:
+        return Outcome.CANCELLED
+    return Outcome.REJECTED if status < 500 or status == 503 else Outcome.FAILED
+
+
+class Traffic:
+    """Counts requests where they enter and leave. For the event loop's thread.
+
+    At every moment, for every endpoint: received = finished + cancelled + failed + rejected + running.
+    """
+
+    def __init__(self) -> None:
+        self.received: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()
+        self.ended: Counter[tuple[str, Outcome]] = Counter()
+        self.seconds: dict[str, Tally] = {}
+
+    def enter(self, path: str) -> str:
+        """A request for this path came in; the endpoint that it is for."""
+        endpoint = endpoint_of(path)
+        self.received[endpoint] += 1
+        self.running[endpoint] += 1
+        return endpoint
+
+    def leave(self, endpoint: str, outcome: Outcome, seconds: float) -> None:
+        self.running[endpoint] -= 1
+        self.ended[endpoint, outcome] += 1
+        if endpoint not in self.seconds:
+            self.seconds[endpoint] = Tally(LONG_S)
+        self.seconds[endpoint].add(seconds)
+
+
+def endpoint_of(path: str) -> str:
+    """The endpoint that answers to a path; those under /v1 answer without it, too."""
+    found = _PLAIN.get(path)
+    if found is not None:
+        return found
+    return next((label for label, pattern in _PATTERNS if pattern.fullmatch(path)), OTHER)
+
+
+def _label(pattern: str) -> str:
+    return pattern.replace(":path", "")
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{[^}]+\})", pattern)
+    made = "".join(
+        re.escape(part) if not part.startswith("{") else ".*" if part.endswith(":path}") else "[^/]+" for part in parts
+    )
+    return re.compile(made.replace("/v1", "(?:/v1)?", 1), re.DOTALL)
+
+
+_PLAIN = {
+    path: _label(pattern)
+    for pattern in ENDPOINTS
+    if "{" not in pattern
+    for path in (pattern, pattern.removeprefix("/v1"))
+}
+_PATTERNS = [(_label(pattern), _regex(pattern)) for pattern in ENDPOINTS if "{" in pattern]

@@ -6,7 +6,6 @@ Labels have few values: the model's name, one of our endpoints, an outcome, a fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,13 +14,9 @@ from prometheus_client.registry import Collector
 
 from tokenmill import __version__
 from tokenmill.engine.events import Phase
-from tokenmill.server.telemetry.figures import CoreFigures
-from tokenmill.server.telemetry.tally import Tally
-from tokenmill.server.telemetry.traffic import Outcome, Traffic
-from tokenmill.server.telemetry.watch import CoreWatch
-
-if TYPE_CHECKING:
-    from tokenmill.server.telemetry.telemetry import Telemetry
+from tokenmill.server.telemetry.figures import CoreFigures, Outcome, Tally, Traffic
+from tokenmill.server.telemetry.hub import Telemetry
+from tokenmill.server.telemetry.live import CoreWatch
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

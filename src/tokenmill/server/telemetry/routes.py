@@ -19,12 +19,10 @@ from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError
 from tokenmill.server.sse import EventStream, event
 from tokenmill.server.telemetry import schemas
-from tokenmill.server.telemetry.explained import cache_json, causes_of, cost_json, parts_of
-from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, Told
-from tokenmill.server.telemetry.metrics import CONTENT_TYPE
-from tokenmill.server.telemetry.names import NamesFor
-from tokenmill.server.telemetry.shapes import ShowName, event_json, rates_json, snapshot_json
-from tokenmill.server.telemetry.telemetry import Found, Telemetry
+from tokenmill.server.telemetry.hub import Found, Telemetry
+from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
+from tokenmill.server.telemetry.metrics import CONTENT_TYPE, Metrics
+from tokenmill.server.telemetry.timeline import cache_json, causes_of, cost_json, parts_of
 
 if TYPE_CHECKING:
     from tokenmill.server.served import Served
@@ -34,6 +32,7 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
     """What a server tells about itself."""
     api = APIRouter(route_class=route_class, tags=["telemetry"])
     telemetry, config = served.telemetry, served.config
+    metrics = Metrics(telemetry)
     about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
     about_events: dict[str, Any] = {
         "description": "Server-sent events, without an end: `snapshot`, then `tick` and each change, by core.",
@@ -43,13 +42,13 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
     @api.get("/metrics", responses={200: about_metrics, **shared.errors(401, 503)}, response_class=Response)
     async def get_metrics() -> Response:
         """Counters, gauges and histograms of the server and its engines."""
-        return Response(telemetry.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     @api.get("/scheduler", include_in_schema=False)
     @api.get("/v1/scheduler", responses={200: {"model": schemas.Scheduler}, **shared.errors(401, 503)})
     async def get_scheduler(http: Request) -> Response:
         """What every engine is doing right now. Names of other keys are shown as hashes."""
-        return JSONResponse(_scheduler(telemetry, NamesFor(telemetry.names, caller_of(http.scope).key)))
+        return JSONResponse(_scheduler(telemetry, telemetry.names.seen_by(caller_of(http.scope).key)))
 
     @api.get("/scheduler/events", include_in_schema=False)
     @api.get(
@@ -64,7 +63,7 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
         ] = PACE_S,
     ) -> Response:
         """The same as a stream of events: a snapshot of each core, then every step and every change."""
-        names = NamesFor(telemetry.names, caller_of(http.scope).key)
+        names = telemetry.names.seen_by(caller_of(http.scope).key)
         timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
         return EventStream(_follow(telemetry, names, pace_s), _nothing, **timeouts)
 
@@ -81,7 +80,7 @@ def telemetry_routes(served: Served, route_class: type[APIRoute] = APIRoute) -> 
         if not found:
             raise ApiError(404, f"no request {request_id!r:.140} is known", code="request_not_found")
         first, now = found[0].timeline.begin, time.monotonic()
-        names = NamesFor(telemetry.names, caller_of(http.scope).key)
+        names = telemetry.names.seen_by(caller_of(http.scope).key)
         generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]
         return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
 

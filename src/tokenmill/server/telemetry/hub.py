@@ -16,15 +16,9 @@ from tokenmill.engine.timeline import Timeline
 from tokenmill.entrypoints.async_llm import AsyncLLM, Bell
 from tokenmill.errors import EngineDead, Unsupported
 from tokenmill.pipeline.prompts import callers_name
-from tokenmill.server.context import Caller
-from tokenmill.server.telemetry.explained import Delivery
-from tokenmill.server.telemetry.figures import CoreFigures
-from tokenmill.server.telemetry.live import PACE_S, Reader, Told
-from tokenmill.server.telemetry.metrics import Metrics
-from tokenmill.server.telemetry.names import Names
-from tokenmill.server.telemetry.tally import SHORT_S, Tally
-from tokenmill.server.telemetry.traffic import Traffic
-from tokenmill.server.telemetry.watch import CoreWatch, EndListener
+from tokenmill.server.telemetry.figures import SHORT_S, CoreFigures, Tally, Traffic
+from tokenmill.server.telemetry.live import PACE_S, CoreWatch, EndListener, Names, Reader, Told
+from tokenmill.server.telemetry.timeline import Delivery
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +46,6 @@ class Telemetry:
     def __init__(self, on_end: EndListener | None = None) -> None:
         self.traffic = Traffic()
         self.names = Names()
-        self.metrics = Metrics(self)
         self.loop_lag_s = Tally(SHORT_S)
         """How long callbacks have waited for the event loop."""
         self._on_end = on_end
@@ -135,20 +128,19 @@ class Telemetry:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def note_call(self, caller: Caller, model: str) -> None:
-        """A request is about to run something of a model, under its `call_id`."""
-        caller.model = model
-        calls = self._calls.setdefault((caller.key, caller.request_id), deque(maxlen=MAX_CALLS_OF_A_NAME))
-        calls.append(caller.call_id)
-        self._calls.move_to_end((caller.key, caller.request_id))
+    def note_call(self, key: str, request_id: str, call_id: str) -> None:
+        """A request of this key is about to run something in an engine, under `call_id`."""
+        calls = self._calls.setdefault((key, request_id), deque(maxlen=MAX_CALLS_OF_A_NAME))
+        calls.append(call_id)
+        self._calls.move_to_end((key, request_id))
         while len(self._calls) > MAX_NAMES:
             self._calls.popitem(last=False)
 
-    def note_done(self, caller: Caller, ended: float) -> None:
-        """A request is over. Whoever only reads on what another one has begun is not told of."""
-        if caller.call_id == "-" or caller.call_id in self._deliveries:
+    def note_done(self, call_id: str, delivery: Delivery) -> None:
+        """A request that ran `call_id` is over; the first of them counts, later ones only resumed its stream."""
+        if call_id in self._deliveries:
             return
-        self._deliveries[caller.call_id] = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
+        self._deliveries[call_id] = delivery
         while len(self._deliveries) > MAX_NAMES:
             self._deliveries.popitem(last=False)
 
