@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tokenmill.bench.arrivals import arrivals
+from tokenmill.bench.workloads import arrivals
 
 COUNT, RATE = 20_000, 50.0
 

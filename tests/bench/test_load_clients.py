@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.bench.scripted import DONE, HEAD, USAGE, answering, chunk, event, plain
-from tokenmill.bench.load_clients import RequestFailed, Sample, Stream, Target, call, chat_body, first_model
+from tokenmill.bench.load_clients import HttpFailure, Sample, Stream, Target, call, chat_body, first_model
 from tokenmill.bench.workloads import learn_words
 
 BODY = chat_body("m", [{"role": "user", "content": "hi"}], 8)
@@ -113,7 +113,7 @@ def test_what_has_come_can_be_waited_for_and_outlives_a_cancel() -> None:
             await stream.wait_for_chunks(2)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            with pytest.raises(RequestFailed, match="after 2 pieces of 3"):
+            with pytest.raises(HttpFailure, match="after 2 pieces of 3"):
                 await stream.wait_for_chunks(3)
             return stream.sample()
 
@@ -145,12 +145,12 @@ def test_plain_calls() -> None:
         async with answering(plain(200, {"data": [{"id": "one"}, {"id": "two"}]})) as target:
             assert await first_model(target) == "one"
         async with answering(plain(200, {"data": []})) as target:
-            with pytest.raises(RequestFailed, match="names none"):
+            with pytest.raises(HttpFailure, match="names none"):
                 await first_model(target)
         async with answering(plain(404, {"error": "no such path"})) as target:
-            with pytest.raises(RequestFailed, match="HTTP 404: no such path"):
+            with pytest.raises(HttpFailure, match="HTTP 404: no such path"):
                 await call(target, "GET", "/nowhere")
-        with pytest.raises(RequestFailed, match="ConnectionRefusedError"):
+        with pytest.raises(HttpFailure, match="ConnectionRefusedError"):
             await call(target, "GET", "/v1/models")
 
     asyncio.run(run())

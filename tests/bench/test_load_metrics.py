@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tokenmill.bench.load_clients import Sample
-from tokenmill.bench.load_metrics import (
+from tokenmill.bench.load_report import (
+    LoadReport,
     most_at_once,
     running_by_second,
     statistics_of,
@@ -16,7 +17,6 @@ from tokenmill.bench.load_metrics import (
     totals,
     values_ms,
 )
-from tokenmill.bench.load_report import LoadReport
 
 QUICK = Sample(10.0, (10.1, 10.2, 10.4), 10.5, prompt_tokens=7, output_tokens=5)
 """TTFT 100 ms, latency 500, TPOT (500 - 100) / 4 = 100; pieces after 100 and 200 ms."""

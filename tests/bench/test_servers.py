@@ -8,20 +8,21 @@ import pytest
 
 from tests.server.serving import Child
 from tokenmill.bench import compare
-from tokenmill.bench.load_clients import RequestFailed, Sample, Target
-from tokenmill.bench.server_tasks import (
+from tokenmill.bench.load_clients import HttpFailure, Sample, Target
+from tokenmill.bench.servers import (
     FIRST,
     GAP,
     SPEED,
     TASKS,
+    ServerRow,
     Subject,
     Work,
     clients,
     gaps_within,
     long_prompt,
     shared_prefix,
+    table,
 )
-from tokenmill.bench.servers import Row, table
 from tokenmill.bench.workloads import IdPrompts, Word
 
 
@@ -49,7 +50,7 @@ def test_each_task_can_be_done_and_measured(server: Child, work: Work, measures:
 
 
 def test_work_that_is_refused_is_no_result(server: Child) -> None:
-    with pytest.raises(RequestFailed, match="HTTP 400"):
+    with pytest.raises(HttpFailure, match="HTTP 400"):
         do(server, clients(1, prompt_tokens=100_000))
 
 
@@ -61,15 +62,15 @@ def test_gaps_count_where_they_overlap_the_span() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_has_a_bar() -> None:
-    row = Row(
+    row = ServerRow(
         "clients-16", SPEED, ours=[100, 300, 200], theirs=[50, 100, 100], again=[110, 300, 180], asked=(">=", 2.5)
     )
     assert row.ratio == 2.0
     assert row.noise == 1.0
     assert (row.bar, row.is_met) == (">= 2.5", False)
-    quick = Row("clients-16", FIRST, ours=[40], theirs=[100], again=[44], asked=("<=", 0.4))
+    quick = ServerRow("clients-16", FIRST, ours=[40], theirs=[100], again=[44], asked=("<=", 0.4))
     assert (quick.bar, quick.is_met) == ("<= 0.4", True)
-    free = Row("clients-4", SPEED, ours=[1], theirs=[2], again=[1])
+    free = ServerRow("clients-4", SPEED, ours=[1], theirs=[2], again=[1])
     assert (free.bar, free.is_met) == ("", None)
     assert table([row, quick, free]).splitlines()[2:] == [
         "| 16 clients | tok/s | 200.0 | 100.0 | 2.00 | 1.00 | >= 2.5 | no |",

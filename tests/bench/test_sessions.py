@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenmill.bench import session_restore, sessions
+from tokenmill.bench import sessions
 
 
 def test_turns_and_restoring_are_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,5 +28,5 @@ def test_turns_and_restoring_are_measured_and_drawn(tmp_path: Path, capsys: pyte
     ("ratios", "pays"), [([2, 0.9, 0.5], 2), ([0.5, 2, 0.4], 3), ([2, 2, 2], None), ([0.1] * 3, 1)]
 )
 def test_from_which_length_bytes_pay(ratios: list[float], pays: int | None) -> None:
-    found = [session_restore.Restored(i + 1, 0, 0.0, [ratio], [1.0]) for i, ratio in enumerate(ratios)]
-    assert session_restore.pays_from(found) == pays
+    found = [sessions.Restored(i + 1, 0, 0.0, [ratio], [1.0]) for i, ratio in enumerate(ratios)]
+    assert sessions.pays_from(found) == pays

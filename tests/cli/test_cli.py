@@ -18,24 +18,25 @@ from typer.testing import CliRunner
 
 import tokenmill
 from tests.server.serving import child, request
-from tokenmill.cli.bench import BENCHMARKS
+from tokenmill.cli.bench import BENCHMARKS, IN_THE_REPOSITORY
 from tokenmill.cli.main import app
 
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
+ROOT = Path(__file__).parent.parent.parent
 
 
 def call(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_version_and_help() -> None:
     assert call(TOKENMILL, "--version").stdout == f"tokenmill {tokenmill.__version__}\n"
     assert "bench" in call(TOKENMILL, "--help").stdout
-    assert "engine" in call(TOKENMILL, "bench", "--help").stdout
+    assert "throughput" in call(TOKENMILL, "bench", "--help").stdout
 
 
-@pytest.mark.parametrize("command", [[TOKENMILL, "bench", "engine"], [sys.executable, "-m", "tokenmill.bench.engine"]])
-def test_bench_engine_runs_either_way(command: list[str]) -> None:
+def test_the_engine_benchmark_runs_from_the_repository() -> None:
+    command = [sys.executable, "-m", "benchmarks.engine"]
     done = call(*command, "--sizes", "1", "8", "--rounds", "1", "--steps", "5", "--depths", "0", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -43,6 +44,14 @@ def test_bench_engine_runs_either_way(command: list[str]) -> None:
     assert all(row["host_us_per_row"] > 0 for row in report["rows"])
     table = call(*command, "--sizes", "2", "--rounds", "1", "--steps", "3").stdout
     assert "| 2 | 1 |" in table
+
+
+@pytest.mark.parametrize("name", IN_THE_REPOSITORY)
+def test_a_benchmark_of_the_repository_says_where_it_is(name: str) -> None:
+    done = call(TOKENMILL, "bench", name, "--sizes", "1")
+    assert done.returncode == 2
+    assert f"python -m benchmarks.{name}" in done.stderr
+    assert (ROOT / "benchmarks" / f"{name}.py").exists()
 
 
 # -- help -------------------------------------------------------------------------------------------------------------
@@ -78,7 +87,13 @@ def test_21_8_help_names_the_tables_of_a_config_file() -> None:
     assert "TOML file with [[model]] tables" in CliRunner().invoke(app, ["serve", "--help"], env=WIDE).stdout
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS, "servers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"tokenmill.bench.{name}" for name in (*BENCHMARKS, "servers")),
+        *(f"benchmarks.{n}" for n in IN_THE_REPOSITORY),
+    ],
+)
 def test_21_8_help_of_a_benchmark_shows_every_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[argparse.ArgumentParser] = []
 
@@ -89,7 +104,7 @@ def test_21_8_help_of_a_benchmark_shows_every_default(name: str, monkeypatch: py
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(SystemExit):
-        import_module(f"tokenmill.bench.{name}").main([])
+        import_module(name).main([])
     (parser,) = found
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or action.nargs == 0:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.flood import SHAPES, SHARE, flood_body
 from tests.server.serving import KEY, Running, raw_request, running
 from tests.server.test_long_prompts import LoopProbe
 from tests.server.wire import Wire
 from tokenmill import AsyncLLM
-from tokenmill.bench.flood import SHAPES, SHARE, flood_body
 from tokenmill.server.config import ServerConfig, hash_key
 
 NAME = "smollm2-135m"

@@ -47,9 +47,9 @@ def test_too_much_is_refused_with_numbers(tmp_path: Path) -> None:
 
 def test_what_is_planned_for_a_step_is_what_it_takes() -> None:
     """`tokenmill fit` can run none, so it works it out."""
+    from benchmarks.gpu import SHAPES, random_model
     from tokenmill.backends.torch.cuda.memory import step_bytes
     from tokenmill.backends.torch.cuda.switches import Switches
-    from tokenmill.bench.gpu_shapes import SHAPES, random_model
 
     for name in SHAPES:
         model = random_model(name, Switches())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.agreement import compare_forms, in_chunks, perplexity
 from tokenmill import open_model
 from tokenmill.backends.torch.native.library import library
-from tokenmill.bench.agreement import compare_forms, in_chunks, perplexity
 from tokenmill.contract import ModelHandle
 from tokenmill.text.model_text import open_text
 

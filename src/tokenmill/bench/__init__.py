@@ -1,4 +1,14 @@
-"""Benchmarks: `tokenmill bench NAME`, or `python -m tokenmill.bench.NAME` where the command line is not installed."""
+"""Benchmarks for users: `tokenmill bench NAME`.
+
+    serve.py       load on an OpenAI-compatible server
+    workloads.py   its conversations, their arrival times, and the driver that sends them
+    load_clients.py, load_report.py  timed requests to a server process; the figures of a run
+    throughput.py  tokens a second by batch size, offline
+    sessions.py    what a session saves
+    compare.py     this engine next to others (contenders.py), and servers next to each other (servers.py)
+
+The project's own benchmarks are in `benchmarks/` of the repository.
+"""
 
 from __future__ import annotations
 

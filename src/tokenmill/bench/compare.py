@@ -14,15 +14,69 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tokenmill.backends.library import DEFAULT_MODEL, pull
 from tokenmill.bench import bench_parser
-from tokenmill.bench.limits import Machine, measure_machine
 from tokenmill.contract import BackendLimits
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Best of a few tries, on so many threads."""
+
+    num_threads: int
+    read_bytes_per_s: float
+    float_ops_per_s: float
+    """Of float32 matrix products: a multiplication and an addition are two."""
+
+
+def measure_machine(num_threads: int) -> Machine:
+    return Machine(num_threads, _read_speed(num_threads), _product_speed(num_threads))
+
+
+def _read_speed(num_threads: int, size: int = 256 * MIB) -> float:
+    """Sum up memory that no cache can hold."""
+    parts = np.array_split(np.ones(size // 8), num_threads)
+
+    def read() -> float:
+        threads = [threading.Thread(target=part.sum) for part in parts]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began
+
+    return size / min(read() for _ in range(7))
+
+
+def _product_speed(num_threads: int, size: int = 1536) -> float:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        a, b = torch.rand(size, size), torch.rand(size, size)
+
+        def multiply() -> float:
+            began = time.perf_counter()
+            a @ b
+            return time.perf_counter() - began
+
+        return 2 * size**3 / min(multiply() for _ in range(7))
+    finally:
+        torch.set_num_threads(before)
+
 
 PREFILL = 512
 CONTEXT, STEPS = 64, 24

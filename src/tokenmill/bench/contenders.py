@@ -2,11 +2,14 @@
 
 `python -m tokenmill.bench.contenders NAME MODEL THREADS`; a line "prefill TOKENS", "decode SEQUENCES CONTEXT STEPS" or
 "requests COUNT PROMPT NEW" is answered with a line that says how many seconds it took. Whoever is not asked sleeps.
+`contenders.py --serve-llama MODEL SETTINGS` runs llama.cpp's server over HTTP instead.
 Importing this file needs nothing but Python, so a contender may run in an environment that has only its own packages.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 import time
 from typing import Any, Protocol
@@ -197,16 +200,37 @@ class Transformers:
         return self._torch.tensor([prompt(self._number - i, length, size) for i in range(count)])
 
 
+def start_llama_server(model: str, settings: dict[str, int]) -> tuple[Any, str]:
+    """llama.cpp's own server, which listens until it is deleted, and its build."""
+    llama: Any = importlib.import_module("xllamacpp")
+    params = llama.CommonParams()
+    params.model.path = model
+    params.port = settings["port"]
+    params.n_parallel, params.n_ctx = settings["slots"], settings["slots"] * settings["slot_context"]
+    params.n_batch = settings["batch"]
+    params.cont_batching = True
+    for cpu in (params.cpuparams, params.cpuparams_batch):
+        cpu.n_threads, cpu.poll = settings["threads"], settings["poll"]
+    params.verbosity = 0
+    return llama.Server(params), f"xllamacpp {llama.__version__}; {llama.get_system_info()}"
+
+
+def serve_llama(model: str, settings: str) -> None:
+    """Run llama.cpp's server until standard input is closed. Settings are JSON: `LlamaSettings` and a port."""
+    given = json.loads(settings)
+    server, build = start_llama_server(model, given)
+    print(build)
+    print(f"llama.cpp on http://127.0.0.1:{given['port']}", flush=True)
+    sys.stdin.read()
+    del server
+
+
 class LlamaServer:
     """llama.cpp's own server, called in its process: its scheduling, sampling and text, and no HTTP."""
 
     def __init__(self, model: str, num_threads: int, poll: str, slots: str = "16") -> None:
-        from importlib import import_module
-
-        # In an environment without tokenmill this file is a script, and its neighbour another one.
-        start = import_module(f"{__package__}.llama_server" if __package__ else "llama_server").start
         settings = {"port": 0, "slots": int(slots), "slot_context": SLOT_CONTEXT, "batch": 2048}
-        self._server = start(model, {**settings, "threads": num_threads, "poll": int(poll)}, say=lambda _: None)
+        self._server, _ = start_llama_server(model, {**settings, "threads": num_threads, "poll": int(poll)})
         self._number = 0
 
     def requests(self, count: int, prompt_tokens: int, new_tokens: int) -> float:
@@ -250,4 +274,7 @@ def main(name: str, model: str, num_threads: str, *more: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--serve-llama":
+        serve_llama(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

@@ -1,18 +1,25 @@
 """One request to an OpenAI-compatible server, over a plain socket, with the time at which every piece of it came.
 
 Each request has a connection of its own, and its clock starts before it connects. A server's answer is read as it is:
-whatever is wrong with it becomes an error of that request, never an exception of the benchmark.
+whatever is wrong with it becomes an error of that request, never an exception of the benchmark. `server_process` runs a
+server to measure, which can be stopped while another one is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +29,7 @@ DETAIL_CHARS = 200
 """Of what a server said about an error."""
 
 
-class RequestFailed(Exception):
+class HttpFailure(Exception):
     """A request did not get its answer. `kind` is what such failures are counted by, `detail` is about this one."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -62,7 +69,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpReply:
     """An answer whose body is still to be read."""
 
     status: int
@@ -85,7 +92,7 @@ class Answer:
     async def content(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
 
-    async def failure(self) -> RequestFailed:
+    async def failure(self) -> HttpFailure:
         """What an answer that is not 200 says."""
         content = (await self.content()).decode(errors="replace")
         try:
@@ -93,11 +100,11 @@ class Answer:
             detail = str(error["message"] if isinstance(error, dict) else error)
         except (ValueError, KeyError, TypeError):
             detail = content
-        return RequestFailed(f"HTTP {self.status}", detail[:DETAIL_CHARS])
+        return HttpFailure(f"HTTP {self.status}", detail[:DETAIL_CHARS])
 
 
 @asynccontextmanager
-async def exchange(target: Target, method: str, path: str, body: Any = None) -> AsyncIterator[Answer]:
+async def exchange(target: Target, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
     """Send a request, read the head of its answer; the connection is closed at the end, whatever has happened."""
     reader, writer = await target.connect()
     try:
@@ -105,15 +112,15 @@ async def exchange(target: Target, method: str, path: str, body: Any = None) -> 
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         status = re.match(r"HTTP/1\.\d (\d{3})\b", head)
         if status is None:
-            raise RequestFailed("no HTTP", head[:DETAIL_CHARS].strip())
+            raise HttpFailure("no HTTP", head[:DETAIL_CHARS].strip())
         headers = dict(line.split(":", 1) for line in head.split("\r\n")[1:] if ":" in line)
-        yield Answer(int(status[1]), {name.lower(): value.strip() for name, value in headers.items()}, reader)
+        yield HttpReply(int(status[1]), {name.lower(): value.strip() for name, value in headers.items()}, reader)
     finally:
         writer.close()
 
 
 async def call(target: Target, method: str, path: str, body: Any = None) -> Any:
-    """A request that is answered with JSON at once; `RequestFailed` if it is not."""
+    """A request that is answered with JSON at once; `HttpFailure` if it is not."""
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S), exchange(target, method, path, body) as answer:
             if answer.status >= 300:
@@ -121,16 +128,16 @@ async def call(target: Target, method: str, path: str, body: Any = None) -> Any:
             content = await answer.content()
             return json.loads(content) if content else None
     except TimeoutError:
-        raise RequestFailed("timeout", f"no answer to {method} {path} within {CALL_TIMEOUT_S:g} s") from None
+        raise HttpFailure("timeout", f"no answer to {method} {path} within {CALL_TIMEOUT_S:g} s") from None
     except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-        raise RequestFailed(type(error).__name__, f"{method} {target.base_url}{path}: {error}") from error
+        raise HttpFailure(type(error).__name__, f"{method} {target.base_url}{path}: {error}") from error
 
 
 async def first_model(target: Target) -> str:
     """The first one that the server names."""
     answer = await call(target, "GET", "/v1/models")
     if not answer.get("data"):
-        raise RequestFailed("no model", f"{target.base_url}/v1/models names none")
+        raise HttpFailure("no model", f"{target.base_url}/v1/models names none")
     return str(answer["data"][0]["id"])
 
 
@@ -203,7 +210,7 @@ class Stream:
         self._usage: Mapping[str, Any] = {}
         self._has_finish = False
         self._is_over = False
-        self._failure: RequestFailed | None = None
+        self._failure: HttpFailure | None = None
         self._news = asyncio.Event()
 
     @property
@@ -218,21 +225,21 @@ class Stream:
             async with asyncio.timeout(self._timeout_s):
                 await self._read()
         except TimeoutError:
-            self._failure = RequestFailed("timeout", f"not answered within {self._timeout_s:g} s")
-        except RequestFailed as error:
+            self._failure = HttpFailure("timeout", f"not answered within {self._timeout_s:g} s")
+        except HttpFailure as error:
             self._failure = error
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            self._failure = RequestFailed(type(error).__name__, str(error)[:DETAIL_CHARS])
+            self._failure = HttpFailure(type(error).__name__, str(error)[:DETAIL_CHARS])
         finally:
             self._is_over = True
             self._news.set()
         return self.sample()
 
     async def wait_for_chunks(self, count: int) -> None:
-        """Until so many pieces of text have come; `RequestFailed` if it ends before."""
+        """Until so many pieces of text have come; `HttpFailure` if it ends before."""
         while self.num_chunks < count:
             if self._is_over:
-                raise self._failure or RequestFailed("ended", f"after {self.num_chunks} pieces of {count}")
+                raise self._failure or HttpFailure("ended", f"after {self.num_chunks} pieces of {count}")
             self._news.clear()
             await self._news.wait()
 
@@ -258,16 +265,16 @@ class Stream:
                     break
                 self._hear(data)
         if not self._times and not self._has_finish:
-            raise RequestFailed("empty stream", "it ended without a token")
+            raise HttpFailure("empty stream", "it ended without a token")
         if not self._has_finish:
-            raise RequestFailed("cut off", f"after {self.num_chunks} pieces, without a finish reason")
+            raise HttpFailure("cut off", f"after {self.num_chunks} pieces, without a finish reason")
 
     def _hear(self, data: bytes) -> None:
         now = time.perf_counter()
         chunk = json.loads(data)
         if error := chunk.get("error"):
             detail = error.get("message", error) if isinstance(error, dict) else error
-            raise RequestFailed("error event", str(detail)[:DETAIL_CHARS])
+            raise HttpFailure("error event", str(detail)[:DETAIL_CHARS])
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
             if text := text_of(choice):
@@ -298,3 +305,77 @@ def completion_body(model: str, prompt: str | Sequence[int], max_tokens: int, **
 def chat_body(model: str, messages: Sequence[Mapping[str, str]], max_tokens: int, **more: Any) -> dict[str, Any]:
     """Of /v1/chat/completions."""
     return {"model": model, "messages": list(messages), "max_completion_tokens": max_tokens, **STREAMED, **more}
+
+
+START_S, STOP_S = 120.0, 60.0
+POLL_S = 0.05
+READY = re.compile(r" on http://127\.0\.0\.1:(\d+)")
+"""What a server says when it is ready."""
+
+
+class ServerProcess:
+    """A server that runs, and the port it listens on."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, said: str) -> None:
+        self.port = port
+        self.said = said
+        """All that it printed until it was ready."""
+        self._process = process
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def sleep(self) -> None:
+        """It gets no processor time until it is woken."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def server_process(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Start a server and wait until it says where it listens; it is stopped at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:  # a pipe that nobody reads would fill up and stop the server
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # some end when it closes: with us, whatever happens
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **(environment or {})},
+            )
+        assert process.stdin is not None
+        try:
+            yield ServerProcess(process, _wait_for_port(process, log), log.read_text(errors="replace"))
+        finally:
+            process.stdin.close()
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
+    deadline = time.monotonic() + START_S
+    while (found := READY.search(log.read_text(errors="replace"))) is None:
+        try:
+            process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < deadline:
+                continue
+        raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
+    return int(found.group(1))
+
+
+@contextmanager
+def serving(model: str, arguments: Sequence[str]) -> Iterator[ServerProcess]:
+    """`tokenmill serve`, on any port that is free."""
+    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", *arguments]
+    with server_process(command) as server:
+        yield server

@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench import bench_parser
-from tokenmill.bench.arrivals import arrivals
-from tokenmill.bench.load_clients import RequestFailed, Target, first_model
-from tokenmill.bench.load_driver import Load
-from tokenmill.bench.load_metrics import GOALS, METRICS
-from tokenmill.bench.load_report import LoadReport
+from tokenmill.bench.load_clients import HttpFailure, Target, first_model
+from tokenmill.bench.load_report import GOALS, METRICS, LoadReport
 from tokenmill.bench.workloads import (
     Conversation,
     IdPrompts,
     Lengths,
+    Load,
     Prompts,
     TextPrompts,
+    arrivals,
     from_file,
     learn_words,
     multi_turn,
@@ -250,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         report = asyncio.run(run(options))
-    except (RequestFailed, ValueError, OSError) as error:
+    except (HttpFailure, ValueError, OSError) as error:
         print(f"bench serve: {error}", file=sys.stderr)
         return 1
     if options.json:

@@ -17,17 +17,179 @@ import signal
 import socket
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL, pull
 from tokenmill.bench import bench_parser
-from tokenmill.bench.load_clients import Target, first_model
-from tokenmill.bench.processes import ServerProcess, server_process, serving
-from tokenmill.bench.server_tasks import CONTEXT, SPEED, TASKS, Axis, Subject, Task, Work, clients
+from tokenmill.bench.load_clients import (
+    HttpFailure,
+    Sample,
+    ServerProcess,
+    Stream,
+    Target,
+    completion_body,
+    first_model,
+    server_process,
+    serving,
+)
+from tokenmill.bench.load_report import statistics_of
 from tokenmill.bench.workloads import IdPrompts, Word, learn_words
+
+CONTEXT = 8192
+TIMEOUT_S = 1200.0
+ENDLESS = 2048
+"""New tokens of a stream that is cancelled long before."""
+SPEED, FIRST, GAP = "tok/s", "p50 TTFT ms", "p99 ITL ms"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A server that is awake, what it calls its model, and prompts that no other measurement has."""
+
+    target: Target
+    model: str
+    prompts: IdPrompts
+
+    def stream(self, prompt: Any, max_tokens: int) -> Stream:
+        body = completion_body(self.model, prompt, max_tokens, temperature=0, ignore_eos=True)
+        return Stream(self.target, "/v1/completions", body, TIMEOUT_S)
+
+    async def all_of(self, prompts: Sequence[Any], max_tokens: int) -> list[Sample]:
+        """Requests that are sent together; all must be answered in full."""
+        samples = await asyncio.gather(*(self.stream(prompt, max_tokens).run() for prompt in prompts))
+        for sample, prompt in zip(samples, prompts, strict=True):
+            if not sample.is_ok:
+                raise HttpFailure(sample.error, f"{self.target.base_url}: {sample.detail}")
+            if (sample.prompt_tokens, sample.output_tokens) != (len(prompt), max_tokens):
+                told = f"{sample.prompt_tokens} tokens in and {sample.output_tokens} out"
+                raise HttpFailure("other work", f"{told}, not {len(prompt)} and {max_tokens}")
+        return samples
+
+
+Work = Callable[[Subject], Awaitable[dict[str, float]]]
+
+
+def clients(count: int, prompt_tokens: int = 140, new_tokens: int = 128) -> Work:
+    """So many clients, each with a request of its own."""
+
+    async def work(subject: Subject) -> dict[str, float]:
+        samples = await subject.all_of([subject.prompts.part(prompt_tokens) for _ in range(count)], new_tokens)
+        took = max(one.ended_s for one in samples) - min(one.sent_s for one in samples)
+        return {SPEED: count * new_tokens / took, FIRST: 1000 * statistics.median(one.ttft_s for one in samples)}
+
+    return work
+
+
+def shared_prefix(count: int, shared: int = 1000, own: int = 32, new_tokens: int = 16) -> Work:
+    """Requests that come together and begin alike."""
+
+    async def work(subject: Subject) -> dict[str, float]:
+        prompts = subject.prompts
+        prefix = prompts.part(shared)
+        samples = await subject.all_of([prompts.join(prefix, prompts.part(own)) for _ in range(count)], new_tokens)
+        return {FIRST: 1000 * statistics.median(one.ttft_s for one in samples)}
+
+    return work
+
+
+def long_prompt(num_streams: int, prompt_tokens: int, short_tokens: int = 64) -> Work:
+    """Streams that decode while a long prompt arrives: their times between tokens until it has its first one."""
+
+    async def work(subject: Subject) -> dict[str, float]:
+        streams = [subject.stream(subject.prompts.part(short_tokens), ENDLESS) for _ in range(num_streams)]
+        tasks = [asyncio.create_task(one.run()) for one in streams]
+        try:
+            await asyncio.gather(*(one.wait_for_chunks(4) for one in streams))
+            (arriving,) = await subject.all_of([subject.prompts.part(prompt_tokens)], 1)
+            await asyncio.gather(*(one.wait_for_chunks(one.num_chunks + 1) for one in streams))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await subject.all_of([subject.prompts.part(8)], 1)  # so that it has seen them go before it is put to sleep
+        gaps = [gap for one in streams for gap in gaps_within(one.sample(), arriving.sent_s, arriving.ended_s)]
+        return {GAP: 1000 * statistics_of(gaps, [99])["p99"]}
+
+    return work
+
+
+def gaps_within(sample: Sample, began_s: float, ended_s: float) -> list[float]:
+    """The gaps between tokens that lie in a span of time, in part at least."""
+    pairs = zip(sample.chunk_times_s, sample.chunk_times_s[1:], strict=False)
+    return [b - a for a, b in pairs if b > began_s and a < ended_s]
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------------
+
+Axis = Sequence[Mapping[str, int]]
+"""Settings that exclude each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTask:
+    """Something both servers do."""
+
+    title: str
+    work: Work
+    trial: Work
+    """A shorter form, by which llama.cpp's settings are chosen: its first measure decides."""
+    slots: int
+    """Requests that llama.cpp's server takes at the same time: one for each client."""
+    slot_context: int
+    bars: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """For each measure: should the ratio be `>=`, `<=` or `<`, and what."""
+    axes: Sequence[Axis] = ()
+    """What is tried for llama.cpp beside threads and polling."""
+
+
+TASKS: dict[str, ServerTask] = {
+    "clients-1": ServerTask(
+        title="1 client",
+        work=clients(1),
+        trial=clients(1, new_tokens=64),
+        slots=1,
+        slot_context=512,
+        bars={SPEED: (">=", 1.0)},
+    ),
+    "clients-4": ServerTask(
+        title="4 clients",
+        work=clients(4),
+        trial=clients(4, new_tokens=32),
+        slots=4,
+        slot_context=512,
+    ),
+    "clients-16": ServerTask(
+        title="16 clients",
+        work=clients(16),
+        trial=clients(16, new_tokens=32),
+        slots=16,
+        slot_context=512,
+        bars={SPEED: (">=", 2.5), FIRST: ("<=", 0.4)},
+    ),
+    "long-prompt": ServerTask(
+        title="8 streams while 7,900 tokens arrive",
+        work=long_prompt(8, 7900),
+        trial=long_prompt(8, 2500),
+        slots=9,
+        slot_context=CONTEXT,
+        bars={GAP: ("<=", 0.5)},
+        axes=[[{"batch": 512}, {"batch": 128}]],
+    ),
+    "shared-prefix": ServerTask(
+        title="32 requests with 1,000 tokens in common",
+        work=shared_prefix(32),
+        trial=shared_prefix(8, shared=500),
+        slots=32,
+        slot_context=2048,
+        bars={FIRST: ("<", 1.0)},
+        axes=[[{"slots": 4}, {"slots": 1}]],
+    ),
+}
+
 
 EQUAL_KERNELS: Mapping[str, tuple[str, float]] = {SPEED: (">=", 1.0)}
 """What is asked where llama.cpp computes for both."""
@@ -46,7 +208,7 @@ class LlamaSettings:
 
 
 @dataclass
-class Row:
+class ServerRow:
     """One measure of one task, of each round."""
 
     task: str
@@ -86,9 +248,9 @@ def llama_serving(python: str, model: Path, settings: LlamaSettings) -> Iterator
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     given = json.dumps({**asdict(settings), "port": port})
-    script = str(Path(__file__).with_name("llama_server.py"))
+    script = str(Path(__file__).with_name("contenders.py"))
     quiet = {"OMP_WAIT_POLICY": "passive"} if settings.poll == 0 else {}  # builds with OpenMP poll by its rules
-    with server_process([python, "-I", script, str(model), given], quiet) as server:
+    with server_process([python, "-I", script, "--serve-llama", str(model), given], quiet) as server:
         yield server
 
 
@@ -108,13 +270,13 @@ class Contest:
         self.llama_says = ""
         """Its version, and what it was built for."""
 
-    def measure(self, name: str, num_rounds: int, *, tries: bool) -> tuple[list[Row], LlamaSettings]:
+    def measure(self, name: str, num_rounds: int, *, tries: bool) -> tuple[list[ServerRow], LlamaSettings]:
         """All rounds of one task."""
         task = TASKS[name]
         settings = LlamaSettings(self._num_threads, task.slots, task.slot_context)
         if tries:
             settings = self._choose(name, settings)
-        rows: dict[str, Row] = {}
+        rows: dict[str, ServerRow] = {}
         with llama_serving(self._python, self._model, settings) as theirs:
             theirs.sleep()
             self.llama_says = theirs.said.splitlines()[0]
@@ -123,14 +285,16 @@ class Contest:
             for number in range(num_rounds):
                 found = [self._do(server, task.work) for server in (self._ours, theirs, self._ours)]
                 for measure in found[0]:
-                    row = rows.setdefault(measure, Row(name, measure, asked=self._bars(task).get(measure, ("", 0.0))))
+                    row = rows.setdefault(
+                        measure, ServerRow(name, measure, asked=self._bars(task).get(measure, ("", 0.0)))
+                    )
                     for values, one in zip((row.ours, row.theirs, row.again), found, strict=True):
                         values.append(one[measure])
                     said = f"{row.ours[-1]:.1f}, llama.cpp {row.theirs[-1]:.1f}, again {row.again[-1]:.1f}"
                     _say(f"round {number + 1}, {name}: {measure} {said}")
         return list(rows.values()), settings
 
-    def _bars(self, task: Task) -> Mapping[str, tuple[str, float]]:
+    def _bars(self, task: ServerTask) -> Mapping[str, tuple[str, float]]:
         return EQUAL_KERNELS if self._backend == "llamacpp" else task.bars
 
     def _choose(self, name: str, settings: LlamaSettings) -> LlamaSettings:
@@ -148,7 +312,7 @@ class Contest:
                     best, best_value = tried, value
         return best
 
-    def _try(self, task: Task, settings: LlamaSettings) -> dict[str, float]:
+    def _try(self, task: ServerTask, settings: LlamaSettings) -> dict[str, float]:
         with llama_serving(self._python, self._model, settings) as server:
             server.sleep()
             self._do(server, clients(1, new_tokens=8))  # warm
@@ -175,7 +339,7 @@ def _is_better(value: Mapping[str, float], other: Mapping[str, float]) -> bool:
 # -- telling it -------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ServerRow]) -> str:
     """As markdown."""
     lines = ["| task | measure | tokenmill | llama.cpp | ratio | A/A | bar | met |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |")
@@ -213,7 +377,7 @@ def main(arguments: Sequence[str]) -> int:
     more = ["--threads", str(options.threads), "--context", str(options.context), "--log-level", "warning"]
     more += ["--backend", options.backend]
     settings: dict[str, LlamaSettings] = {}
-    rows: list[Row] = []
+    rows: list[ServerRow] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end then, too: one is asleep
     with serving(str(path), more) as ours:
         _say(ours.said.rstrip())

@@ -3,7 +3,8 @@
 First token: the last of many turns, in its session and as a stateless request with the same history and nothing cached,
 in turn. Stalled reader: the time between tokens of all readers but one, with that one reading and not reading, in turn;
 the ratio of two runs in which it reads (A/A) says how much of a difference is noise. By turn: every turn's first token
-in three ways (`session_turns.py`). Restore: KV bytes from the disk beside a replay (`session_restore.py`).
+in three ways, with the whole history sent as exact ids where there is no session. Restore: from which length on reading
+KV bytes from disk beats computing them again; the bytes have just been written, so the page cache is warm.
 """
 
 from __future__ import annotations
@@ -14,22 +15,222 @@ import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.bench.plot import line_chart
-from tokenmill.bench.session_restore import pays_from, restoring
-from tokenmill.bench.session_turns import first_token_by_turn
 from tokenmill.engine.request import Hints
 from tokenmill.params import SamplingParams
+from tokenmill.session import keeping
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Chunk, LiveTurn
 from tokenmill.session.service import SessionService
+from tokenmill.session.store import SessionStore
+
+ANSWER = SamplingParams(temperature=0, ignore_eos=True)
+WAYS = ("session", "stateless, prefix reuse", "stateless, no reuse")
+
+
+@dataclass
+class ByTurn:
+    """Seconds to the first token of each turn, each list of one conversation."""
+
+    tokens_a_turn: int
+    history: list[int] = field(default_factory=list)
+    """Tokens of the prompt, by turn."""
+    seconds: dict[str, list[list[float]]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+
+async def first_token_by_turn(
+    service: SessionService, num_turns: int, tokens: int, num_rounds: int, say: Callable[[str], None]
+) -> ByTurn:
+    found = ByTurn(tokens)
+    numbers = itertools.count(1)
+    vocabulary = service._model().opened.model.info.vocab_size
+    for number in range(num_rounds):
+        taken: dict[str, list[float]] = {way: [] for way in WAYS}
+        name = await service.create_session(sampling_params=ANSWER, seed=0)
+        history = []
+        for turn in range(num_turns):
+            given = [(7919 * next(numbers)) % (vocabulary - 300) + 200 for _ in range(tokens)]
+            began = time.monotonic()
+            await service.append_input(name, given)
+            stream = await service.generate_stream(name, tokens)
+            await anext(stream)
+            taken["session"].append(time.monotonic() - began)
+            async for _ in stream:
+                pass
+            log = service._model().master.find(name).log.tokens.tolist()
+            prompt = log[: len(log) - tokens]
+            history.append(len(prompt))
+            reused = await stateless(service, prompt, tokens, ("reuse", number))
+            taken["stateless, prefix reuse"].append(reused)
+            taken["stateless, no reuse"].append(await stateless(service, prompt, 1, ("none", number, turn)))
+            seconds = ", ".join(f"{values[-1]:.3f} s {way}" for way, values in taken.items())
+            say(f"round {number + 1}, turn {turn + 1}, {len(prompt)} tokens: {seconds}")
+        await service.end_session(name)
+        found.history = history
+        for way, values in taken.items():
+            found.seconds[way].append(values)
+    return found
+
+
+async def stateless(
+    service: SessionService, prompt: list[int], num_tokens: int, namespace: tuple[object, ...]
+) -> float:
+    """Seconds to the first token of a prompt as a request of its own; it finds KV of its namespace only."""
+    loaded = service._model()
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
+    began = time.monotonic()
+    generation = loaded.intake.generation(prompt, params, None, Hints(namespace=namespace))
+    live = LiveTurn(generation, loaded.client, lambda _: None, None, 1 << 30)
+    loaded.client.submit(generation.choices[0].request, live.hear)
+    first: float | None = None
+    async for _ in live.read():
+        first = time.monotonic() - began if first is None else first
+    assert first is not None, "an answer ends with a chunk"
+    return first
+
+
+ANSWER = SamplingParams(temperature=0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Seconds to the first token of a session with so many tokens."""
+
+    num_tokens: int
+    kv_bytes: int
+    export_s: float
+    """What the engine is held up for, when it has nothing else to do."""
+    from_bytes_s: list[float]
+    replayed_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median of the pairs' ratios."""
+        return statistics.median(a / b for a, b in zip(self.from_bytes_s, self.replayed_s, strict=True))
+
+
+async def restoring(
+    model: str, lengths: Sequence[int], num_pairs: int, say: Callable[[str], None], **options: int
+) -> list[Restored]:
+    """Sessions of these lengths, each brought back in both ways, in turn."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = SessionStore(folder)
+        async with SessionService(model, store=store, **options) as service:  # type: ignore[arg-type]
+            numbers = itertools.count(1)
+            for length in lengths:
+                one = await _one_length(service, store, length, num_pairs, numbers)
+                found.append(one)
+                say(f"{length} tokens, {one.kv_bytes / 1e6:.1f} MB: {statistics.median(one.from_bytes_s):.3f} s from "
+                    f"bytes, {statistics.median(one.replayed_s):.3f} s replayed, ratio {one.ratio:.2f}")  # fmt: skip
+        store.close()
+    return found
+
+
+async def _one_length(
+    service: SessionService, store: SessionStore, length: int, num_pairs: int, numbers: itertools.count[int]
+) -> Restored:
+    loaded = service._model()
+    assert loaded.keeper is not None
+    loaded.keeper.min_kv_tokens = 1  # it is what is to be found out
+    vocabulary = loaded.opened.model.info.vocab_size
+    name = await service.create_session(sampling_params=ANSWER, seed=0)
+    given = [(7919 * next(numbers)) % (vocabulary - 300) + 200 for _ in range(length)]
+    await service.append_input(name, given)
+    await _first_token(service, name)
+    session = loaded.master.find(name)
+    began = time.monotonic()
+    kept = await keeping.export_kv(loaded.client, loaded.opened.model, session)
+    export_s = time.monotonic() - began
+    assert kept is not None, "nobody else is there to evict it"
+    tokens, state = kept
+    store.kv.write(name, loaded.fingerprint.form, tokens, state, session.used_at)
+    from_bytes: list[float] = []
+    replayed: list[float] = []
+    for _ in range(num_pairs):
+        for has_bytes, taken in ((True, from_bytes), (False, replayed)):
+            await service.rewind(name, at_token=length)
+            loaded.client.release(name)
+            session.has_saved_kv = has_bytes
+            taken.append(await _first_token(service, name))
+    await service.end_session(name)
+    return Restored(length, len(state), export_s, from_bytes, replayed)
+
+
+async def _first_token(service: SessionService, name: str) -> float:
+    began = time.monotonic()
+    stream = await service.generate_stream(name, 1)
+    await anext(stream)
+    seconds = time.monotonic() - began
+    async for _ in stream:
+        pass
+    return seconds
+
+
+def pays_from(found: Sequence[Restored]) -> int | None:
+    """The smallest length from which on bytes are faster at every length that was measured."""
+    pays: int | None = None
+    for one in reversed(found):
+        if one.ratio >= 1:
+            return pays
+        pays = one.num_tokens
+    return pays
+
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 200, 40, 48
+COLOURS = ("#2563eb", "#16a34a", "#dc2626", "#9333ea")
+NUM_LINES = 5
+
+
+def line_chart(
+    path: Path, title: str, x: Sequence[float], series: Mapping[str, Sequence[float]], *, x_label: str, y_label: str
+) -> None:
+    """One line for each series, over the same x; both axes begin where they should: y at zero."""
+    most = max((value for values in series.values() for value in values), default=1.0) or 1.0
+    low, high = min(x), max(max(x), min(x) + 1e-9)
+
+    def place(one: float, value: float) -> str:
+        across = LEFT + (one - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+        return f"{across:.1f},{_up(value, most):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="{HEIGHT - 10}">{escape(x_label)}</text>',
+        f'<text x="14" y="{HEIGHT // 2}" transform="rotate(-90 14 {HEIGHT // 2})">{escape(y_label)}</text>',
+    ]
+    for i in range(NUM_LINES + 1):
+        value = most * i / NUM_LINES
+        y = _up(value, most)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    for one in x:
+        at = place(one, 0.0).partition(",")[0]
+        parts.append(f'<text x="{at}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{one:g}</text>')
+    for number, (name, values) in enumerate(series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        line = " ".join(place(one, value) for one, value in zip(x, values, strict=True))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        y = TOP + 20 * number
+        parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{WIDTH - RIGHT + 32}" y="{y + 10}">{escape(name)}</text>')
+    path.write_text("\n".join([*parts, "</svg>\n"]))
+
+
+def _up(value: float, most: float) -> float:
+    return HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM)
+
 
 PARTS = ("first-token", "stalled-reader", "by-turn", "restore")
 FREE = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
@@ -89,7 +290,7 @@ async def first_token(service: SessionService, num_turns: int, tokens: int, num_
             pass
         say(f"history: turn {turn + 1} of {num_turns - 1}")
     history = service.get(name).num_tokens
-    in_session, stateless = [], []
+    in_session, cold = [], []
     for pair in range(num_pairs):
         given = new_input()
         await service.rewind(name, at_token=history)
@@ -101,23 +302,10 @@ async def first_token(service: SessionService, num_turns: int, tokens: int, num_
         async for _ in stream:
             pass
         log = service._model().master.find(name).log.tokens[: history + tokens].tolist()
-        stateless.append(await _stateless(service, log, pair))
-        say(f"pair {pair + 1}: {in_session[-1]:.3f} s in its session, {stateless[-1]:.3f} s without")
+        cold.append(await stateless(service, log, 1, ("cold", pair)))
+        say(f"pair {pair + 1}: {in_session[-1]:.3f} s in its session, {cold[-1]:.3f} s without")
     await service.end_session(name)
-    return FirstToken(num_turns, tokens, history + tokens, in_session, stateless)
-
-
-async def _stateless(service: SessionService, prompt: list[int], number: int) -> float:
-    """The same prompt as a request of its own; its namespace makes sure that nothing of it is cached."""
-    loaded, params = service._model(), SamplingParams(temperature=0, max_tokens=1)
-    began = time.monotonic()
-    hints = Hints(namespace=("cold", number))
-    generation = loaded.intake.generation(prompt, params, None, hints)
-    live = LiveTurn(generation, loaded.client, lambda _: None, None, 1 << 30)
-    loaded.client.submit(generation.choices[0].request, live.hear)
-    async for _ in live.read():
-        return time.monotonic() - began
-    raise AssertionError("an answer ends with a chunk")
+    return FirstToken(num_turns, tokens, history + tokens, in_session, cold)
 
 
 async def inter_token_p99(service: SessionService, num_readers: int, tokens: int, *, one_stops: bool) -> float:

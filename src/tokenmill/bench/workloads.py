@@ -1,4 +1,4 @@
-"""What is asked of a server under load: conversations of random words or ids, or prompts from a file.
+"""Load on a server: conversations of random words or ids or from a file, arrival times, and `Load`, which sends them.
 
 A server is asked once for the ids of some common words; prompts are then drawn from them, so every id is one of its
 own and every text is about as long as it should be. How long prompts really were is for the server to say (`usage`).
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from tokenmill.bench.load_clients import RequestFailed, Target, call
+import numpy as np
+
+from tokenmill.bench.load_clients import HttpFailure, Sample, Stream, Target, call, chat_body, completion_body
+from tokenmill.progress import ProgressLine
 
 Prompt = str | list[int]
 
@@ -44,7 +50,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoadTurn:
     """Something to be answered."""
 
     prompt: Prompt
@@ -55,7 +61,7 @@ class Turn:
 class Conversation:
     """Turns that follow each other; a request on its own is a conversation of one."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[LoadTurn, ...]
 
 
 async def learn_words(target: Target, model: str) -> list[Word]:
@@ -72,7 +78,7 @@ async def learn_words(target: Target, model: str) -> list[Word]:
     try:
         first = await learn(texts[0])
         return [first, *await asyncio.gather(*(learn(text) for text in texts[1:]))]
-    except (RequestFailed, TypeError, KeyError, ValueError):
+    except (HttpFailure, TypeError, KeyError, ValueError):
         return [Word(text) for text in texts]
 
 
@@ -186,7 +192,7 @@ def from_file(path: Path, count: int, max_tokens: int) -> list[Conversation]:
             continue
         try:
             row = json.loads(line)
-            turns.append(Turn(str(row["prompt"]), int(row.get("output_tokens", max_tokens))))
+            turns.append(LoadTurn(str(row["prompt"]), int(row.get("output_tokens", max_tokens))))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f'{path}:{number}: a line is {{"prompt": "..."}}, not {line[:80]}') from None
     if not turns:
@@ -194,5 +200,110 @@ def from_file(path: Path, count: int, max_tokens: int) -> list[Conversation]:
     return [Conversation((turns[i % len(turns)],)) for i in range(count)]
 
 
-def _turn(prompt: Prompt, max_tokens: int) -> Turn:
-    return Turn(prompt.lstrip() if isinstance(prompt, str) else prompt, max_tokens)
+def _turn(prompt: Prompt, max_tokens: int) -> LoadTurn:
+    return LoadTurn(prompt.lstrip() if isinstance(prompt, str) else prompt, max_tokens)
+
+
+def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Seconds from the start to each of `count` requests.
+
+    `rate` is requests a second; infinite means all at once. The times between them are drawn from a gamma distribution
+    of shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is more even, infinite is a metronome.
+    All are stretched so that the last one comes at count / rate: whatever the seed, a run sends as much in as long.
+    """
+    if rate <= 0 or burstiness <= 0:
+        raise ValueError(f"rate and burstiness must be positive, not {rate:g} and {burstiness:g}")
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        gaps = np.full(count, 1 / rate)
+    else:
+        gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
+    moments = np.cumsum(gaps)
+    if count and moments[-1] > 0:
+        moments *= count / rate / moments[-1]
+    return [float(moment) for moment in moments]
+
+
+@dataclass
+class Load:
+    """Sends conversations to a server and keeps what became of their requests."""
+
+    target: Target
+    model: str
+    endpoint: str
+    is_chat: bool
+    timeout_s: float
+    sampling: Mapping[str, Any]
+    """Fields of every request's body."""
+    uses_sessions: bool
+    places: AbstractAsyncContextManager[Any]
+    """Where a request waits while too many others run."""
+    samples: list[Sample] = field(default_factory=list)
+
+    async def run(self, conversations: Sequence[Conversation], moments: Sequence[float]) -> float:
+        """All of them, each beginning at its moment; how many seconds it took."""
+        num_requests = sum(len(one.turns) for one in conversations)
+        began = time.perf_counter()
+        with ProgressLine("requests", num_requests) as line:
+            async with asyncio.TaskGroup() as tasks:
+                for conversation, moment in zip(conversations, moments, strict=True):
+                    await asyncio.sleep(max(0.0, began + moment - time.perf_counter()))
+                    tasks.create_task(self._converse(conversation, line))
+        return time.perf_counter() - began
+
+    async def warm_up(self, conversations: Sequence[Conversation]) -> None:
+        """The first turn of each; nothing of it is kept."""
+        await asyncio.gather(*(self._send(self._body(one.turns[0], [])) for one in conversations))
+
+    async def _converse(self, conversation: Conversation, line: ProgressLine) -> None:
+        """LoadTurn after turn; the first failure is the end."""
+        history: list[dict[str, str]] = []
+        session: str | None = None
+        try:
+            for turn in conversation.turns:
+                if self.uses_sessions and session is None:
+                    session = await self._open_session()
+                sample = await self._send(self._body(turn, history, session))
+                self._keep(sample, line)
+                if not sample.is_ok:
+                    break
+                if self.is_chat and session is None:
+                    history += [_message("user", turn), {"role": "assistant", "content": sample.text}]
+        except HttpFailure as error:  # its session could not be opened
+            self._keep(Sample(time.perf_counter(), error=error.kind, detail=error.detail), line)
+        if session is not None:
+            with suppress(HttpFailure):  # it ends by itself some time
+                await call(self.target, "DELETE", f"/v1/sessions/{session}")
+
+    async def _send(self, body: Mapping[str, Any]) -> Sample:
+        arrived = time.perf_counter()
+        async with self.places:
+            queued_s = time.perf_counter() - arrived
+            sample = await Stream(self.target, self.endpoint, body, self.timeout_s).run()
+        return replace(sample, queued_s=queued_s)
+
+    def _body(
+        self, turn: LoadTurn, history: Sequence[Mapping[str, str]], session: str | None = None
+    ) -> Mapping[str, Any]:
+        if not self.is_chat:
+            return completion_body(self.model, turn.prompt, turn.max_tokens, **self.sampling)
+        named = {} if session is None else {"session_id": session}
+        messages = [*history, _message("user", turn)]
+        return chat_body(self.model, messages, turn.max_tokens, **self.sampling, **named)
+
+    async def _open_session(self) -> str:
+        return str((await call(self.target, "POST", "/v1/sessions", {"model": self.model}))["id"])
+
+    def _keep(self, sample: Sample, line: ProgressLine) -> None:
+        self.samples.append(sample)
+        line.update(len(self.samples), self._so_far)
+
+    def _so_far(self, took_s: float) -> str:
+        num_failed = sum(not one.is_ok for one in self.samples)
+        return f"{num_failed} failed, {sum(one.output_tokens for one in self.samples) / took_s:.0f} tok/s"
+
+
+def _message(role: str, turn: LoadTurn) -> dict[str, str]:
+    assert isinstance(turn.prompt, str), "chats are texts"
+    return {"role": role, "content": turn.prompt}

@@ -1,4 +1,4 @@
-"""`tokenmill bench NAME`: each benchmark is a module with a parser of its own, so that it runs without this, too."""
+"""`tokenmill bench NAME`: the benchmarks for users; each is a module of `tokenmill.bench` with a parser of its own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from importlib import import_module
 import typer
 
 BENCHMARKS = {
-    "engine": "What a step costs the host, for 1 to 1,024 running requests, on the fake backend.",
-    "events": "What it costs the engine that the server listens to it.",
-    "agreement": "How far a model's numbers depend on how they are computed, and its perplexity on a text.",
-    "compare": "Our engine beside llama.cpp's raw loop and transformers, on the same file, in turn.",
-    "llamacpp": "What the engine adds to llama.cpp's own time, and what parked KV costs there.",
-    "throughput": "Tokens a second by the number of requests that run together, offline.",
-    "memory": "What `tokenmill fit` plans beside what is really used.",
-    "http": "What HTTP costs: many clients that stream, beside the same work offline.",
-    "flood": "A stream while other clients post prompts that are too long: inter-token latency, event loop lag.",
     "serve": "Load on any OpenAI-compatible server: throughput and latencies, as `vllm bench serve` has them.",
-    "sessions": "What a session saves, turn by turn; what a reader that stops costs; when KV bytes beat a replay.",
+    "throughput": "Tokens per second by the number of concurrent requests, offline.",
+    "sessions": "What a session saves, turn by turn; the cost of a stalled reader; when KV bytes beat a replay.",
+    "compare": "This engine next to llama.cpp's raw loop and transformers, on the same file, interleaved.",
 }
+IN_THE_REPOSITORY = ("agreement", "engine", "events", "flood", "http", "llamacpp", "memory")
+"""Benchmarks of the project itself, which the wheel does not have."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
@@ -32,5 +27,15 @@ def _command(name: str) -> Callable[[typer.Context], None]:
     return run
 
 
+def _moved(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        typer.echo(f"tokenmill: `bench {name}` is now `python -m benchmarks.{name}`, run in the repository", err=True)
+        raise typer.Exit(2)
+
+    return refuse
+
+
 for _name, _help in BENCHMARKS.items():
     bench.command(_name, help=_help, context_settings=PASS_THROUGH, add_help_option=False)(_command(_name))
+for _name in IN_THE_REPOSITORY:
+    bench.command(_name, hidden=True, context_settings=PASS_THROUGH, add_help_option=False)(_moved(_name))

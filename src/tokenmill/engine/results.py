@@ -109,7 +109,7 @@ class Results:
     def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: Sequence[TokenLogprobs | None]) -> None:
         """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
 
-        The loops over all rows that a decode step has: every look-up in them shows in `tokenmill bench engine`.
+        The loops over all rows that a decode step has: every look-up in them shows in `python -m benchmarks.engine`.
         """
         crowd, tokens = self._crowd_of(rows), ids.tolist()
         for append, token in zip(crowd.appends, tokens, strict=True):

@@ -3,7 +3,7 @@
 llama.cpp's attention reads every cell up to the highest one in use, whoever's it is, so parked KV makes each step
 slower, in proportion. The step of a lone sequence suffers most: it reads all weights once, and of each parked cell the
 keys and values. The bytes alone would say by how much; measured, a byte of KV costs less than a byte of weights
-(`tokenmill bench llamacpp` gives the curve, docs/llamacpp.md has it).
+(`python -m benchmarks.llamacpp` gives the curve, docs/llamacpp.md has it).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tokenmill bench flood`: a running stream while other clients post prompts that are too long.
+"""`python -m benchmarks.flood`: a running stream while other clients post prompts that are too long.
 
 A server, in a process of its own, streams one answer. Meanwhile clients in another process post prompts, each the next
 one as soon as the last one is answered: at 95 % of the largest size that is not refused by its length alone (so all of
@@ -28,8 +28,16 @@ import numpy as np
 
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.bench.load_clients import RequestFailed, Stream, Target, call, completion_body, exchange, first_model
-from tokenmill.bench.processes import serving
+from tokenmill.bench.load_clients import (
+    HttpFailure,
+    Stream,
+    Target,
+    call,
+    completion_body,
+    exchange,
+    first_model,
+    serving,
+)
 
 SHARE = 0.95
 """Of the largest prompt that is not refused outright."""
@@ -82,7 +90,7 @@ async def largest_prompt(target: Target, model: str) -> int:
     """Bytes of the largest prompt that is not refused by its length alone, by what the server says of a larger one."""
     try:
         await call(target, "POST", CHAT, json.loads(flood_body(model, "far above", 0)))
-    except RequestFailed as error:
+    except HttpFailure as error:
         context = re.search(r"maximum context length is (\d+)", error.detail)
         least = re.search(r"at least (\d+) of the prompt", error.detail)
         if context is None or least is None:
@@ -213,7 +221,7 @@ def table(phases: Sequence[Phase]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = bench_parser("tokenmill bench flood", (__doc__ or "").partition("\n\n")[0])
+    parser = bench_parser("python -m benchmarks.flood", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients that post prompts")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.bench.processes import ServerProcess, server_process
+from tokenmill.bench.load_clients import ServerProcess, server_process
 
 SCRIPT = "import sys; print('ready on http://127.0.0.1:4321/v1', flush=True); sys.stdin.read()"
 

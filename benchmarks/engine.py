@@ -1,4 +1,4 @@
-"""`tokenmill bench engine`: what a step costs the host, for 1 to 1,024 running requests, on the fake backend.
+"""`python -m benchmarks.engine`: what a step costs the host, for 1 to 1,024 running requests, on the fake backend.
 
 The fake model's own arithmetic stands for the device and is timed apart; everything else is what the engine adds to
 every step of any model: scheduling, the batch, KV bookkeeping, sampling greedily, handing out tokens. CPU time of the
@@ -163,7 +163,7 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = bench_parser("tokenmill bench engine", (__doc__ or "").partition("\n\n")[0])
+    parser = bench_parser("python -m benchmarks.engine", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of running requests")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1], choices=[0, 1], help="steps submitted ahead")
     parser.add_argument("--rounds", type=int, default=7, help="rounds over all sizes")

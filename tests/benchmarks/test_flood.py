@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from benchmarks.flood import FAR_ABOVE_BYTES, SHAPES, flood_body, largest_prompt, percentile_of, run_phase, table
 from tests.server.serving import running
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.bench.flood import FAR_ABOVE_BYTES, SHAPES, flood_body, largest_prompt, percentile_of, run_phase, table
 from tokenmill.bench.load_clients import Target
 from tokenmill.server.config import ServerConfig
 

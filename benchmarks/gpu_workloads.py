@@ -1,4 +1,4 @@
-"""The four workloads that `tokenmill.bench.gpu` measures, and how one is run through an engine core."""
+"""The four workloads that `benchmarks.gpu` measures, and how one is run through an engine core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenmill bench events`: what it costs an engine that the server listens to it.
+"""`python -m benchmarks.events`: what it costs an engine that the server listens to it.
 
 First on a model: CPU time of the engine's thread a step, with the server's subscriber and without it, in turn. Then the
 hardest case, a model that takes no time: what the subscriber adds to a step of 1, 16 and 64 rows, alone and while
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from benchmarks.engine import decoding_engine
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.bench.engine import decoding_engine
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
 from tokenmill.entrypoints.async_llm import Bell
@@ -159,7 +159,7 @@ def summary(costs: Sequence[Cost]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = bench_parser("tokenmill bench events", (__doc__ or "").partition("\n\n")[0])
+    parser = bench_parser("python -m benchmarks.events", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="model of the realistic case; none skips it")
     parser.add_argument("--sequences", type=int, default=16, help="concurrent sequences on the model")
     parser.add_argument("--pairs", type=int, default=12, help="pairs of measurements on the model")

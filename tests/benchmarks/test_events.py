@@ -1,4 +1,4 @@
-"""`tokenmill bench events` runs, and measures what it says."""
+"""`python -m benchmarks.events` runs, and measures what it says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tokenmill.bench import events
+from benchmarks import events
 
 
 def test_it_measures_the_hardest_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`tokenmill bench memory`: what `tokenmill fit` plans beside what is really used, on a grid of settings.
+"""`python -m benchmarks.memory`: what `tokenmill fit` plans beside what is really used, on a grid of settings.
 
 For each setting a process of its own loads the model, fills the KV of all sessions to the last token and says how many
 private bytes it had more than after importing torch, at the most.
@@ -90,14 +90,14 @@ def use(model: str, sessions: int, context: int, dtype: str) -> int:
 
 
 def measure(model: str, dtype: str, sessions: int, context: int) -> Row:
-    command = [sys.executable, "-m", "tokenmill.bench.memory", "--use", model, str(sessions), str(context), dtype]
+    command = [sys.executable, "-m", "benchmarks.memory", "--use", model, str(sessions), str(context), dtype]
     used = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     planned = plan_fit(model, sessions, context, free_bytes=None, dtype=dtype, device="cpu").plan.total
     return Row(sessions, context, dtype, planned, used)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = bench_parser("tokenmill bench memory", __doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = bench_parser("python -m benchmarks.memory", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--dtype", nargs="+", default=["auto", "float32"], help="data types of the weights")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -124,4 +124,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

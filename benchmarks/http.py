@@ -1,4 +1,4 @@
-"""`tokenmill bench http`: what HTTP costs: many clients that stream, beside the same work offline.
+"""`python -m benchmarks.http`: what HTTP costs: many clients that stream, beside the same work offline.
 
 One process has the model and generates for all prompts together; a server, a process of its own, does the same for as
 many clients, each of which streams. They take turns; two offline runs beside each other (A/A) say how much of a
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.bench.processes import serving
+from tokenmill.bench.load_clients import serving
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.params import SamplingParams
 
@@ -109,8 +109,8 @@ def measure(model: str, work: Work, num_pairs: int, llm: LLM, port: int) -> Repo
     return Report(work, first, served, again)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = bench_parser("tokenmill bench http", __doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = bench_parser("python -m benchmarks.http", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
     parser.add_argument("--clients", type=int, default=16, help="concurrent clients")
@@ -136,3 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"  over HTTP {statistics.median(report.http):.1f} tok/s")
     print(f"  ratio     {report.ratio:.3f} (A/A {report.noise:.3f})")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

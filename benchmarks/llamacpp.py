@@ -1,4 +1,4 @@
-"""`tokenmill bench llamacpp`: what the engine adds to llama.cpp's own time, and what parked KV costs.
+"""`python -m benchmarks.llamacpp`: what the engine adds to llama.cpp's own time, and what parked KV costs.
 
 `steps`: the share of a step's wall time that is spent neither in llama.cpp (`llama_decode`, and waiting for its logits)
 nor in sampling, from the same steps: scheduling, KV bookkeeping, filling arrays, text. `parked`: how fast sequences
@@ -162,8 +162,8 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = bench_parser("tokenmill bench llamacpp", __doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = bench_parser("python -m benchmarks.llamacpp", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--parts", nargs="+", default=["steps", "parked"], help="measurements")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
@@ -201,3 +201,7 @@ def main(arguments: Sequence[str]) -> int:
         kept = f"limited to {one.limit}: {one.ratio(one.limited):.2f}, all kept: {one.ratio(one.all_kept):.2f}"
         print(f"{one.num_seqs} sequences beside {one.num_parked} parked tokens, of the speed beside none: {kept}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`tokenmill bench agreement`: how far a model's numbers depend on how they are computed, and its perplexity on a text.
+"""`python -m benchmarks.agreement`: how far logits depend on the way they are computed, and a model's perplexity.
 
 Agreement: the logits of every token of a text, once computed by whole prompts one at a time, once token by token in a
 crowd. Perplexity: of the same text as one sequence; with `--peer`, beside llama.cpp's on the same file; with
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,8 +166,8 @@ def measure(
     return report
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = bench_parser("tokenmill bench agreement", __doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = bench_parser("python -m benchmarks.agreement", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--text", type=Path, required=True, help="text file to score")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of the text to score")
@@ -211,3 +212,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  {other.dtype + chr(39) + 's perplexity':<31} {other.perplexity:.4f} (ratio {ratio:.4f})")
         print(f"  same likeliest token as that    {other.top1:.2%}, where it is clear {other.top1_where_clear:.2%}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

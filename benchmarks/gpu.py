@@ -1,4 +1,4 @@
-"""`python -m tokenmill.bench.gpu`: the engine on one CUDA card, on random weights of real models' shapes.
+"""`python -m benchmarks.gpu`: the engine on one CUDA card, on random weights of real models' shapes.
 
 Each figure stands beside the least time the card needs for it. Each optimisation can be turned off. Runs from the
 source tree with torch, triton and numpy.
@@ -9,25 +9,119 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.gpu_workloads import Job, Workload, first_token, run, workloads
+from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.cuda.backend import CudaBackend
+from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+from tokenmill.backends.torch.cuda.model import CudaModel
 from tokenmill.backends.torch.cuda.switches import Switches
+from tokenmill.backends.torch.families.names import HF_NAMES, num_values
 from tokenmill.backends.torch.memory import FP8
+from tokenmill.backends.torch.rope import Rope
+from tokenmill.backends.torch.weights import DecoderWeights
 from tokenmill.bench import bench_parser
-from tokenmill.bench.gpu_limits import Ceilings, least_seconds, measure_ceilings
-from tokenmill.bench.gpu_shapes import CONTEXT, SHAPES, random_model
-from tokenmill.bench.gpu_workloads import Workload, first_token, run, workloads
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.entrypoints.options import choose_limits
 from tokenmill.params import SamplingParams
+
+CONTEXT = 4096
+NUM_LAYERS = 28
+SPREAD = 0.02
+"""Standard deviation of the weights."""
+
+SHAPES: Mapping[str, DecoderConfig] = {
+    "qwen2.5-7b": DecoderConfig(
+        family="qwen2", vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_heads=28, num_kv_heads=4,
+        head_dim=128, max_context=CONTEXT, rms_eps=1e-6, rope=Rope(dim=128, theta=1e6), windows=(None,) * NUM_LAYERS,
+        qkv_bias=True,
+    ),
+    "qwen3-0.6b": DecoderConfig(
+        family="qwen3", vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8,
+        head_dim=128, max_context=CONTEXT, rms_eps=1e-6, rope=Rope(dim=128, theta=1e6), windows=(None,) * NUM_LAYERS,
+        qk_norm=True, tied=True,
+    ),
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def random_model(name: str, switches: Switches, kv_dtype: torch.dtype | None = None) -> CudaModel:
+    """A model of one of the shapes. The same weights each time."""
+    config = SHAPES[name]
+    weights = DecoderWeights(config, torch.bfloat16, torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    for own, view in weights.views.items():
+        if "norm" in own:
+            view.fill_(1.0)
+        else:
+            view.normal_(0.0, SPREAD, generator=generator)
+    return CudaModel(name, CudaDecoder(config, weights, switches), HF_NAMES, kv_dtype=kv_dtype)
+
+
+COPIED_BYTES = 1 << 32
+MATRIX_SIDE = 8192
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    bytes_per_s: float
+    """Of a copy: read and written ones together."""
+    flops_per_s: float
+    """Of a large product in bfloat16, on random numbers."""
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy_s = _seconds(lambda: target.copy_(source))
+    left, right = (torch.randn(MATRIX_SIDE, MATRIX_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_s = _seconds(lambda: left @ right)
+    return Ceilings(2 * COPIED_BYTES / copy_s, 2 * MATRIX_SIDE**3 / product_s)
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """The median of some runs, by the card's own clock."""
+    launch()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return float(statistics.median(times))
+
+
+def least_seconds(config: DecoderConfig, jobs: Sequence[Job], ceilings: Ceilings, itemsize: int = 2) -> float:
+    """Prompts at the rate of products, then a step for each token: bound by reading weights and KV, or by products."""
+    embedding = config.vocab_size * config.hidden_size
+    layers = num_values(config) - embedding * (1 if config.tied else 2)
+    weight_bytes = (layers + embedding) * itemsize
+    kv_bytes = 2 * config.kv_size * config.num_layers * itemsize
+    attention = 2 * config.query_size * config.num_layers  # flops a cell, half of them for keys
+    prefill = sum(2 * layers * job.num_prompt + attention * job.num_prompt**2 for job in jobs)
+    seconds = prefill / ceilings.flops_per_s
+    for step in range(1, max(job.num_new for job in jobs)):
+        running = [job for job in jobs if job.num_new > step]
+        products = 2 * (layers + embedding) * len(running) / ceilings.flops_per_s
+        cells = sum(job.num_prompt + step for job in running)
+        seconds += max(weight_bytes / ceilings.bytes_per_s, products) + kv_bytes * cells / ceilings.bytes_per_s
+    return seconds
+
 
 NUM_SEQS = 256
 HOST_STEPS = 100
@@ -106,7 +200,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = bench_parser("python -m tokenmill.bench.gpu", __doc__)
+    parser = bench_parser("python -m benchmarks.gpu", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models, by shape")
     parser.add_argument(
         "--measures", nargs="+", choices=[*workloads(), "host"], default=[*workloads(), "host"], help="measurements"

@@ -1,4 +1,4 @@
-"""What `tokenmill.bench.gpu` measures, on the fake backend."""
+"""What `benchmarks.gpu` measures, on the fake backend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import gpu_workloads
+from benchmarks.gpu_workloads import Job, first_token, run
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.bench import gpu_workloads
-from tokenmill.bench.gpu_workloads import Job, first_token, run
 from tokenmill.contract import Backend, BackendLimits
 from tokenmill.engine.core import EngineCore
 

@@ -1,0 +1,13 @@
+"""Benchmarks of the project itself, run from the repository: `python -m benchmarks.NAME`.
+
+    engine     host cost of a step, on the fake backend
+    events     cost of the server's subscription to the engine's events
+    http       cost of HTTP: streaming clients next to the same work offline
+    flood      a stream while other clients post prompts that are too long
+    memory     what `tokenmill fit` plans next to what is used
+    agreement  how far logits depend on the way they are computed; perplexity
+    llamacpp   engine overhead over llama.cpp; the cost of parked KV
+    gpu        the engine on a CUDA device, next to what the device can do
+
+The wheel has those for users (`tokenmill bench`): serve, throughput, sessions, compare.
+"""
