@@ -130,6 +130,7 @@ def test_a_queue_that_is_full_answers_429(server: Running) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.req("G13")
 def test_an_engine_that_hangs_is_not_ready(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.entrypoints.async_llm.HANGS_AFTER_S", 0.05)
 
