@@ -37,9 +37,9 @@ from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.events import TickEvent
+from tokenmill.server.app import Server
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
 PACKAGE = Path(tokenmill.__file__).parent

@@ -22,9 +22,9 @@ import openai
 
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import Fault, FaultKind
+from tokenmill.server.app import Server
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
 T = TypeVar("T")

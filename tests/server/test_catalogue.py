@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.serving import HI, child, request
 from tokenmill.cli.main import main
-from tokenmill.server.catalogue import read_catalogue
+from tokenmill.server.models import read_catalogue
 
 CHAT = "/v1/chat/completions"
 GOOD = """
@@ -92,7 +92,7 @@ BAD = {
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`tokenmill serve` in this process, of which nothing comes: it ends with 2, and with one line that is returned."""
-    monkeypatch.setattr("tokenmill.server.logs.configure_logs", lambda *_: None)
+    monkeypatch.setattr("tokenmill.server.middleware.configure_logs", lambda *_: None)
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["tokenmill", "serve", "--port", "0", *arguments])

@@ -15,13 +15,13 @@ import pytest
 from tests.server.refusals import BODIES, CHAT
 from tests.server.serving import KEY, Reply, Running, request
 from tokenmill.errors import ConfigError
-from tokenmill.server import auth
+from tokenmill.server import middleware
+from tokenmill.server.api.ops import EVENTS
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
-from tokenmill.server.context import ENDLESS
-from tokenmill.server.page import assets
 from tokenmill.server.requests import EmbeddingRequest
 from tokenmill.server.served import Served
+from tokenmill.server.web import assets
 
 OPEN = {"/health", "/health/live", "/health/ready"}
 FILES = set(assets())
@@ -32,6 +32,7 @@ VERBS = ("append", "generate", "regenerate", "stream", "cancel", "fork", "rewind
 OPENAI += [f"/sessions/{{session_id}}/{verb}" for verb in VERBS]
 WITH_KEY = {"/openapi.json", "/metrics", "/tokenize", "/detokenize", *OPENAI, *(f"/v1{path}" for path in OPENAI)}
 BODY = BODIES[CHAT]
+ENDLESS = {EVENTS, f"/v1{EVENTS}"}
 
 
 def routes() -> Iterator[tuple[str, str]]:
@@ -181,16 +182,18 @@ def test_a_key_is_not_empty() -> None:
 
 def test_s03_all_keys_are_compared_in_constant_time() -> None:
     """A loop over all keys that nothing leaves early, with compare_digest of hashes; no other comparison of keys."""
-    (method,) = ast.parse(textwrap.dedent(inspect.getsource(auth.ApiKeys._known))).body
+    (method,) = ast.parse(textwrap.dedent(inspect.getsource(middleware.known_key))).body
     loops = [node for node in ast.walk(method) if isinstance(node, ast.For)]
-    assert [ast.unparse(loop.iter) for loop in loops] == ["self._key_hashes"]
+    assert [ast.unparse(loop.iter) for loop in loops] == ["key_hashes"]
     inside = [node for statement in loops[0].body for node in ast.walk(statement)]
     assert not any(isinstance(node, ast.Return | ast.Break | ast.Continue | ast.Raise) for node in inside)
     calls = [ast.unparse(node.func) for node in inside if isinstance(node, ast.Call)]
     assert calls == ["hmac.compare_digest"]
     compared = [node for node in ast.walk(method) if isinstance(node, ast.Compare)]
     assert all(isinstance(node.ops[0], ast.Is | ast.IsNot) for node in compared)
-    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(auth))) if isinstance(node, ast.Attribute)}
+    names = {
+        node.attr for node in ast.walk(ast.parse(inspect.getsource(middleware))) if isinstance(node, ast.Attribute)
+    }
     assert "compare_digest" in names
 
 

@@ -23,9 +23,9 @@ from tests.server.serving import KEY, WAIT_S, Child, Reply, child, raw_request, 
 from tests.server.wire import LONG, Wire, chat_request, until
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.server.app import Server
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.run import Server
 from tokenmill.server.served import Served
 
 NUM_STREAMS = 8

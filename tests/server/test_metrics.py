@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import iter_route_contexts
 
 from tests.server.queueing import read
 from tests.server.serving import HI, KEY, Running, child, request, running
@@ -19,14 +20,18 @@ from tests.server.wire import Wire, chat_body, chat_request, held, wait_for_inbo
 from tokenmill.backends.fake import FaultKind
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
-from tokenmill.server.logs import configure_logs
-from tokenmill.server.telemetry.figures import ENDPOINTS, OTHER, Outcome, Tally, endpoint_of, outcome_of
+from tokenmill.server.app import create_app
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.middleware import configure_logs
+from tokenmill.server.served import Served
+from tokenmill.server.telemetry.figures import OTHER, Endpoints, Outcome, Tally, outcome_of
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 OUTCOMES = {one.value for one in Outcome}
-ENDPOINT_LABELS = {one.replace(":path", "") for one in ENDPOINTS} | {OTHER}
+ROUTES = create_app(Served(ServerConfig())).routes
+ENDPOINTS = Endpoints(context.path for context in iter_route_contexts(ROUTES) if context.path is not None)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +195,7 @@ def _check_histograms(now: Scrape) -> None:
 
 
 def _check_labels(now: Scrape) -> None:
-    known = {"endpoint": ENDPOINT_LABELS, "outcome": OUTCOMES, "model": {"fake"}}
+    known = {"endpoint": ENDPOINTS.labels, "outcome": OUTCOMES, "model": {"fake"}}
     known["finish_reason"] = {one.value for one in FinishReason}
     for sample in now.samples:
         for label, value in sample.labels.items():
@@ -256,9 +261,9 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
     document = server.get("/openapi.json").json()
     for path in document["paths"]:
         filled = re.sub(r"\{[^}]+\}", "something", path)
-        label = endpoint_of(filled)
+        label = ENDPOINTS.label(filled)
         assert label != OTHER, f"{path} is in no table of endpoints"
-        assert endpoint_of(filled.removeprefix("/v1")) == label
+        assert ENDPOINTS.label(filled.removeprefix("/v1")) == label
     for path in (
         "//",
         "/v1",
@@ -269,9 +274,9 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
         "/\n",
         "/health/live/x",
     ):
-        assert endpoint_of(path) == OTHER
-    assert endpoint_of("/v1/models/a/b") == "/v1/models/{name}"
-    assert endpoint_of("/web/js/a.js") == "/web/{file}"
+        assert ENDPOINTS.label(path) == OTHER
+    assert ENDPOINTS.label("/v1/models/a/b") == "/v1/models/{name}"
+    assert ENDPOINTS.label("/web/js/a.js") == "/web/{file}"
 
 
 @pytest.mark.parametrize(

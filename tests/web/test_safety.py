@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, expect
 from tests.server.serving import KEY, Child, request
 from tests.server.wire import until
 from tests.web.browsing import Visit
-from tokenmill.server import page
+from tokenmill.server import web as page
 
 SAMPLES = [
     "<script>window.hurt = 1</script>",

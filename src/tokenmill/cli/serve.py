@@ -122,11 +122,10 @@ def serve(
 ) -> None:
     """Serve models over HTTP: OpenAI's API, sessions, and a web page."""
     try:
-        from tokenmill.server.catalogue import named, read_catalogue, short_name, spec
+        from tokenmill.server.app import serve as run
         from tokenmill.server.config import ServerConfig, hash_key
-        from tokenmill.server.logs import configure_logs
-        from tokenmill.server.models import ANY_NAME
-        from tokenmill.server.run import serve as run
+        from tokenmill.server.middleware import configure_logs
+        from tokenmill.server.models import ANY_NAME, named, read_catalogue, short_name, spec
     except ImportError as error:
         raise ConfigError(f"the server needs more packages ({error.name}): pip install 'tokenmill[server]'") from None
 

@@ -1,27 +1,57 @@
-"""`create_app`: the routes, and what stands before them."""
+"""The server: its application, and its life from listening to shutdown.
+
+The port is bound first, so that one that is taken is reported at once. While models load, requests are answered with
+503. On SIGTERM or Ctrl-C new requests are refused and running ones get a grace period; those left after it end with an
+error of their own.
+"""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 
 from tokenmill import __version__
-from tokenmill.server.auth import ApiKeys, HostCheck
-from tokenmill.server.bodies import BodyLimit
-from tokenmill.server.context import Gatekeeper, RequestContext
-from tokenmill.server.model_routes import model_routes
-from tokenmill.server.openai_routes import openai_routes, other_routes
-from tokenmill.server.page import page_routes
-from tokenmill.server.routing import HANDLERS, KEY, JsonRoute
+from tokenmill.errors import EngineDead, ModelLoadError
+from tokenmill.server import web
+from tokenmill.server.api import embeddings, ops
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import Middleware, Paths
+from tokenmill.server.models import ModelSpec
+from tokenmill.server.openai_routes import openai_routes
+from tokenmill.server.protocol import GuardedProtocol
+from tokenmill.server.routing import HANDLERS
 from tokenmill.server.served import Served
-from tokenmill.server.session_routes import session_routes
-from tokenmill.server.telemetry.routes import telemetry_routes
+from tokenmill.server.session_routes import RESTORE, session_routes
+from tokenmill.server.telemetry.figures import Endpoints
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
+V1 = "/v1"
+BACKLOG = 2048
+SWITCH_S = 0.001
+"""Interpreter switch interval (default: 5 ms): each engine step needs the lock often."""
+LAST_WORDS_S = 2.0
+"""For the terminal events of what was cut off."""
+MIN_LOOK_S = 0.05
+"""Between two looks for models that are not used."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def create_app(served: Served) -> FastAPI:
-    """The server's application. Whoever calls it lets the models in when they are loaded."""
+    """The routes behind the middleware. Requests are admitted once `served.open` was called."""
     app = FastAPI(
         title="tokenmill",
         version=__version__,
@@ -30,30 +60,187 @@ def create_app(served: Served) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    config = served.config
-    # The last one is the first to see a request.
-    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(ApiKeys, key_hashes=config.every_key_hash, public=served.public)
-    if not config.key_hashes and not config.insecure:
-        app.add_middleware(HostCheck, allowed=config.allowed_hosts | {config.host})
-    app.add_middleware(Gatekeeper, gate=served.gate)
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    telemetry = served.telemetry
-    app.add_middleware(RequestContext, gate=served.gate, traffic=telemetry.traffic, on_done=telemetry.note_done)
+    versioned = [
+        ops.model_routes(served),
+        openai_routes(served),
+        embeddings.embedding_routes(served),
+        session_routes(served),
+        ops.engine_routes(served),
+    ]
+    at_root = [embeddings.token_routes(served), ops.probe_routes(served)]
+    at_root += [web.page_routes()] if served.config.web else []
+    for router in versioned:
+        app.include_router(router, prefix=V1)
+        app.include_router(router, include_in_schema=False)  # for clients whose base URL has no /v1
+    for router in at_root:
+        app.include_router(router)
+    paths = Paths(
+        Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), str(app.openapi_url)]),
+        public=ops.HEALTH | web.assets().keys() if served.config.web else ops.HEALTH,
+        endless=frozenset({V1 + ops.EVENTS, ops.EVENTS}),
+        uploads=frozenset({V1 + RESTORE, RESTORE}),
+    )
+    app.add_middleware(Middleware, config=served.config, gate=served.gate, paths=paths, telemetry=served.telemetry)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    for router in (model_routes(served), openai_routes(served), session_routes(served)):
-        app.include_router(router, prefix="/v1")
-        app.include_router(router, include_in_schema=False)  # for clients whose base URL has no /v1
-    app.include_router(other_routes(served))
-    app.include_router(telemetry_routes(served, JsonRoute.with_texts(served.texts)), dependencies=[KEY])
-    if config.web:
-        app.include_router(page_routes())
     return app
+
+
+def _paths(routers: Sequence[APIRouter], prefixes: Sequence[str]) -> Iterator[str]:
+    for prefix in prefixes:
+        yield from (prefix + route.path for one in routers for route in one.routes if isinstance(route, APIRoute))
+
+
+def serve(specs: Sequence[ModelSpec], config: ServerConfig) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
+    sys.setswitchinterval(SWITCH_S)
+    server = Server(Served(config, specs))
+    server.served.models.after_change = server.settle
+    listener = _listen(config)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        try:
+            is_loaded = runner.run(server.load_and_serve(listener))
+        finally:
+            listener.close()
+        if not is_loaded:  # the model is still being loaded by a thread that can't be stopped
+            sys.stderr.flush()
+            os._exit(0)
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with a drain of our own."""
+
+    def __init__(self, served: Served) -> None:
+        config = served.config
+        self.app = create_app(served)
+        settings = uvicorn.Config(
+            self.app,
+            http=GuardedProtocol.with_limits(config),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # ours has the requests' names
+            timeout_keep_alive=round(config.idle_s),
+            timeout_graceful_shutdown=max(1, round(LAST_WORDS_S)),
+            server_header=False,
+        )
+        super().__init__(settings)
+        self.served = served
+        self._draining: asyncio.Task[None] | None = None
+        self._is_hurried = False
+
+    def settle(self) -> None:
+        """Do now, while models come or go, what would stop all threads in the middle of a stream."""
+        self.app.openapi()  # builds the routes: else the first request of each kind does
+        # Models and modules are hundreds of thousands of objects, and each full collection would visit them: 0.3 s.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.started and self.served.is_ready
+
+    async def load_and_serve(self, listener: socket.socket) -> bool:
+        """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        models = self.served.models
+        names = ", ".join(place.spec.name for place in models.places)
+        first = ", ".join(place.spec.name for place in models.places if place.spec.at_start) or "nothing yet"
+        say(f"loading {first}; {where} answers 503 until then")
+        began = time.monotonic()
+        loading = asyncio.ensure_future(self._load_first())
+        serving = asyncio.ensure_future(self.serve(sockets=[listener]))
+        both: set[asyncio.Future[Any]] = {loading, serving}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            serving.result()
+            return False
+        watching = asyncio.gather(self._unload_idle(), self.served.telemetry.watch_loop())
+        try:
+            loading.result()  # what could not be loaded ends it all
+            self.served.open()
+            say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
+            await serving
+        finally:
+            self.should_exit = True
+            watching.cancel()
+            await asyncio.gather(serving, watching, return_exceptions=True)
+            await self.served.close()
+        return True
+
+    async def _load_first(self) -> None:
+        """One after the other: each has to fit beside those before it."""
+        for place in self.served.models.places:
+            if place.spec.at_start:
+                try:
+                    await self.served.models.load(place)
+                except ApiError as error:
+                    raise ModelLoadError(error.message) from None
+
+    async def _unload_idle(self) -> None:
+        """Look now and then for models that nobody uses."""
+        limits = [place.spec.keep_alive_s for place in self.served.models.places]
+        given = [limit for limit in limits if limit is not None]
+        while given:
+            await asyncio.sleep(max(MIN_LOOK_S, min(given) / 4))
+            for name in await self.served.models.unload_idle():
+                say(f"{name} was not used for a while and is unloaded; the next request loads it")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own would raise the signal once more when all is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        elif not self._is_hurried:
+            self._is_hurried = True
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        """Wait for what is inside; then end what is left, and tell it so."""
+        self.served.drain()
+        inside = self.served.gate
+        if inside.num_inside:
+            say(f"stopping; {inside.num_inside} requests may go on for {self.served.config.drain_s:g} s")
+        await self._until_empty(self.served.config.drain_s, lambda: self._is_hurried)
+        await self.served.models.close()
+        await self._until_empty(LAST_WORDS_S, lambda: False)
+        self.should_exit = True
+
+    async def _until_empty(self, most_s: float, is_enough: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + most_s
+        while self.served.gate.num_inside and time.monotonic() < deadline and not is_enough():
+            await asyncio.sleep(0.02)
+
+
+def say(what: str) -> None:
+    print(f"tokenmill: {what}", file=sys.stderr, flush=True)
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)  # who comes while the server starts waits
+    except OSError as error:
+        listener.close()
+        raise EngineDead(f"can't listen on {config.host}:{config.port}: {error.strerror}") from None
+    return listener

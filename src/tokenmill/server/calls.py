@@ -21,9 +21,9 @@ from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.context import Caller, caller_of
 from tokenmill.server.deltas import Delta, Deltas
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
+from tokenmill.server.middleware import Caller, caller_of
 from tokenmill.server.sse import DONE, EventStream, disconnected
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
 from tokenmill.session.explain import message_at

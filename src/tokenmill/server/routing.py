@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.calls import ClientGone, stop, while_there
-from tokenmill.server.context import caller_of
 from tokenmill.server.errors import ApiError, log_failure, to_api_error
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.telemetry.figures import CLIENT_GONE
 from tokenmill.server.validation import validation_error
 from tokenmill.text.workers import TextWorkers

@@ -12,13 +12,11 @@ from starlette.requests import Request as HttpRequest
 
 from tokenmill.engine.request import Hints
 from tokenmill.errors import SessionNotFound, TokenmillError
-from tokenmill.server.auth import PUBLIC
 from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.context import Caller, Gate, caller_of
 from tokenmill.server.errors import ApiError, stopping, unavailable
+from tokenmill.server.middleware import Caller, Gate, caller_of
 from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_error
-from tokenmill.server.page import assets
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
 from tokenmill.server.telemetry.hub import Telemetry
@@ -46,9 +44,7 @@ class Served:
         self.calls = OpenCalls()
         self.spans = None if config.spans_url is None else open_spans(config.spans_url)
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
-        self.public = PUBLIC | assets().keys() if config.web else PUBLIC
-        """Paths that answer to everybody, always."""
-        self.gate = Gate(LOADING, stays_open=self.public)
+        self.gate = Gate(LOADING)
         limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
         self.store = None if config.store is None else SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow, TokenmillError
 from tokenmill.server import schemas
-from tokenmill.server.context import caller_of
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import Hinted
 from tokenmill.server.routing import KEY, JsonRoute
@@ -28,7 +28,6 @@ from tokenmill.server.session_requests import (
     as_input,
 )
 from tokenmill.server.session_turns import AnswerStream, in_turn, read_event_id
-from tokenmill.server.telemetry.schemas import SessionExplanation
 from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
@@ -37,6 +36,8 @@ SessionId = Annotated[str, Path(description="The session's id.", max_length=256)
 FILE = {"type": "string", "format": "binary"}
 PAGE, MAX_PAGE = 100, 1000
 """Sessions in a list, unless told otherwise, and at most."""
+RESTORE = "/sessions/restore"
+"""Takes a session file."""
 REFUSALS = (400, 401, 404, 409, 413, 429, 503)
 
 
@@ -128,7 +129,7 @@ def session_routes(served: Served) -> APIRouter:
 
     @api.get(
         "/sessions/{session_id}/explain",
-        responses={200: {"model": SessionExplanation}, **schemas.errors(401, 404, 503)},
+        responses={200: {"model": schemas.SessionExplanation}, **schemas.errors(401, 404, 503)},
     )
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
@@ -229,7 +230,7 @@ def session_routes(served: Served) -> APIRouter:
         return Response(data, media_type=MEDIA_TYPE, headers=name)
 
     @api.post(
-        "/sessions/restore",
+        RESTORE,
         status_code=201,
         responses={201: one[200], **schemas.errors(*REFUSALS)},
         openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": FILE}}}},

@@ -13,9 +13,9 @@ from starlette.requests import Request as HttpRequest
 from tokenmill.outputs import ENDED_WELL, FinishReason, RequestOutput
 from tokenmill.server.calls import stop, while_there
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.context import caller_of
 from tokenmill.server.deltas import counted
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.sse import DONE, EventStream, event
 from tokenmill.server.telemetry.figures import Outcome

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.server.context import caller_of
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.telemetry.figures import Outcome
 
 DONE = b"data: [DONE]\n\n"

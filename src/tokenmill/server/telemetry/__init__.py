@@ -5,6 +5,4 @@ live.py       the live view: a core's snapshots and events as JSON and back, and
 timeline.py   where a request's time went, and why, in words; OpenTelemetry spans, if enabled
 hub.py        `Telemetry`: all of it for one server; attaches and detaches models
 metrics.py    the figures in Prometheus' format
-schemas.py    the shapes of answers, for the OpenAPI document
-routes.py     /metrics, /v1/scheduler, /v1/scheduler/events, /v1/requests/{id}/timeline
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from math import floor
@@ -264,41 +265,9 @@ class Rates:
 
 
 OTHER = "other"
-"""All paths that are none of ours."""
+"""The label of all paths that no route has."""
 CLIENT_GONE = 499
 """Nobody was there any more to be answered."""
-OF_SESSIONS = (
-    "turns", "explain", "append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "save",
-)  # fmt: skip
-ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/models/load",
-    "/v1/models/unload",
-    "/v1/models/{name:path}",
-    "/v1/requests/{id}/cancel",
-    "/v1/requests/{id}/timeline",
-    "/v1/scheduler",
-    "/v1/scheduler/events",
-    "/v1/sessions",
-    "/v1/sessions/restore",
-    "/v1/sessions/{id}",
-    *(f"/v1/sessions/{{id}}/{operation}" for operation in OF_SESSIONS),
-    "/tokenize",
-    "/detokenize",
-    "/metrics",
-    "/health",
-    "/health/live",
-    "/health/ready",
-    "/openapi.json",
-    "/",
-    "/engine",
-    "/web/{file:path}",
-)
-"""Whatever clients send, a label has one of these values, or `OTHER`."""
 
 
 class Outcome(Enum):
@@ -322,6 +291,45 @@ def outcome_of(status: int) -> Outcome:
     return Outcome.REJECTED if status < 500 or status == 503 else Outcome.FAILED
 
 
+class Endpoints:
+    """The routes' paths as labels, so that a label has few values whatever clients send.
+
+    A route is known by its path under /v1 where it has one; ids are `{id}`, and the files of the web page are one.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        every = {re.sub(r"^/web/.*", "/web/{file:path}", path) for path in paths}
+        self._plain: dict[str, str] = {}
+        self._patterns: list[tuple[re.Pattern[str], str]] = []
+        for path in sorted(every):
+            own = f"/v1{path}" if f"/v1{path}" in every else path
+            label = re.sub(r"\{\w+_id\}", "{id}", own).replace(":path}", "}")
+            if "{" in path:
+                self._patterns.append((_pattern(path), label))
+            else:
+                self._plain[path] = label
+
+    @property
+    def labels(self) -> set[str]:
+        return {*self._plain.values(), *(label for _, label in self._patterns), OTHER}
+
+    def label(self, path: str) -> str:
+        """Of the route that a path belongs to."""
+        found = self._plain.get(path)
+        if found is not None:
+            return found
+        return next((label for pattern, label in self._patterns if pattern.fullmatch(path)), OTHER)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """What a route's path matches, as Starlette does it."""
+    parts = re.split(r"(\{[^}]+\})", path)
+    made = [
+        re.escape(part) if not part.startswith("{") else ".*" if part.endswith(":path}") else "[^/]+" for part in parts
+    ]
+    return re.compile("".join(made), re.DOTALL)
+
+
 class Traffic:
     """Counts requests where they enter and leave. For the event loop's thread.
 
@@ -334,12 +342,9 @@ class Traffic:
         self.ended: Counter[tuple[str, Outcome]] = Counter()
         self.seconds: dict[str, Tally] = {}
 
-    def enter(self, path: str) -> str:
-        """A request for this path came in; the endpoint that it is for."""
-        endpoint = endpoint_of(path)
+    def enter(self, endpoint: str) -> None:
         self.received[endpoint] += 1
         self.running[endpoint] += 1
-        return endpoint
 
     def leave(self, endpoint: str, outcome: Outcome, seconds: float) -> None:
         self.running[endpoint] -= 1
@@ -347,32 +352,3 @@ class Traffic:
         if endpoint not in self.seconds:
             self.seconds[endpoint] = Tally(LONG_S)
         self.seconds[endpoint].add(seconds)
-
-
-def endpoint_of(path: str) -> str:
-    """The endpoint that answers to a path; those under /v1 answer without it, too."""
-    found = _PLAIN.get(path)
-    if found is not None:
-        return found
-    return next((label for label, pattern in _PATTERNS if pattern.fullmatch(path)), OTHER)
-
-
-def _label(pattern: str) -> str:
-    return pattern.replace(":path", "")
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\{[^}]+\})", pattern)
-    made = "".join(
-        re.escape(part) if not part.startswith("{") else ".*" if part.endswith(":path}") else "[^/]+" for part in parts
-    )
-    return re.compile(made.replace("/v1", "(?:/v1)?", 1), re.DOTALL)
-
-
-_PLAIN = {
-    path: _label(pattern)
-    for pattern in ENDPOINTS
-    if "{" not in pattern
-    for path in (pattern, pattern.removeprefix("/v1"))
-}
-_PATTERNS = [(_label(pattern), _regex(pattern)) for pattern in ENDPOINTS if "{" in pattern]

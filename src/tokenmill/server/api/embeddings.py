@@ -1,30 +1,82 @@
-"""`POST /v1/embeddings`, `/tokenize` and `/detokenize`: what a model makes of a text without going on with it."""
+"""`POST /v1/embeddings`, `/tokenize` and `/detokenize`: texts as vectors and as token ids."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
+from tokenmill.server import schemas
 from tokenmill.server.calls import Call, together
 from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import MOST_IDS
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from tokenmill.server.routing import KEY, JsonRoute
+from tokenmill.server.served import Served
+from tokenmill.server.session_turns import in_turn
 
 AT_A_TIME = 16
 """Inputs of one request that are in the engine at the same time."""
 PIECE_ITEMS = 1 << 14
+
+
+def embedding_routes(served: Served) -> APIRouter:
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["texts"])
+
+    @api.post(
+        "/embeddings",
+        responses={200: {"model": schemas.EmbeddingList}, **schemas.errors(400, 401, 404, 413, 429, 499, 500, 503)},
+    )
+    async def create_embedding(http: Request, body: EmbeddingRequest) -> Response:
+        """Texts as vectors."""
+        model = await served.requested_model(body.model)
+        with served.call(http, body, model, "embd-") as call:
+            return JSONResponse(await embeddings(call, body, model, served.config))
+
+    return api
+
+
+def token_routes(served: Served) -> APIRouter:
+    """Tokenization, at the root only, as vLLM and llama-server have it."""
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["texts"])
+    refusals = schemas.errors(400, 401, 404, 413, 429, 503)
+
+    async def on_text(http: Request, work: Callable[[], bytes]) -> Response:
+        answer = await in_turn(http, served.texts.run(caller_of(http.scope).body_bytes, work))
+        return Response(answer, media_type="application/json")
+
+    @api.post("/tokenize", responses={200: {"model": schemas.Tokens}, **refusals})
+    async def create_tokens(http: Request, body: TokenizeRequest) -> Response:
+        """The ids of a text or a conversation."""
+        body.check(served.config)
+        options = body.template_options(served.config)
+        model = await served.model(body.model)
+        return await on_text(http, lambda: tokenized(body, model, options))
+
+    @api.post("/detokenize", responses={200: {"model": schemas.Detokenized}, **refusals})
+    async def create_text(http: Request, body: DetokenizeRequest) -> Response:
+        """The text of ids."""
+        model = await served.model(body.model)
+        return await on_text(http, lambda: detokenized(body, model.llm))
+
+    return api
+
+
+# -- vectors ----------------------------------------------------------------------------------------------------------
 
 
 async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
@@ -62,6 +114,9 @@ def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:
         error.param = "input"
         raise
     return ids
+
+
+# -- token ids --------------------------------------------------------------------------------------------------------
 
 
 def tokenized(body: TokenizeRequest, model: ServedModel, options: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """The web page: files that come with the package, at `/`, `/engine` and under `/web/`.
 
-Everything is read once. Nothing but these files is ever served, and they are served to everybody: they hold no secret,
-and whoever has no key sees the question for one.
+All are read once, at startup. They hold no secrets and need no key: without one, the page asks for it. Nothing else is
+served from disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-FOLDER = Path(__file__).parent / "web"
+FOLDER = Path(__file__).parent
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

@@ -1,0 +1,275 @@
+"""Operations: models, running requests, what the engines are doing, metrics and health probes."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.errors import SessionNotFound
+from tokenmill.pipeline.prompts import callers_name
+from tokenmill.server import schemas
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import Caller, caller_of
+from tokenmill.server.models import describe
+from tokenmill.server.requests import LoadModel, UnloadModel
+from tokenmill.server.routing import KEY, JsonRoute
+from tokenmill.server.served import Served
+from tokenmill.server.sse import EventStream, event
+from tokenmill.server.telemetry.hub import Found, Telemetry
+from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
+from tokenmill.server.telemetry.metrics import CONTENT_TYPE, Metrics
+from tokenmill.server.telemetry.timeline import cache_json, causes_of, cost_json, parts_of
+
+HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+EVENTS = "/scheduler/events"
+"""A stream without an end."""
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def model_routes(served: Served) -> APIRouter:
+    """List, load and unload the models of a server."""
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["models"])
+    models, config = served.models, served.config
+    about_one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Model}}
+
+    @api.get("/models", responses={200: {"model": schemas.ModelList}, **schemas.errors(401, 503)})
+    async def list_models() -> Response:
+        """The models that can be named, loaded or not."""
+        data = [describe(place, served.started) for place in models.places]
+        return JSONResponse({"object": "list", "data": data})
+
+    @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
+    async def load_model(http: Request, body: LoadModel) -> Response:
+        """Load a model that the server knows, if it fits. One that is loaded stays as it is."""
+        _check_admin(caller_of(http.scope), config)
+        await served.model(body.model)
+        return JSONResponse(describe(models.place(body.model), served.started))
+
+    @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
+    async def unload_model(http: Request, body: UnloadModel) -> Response:
+        """Unload a model: its memory is free. The next request for it loads it again."""
+        _check_admin(caller_of(http.scope), config)
+        place = models.place(body.model)
+        await models.unload(place, force=bool(body.force))
+        return JSONResponse(describe(place, served.started))
+
+    @api.get("/models/{name:path}", responses={**about_one, **schemas.errors(401, 404, 503)})
+    async def get_model(name: str) -> Response:
+        """One of them."""
+        return JSONResponse(describe(models.place(name), served.started)) if name else await list_models()
+
+    return api
+
+
+def _check_admin(caller: Caller, config: ServerConfig) -> None:
+    """Raise unless the caller may load and unload models: with an admin key, or where there are no keys at all."""
+    is_admin = any(hmac.compare_digest(known.hex(), caller.key) for known in config.admin_key_hashes)
+    if not is_admin and (config.key_hashes or config.admin_key_hashes):
+        raise ApiError(403, "this needs a key that was given as --admin-key", code="admin_key_needed")
+
+
+# -- requests and engines ---------------------------------------------------------------------------------------------
+
+
+def engine_routes(served: Served) -> APIRouter:
+    """What runs: its state, its timelines, and how to end it."""
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY])
+    telemetry, config = served.telemetry, served.config
+    about_events: dict[str, Any] = {
+        "description": "Server-sent events, without an end: `snapshot`, then `tick` and each change, by core.",
+        "content": {"text/event-stream": {}},
+    }
+
+    @api.post(
+        "/requests/{request_id}/cancel",
+        responses={200: {"model": schemas.Cancelled}, **schemas.errors(401, 404, 503)},
+        tags=["generation"],
+    )
+    async def cancel_request(
+        http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
+    ) -> Response:
+        """End a request that runs, wherever it is. Whoever waits for it is told."""
+        num_cancelled = served.calls.cancel(request_id, caller_of(http.scope).key)
+        if not num_cancelled:
+            raise ApiError(404, f"no request {request_id!r:.140} runs", code="request_not_found")
+        return JSONResponse({"id": request_id, "object": "request.cancelled", "cancelled": num_cancelled})
+
+    @api.get(
+        "/requests/{request_id}/timeline",
+        responses={200: {"model": schemas.RequestTimeline}, **schemas.errors(401, 404, 503)},
+        tags=["telemetry"],
+    )
+    async def get_timeline(
+        http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
+    ) -> Response:
+        """Where the time of a request went, for each of its generations. Only for the key that made it."""
+        found = telemetry.timelines(request_id, caller_of(http.scope).key)
+        if not found:
+            raise ApiError(404, f"no request {request_id!r:.140} is known", code="request_not_found")
+        first, now = found[0].timeline.begin, time.monotonic()
+        names = telemetry.names.seen_by(caller_of(http.scope).key)
+        generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]
+        return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
+
+    @api.get(
+        "/scheduler", responses={200: {"model": schemas.Scheduler}, **schemas.errors(401, 503)}, tags=["telemetry"]
+    )
+    async def get_scheduler(http: Request) -> Response:
+        """What every engine is doing right now. Names of other keys are shown as hashes."""
+        return JSONResponse(_scheduler(telemetry, telemetry.names.seen_by(caller_of(http.scope).key)))
+
+    @api.get(
+        EVENTS,
+        responses={200: about_events, **schemas.errors(400, 401, 503)},
+        response_class=Response,
+        tags=["telemetry"],
+    )
+    async def follow_scheduler(
+        http: Request,
+        pace_s: Annotated[
+            float, Query(ge=PACE_S, le=SLOWEST_S, description="Seconds between two deliveries.")
+        ] = PACE_S,
+    ) -> Response:
+        """The same as a stream of events: a snapshot of each core, then every step and every change."""
+        names = telemetry.names.seen_by(caller_of(http.scope).key)
+        timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
+        return EventStream(_follow(telemetry, names, pace_s), _nothing, **timeouts)
+
+    return api
+
+
+async def _nothing() -> None:
+    """What is to be done at a stream's end is done by it."""
+
+
+def _scheduler(telemetry: Telemetry, names: ShowName) -> dict[str, Any]:
+    models = []
+    for model, watches in telemetry.watches.items():
+        cores = []
+        for watch in watches:
+            snapshot, rates = watch.snapshot()
+            cores.append({"core": watch.core, **snapshot_json(snapshot, names), "rates": rates_json(rates)})
+        models.append({"model": model, "cores": cores})
+    return {"object": "scheduler", "models": models}
+
+
+def _cache(served: Served, found: Found, names: ShowName) -> dict[str, Any] | None:
+    """Why so much of its prompt was computed; None if nothing was, or its model is gone."""
+    timeline = found.timeline
+    model = next((one for one in served.models.loaded if one.name == found.model), None)
+    if model is None:
+        return None
+    if timeline.owner is not None:
+        with suppress(SessionNotFound):
+            name = callers_name(timeline.request_id)
+            costs = [one for one in model.sessions.explain(timeline.owner) if one.request_id == name]
+            if costs:
+                return cost_json(costs[-1], names)
+    return cache_json(timeline, found.delivery, model.llm.get_tokenizer())
+
+
+def _generation(found: Found, first: float, now: float, cache: dict[str, Any] | None) -> dict[str, Any]:
+    """Phases begin so many seconds after the call's first one."""
+    timeline = found.timeline
+    spans = timeline.spans_until(now)
+    parts = parts_of(timeline, found.delivery, now)
+    return {
+        "id": timeline.request_id,
+        "model": found.model,
+        "core": found.core,
+        "phases": [
+            {"phase": span.phase.value, "begin": round(span.begin - first, 6), "seconds": round(span.seconds, 6)}
+            for span in spans
+        ],
+        "seconds": round(spans[-1].end - spans[0].begin, 6),
+        "parts": parts,
+        "causes": causes_of(timeline, parts, cache),
+        "cache": cache,
+        "ttft_s": None if timeline.ttft_s is None else round(timeline.ttft_s, 6),
+        "prompt_tokens": timeline.num_prompt,
+        "cached_tokens": timeline.num_cached,
+        "computed_tokens": timeline.num_computed,
+        "completion_tokens": timeline.num_tokens - timeline.num_prompt,
+        "preemptions": timeline.num_preemptions,
+        "finish_reason": None if timeline.finish_reason is None else timeline.finish_reason.value,
+    }
+
+
+# -- the live view ----------------------------------------------------------------------------------------------------
+
+
+async def _follow(telemetry: Telemetry, names: ShowName, pace_s: float) -> AsyncGenerator[bytes]:
+    """Events as they come, many in one piece if they come quickly. A reader that falls behind begins again."""
+    with telemetry.following(pace_s) as reader:
+        while True:
+            pieces = [_told(told, names) for told in await reader.take()]
+            if reader.is_behind:
+                telemetry.begin_again(reader)
+            if pieces:
+                yield b"".join(pieces)
+            if reader.ending is not None:
+                yield event({"reason": reader.ending}, "end")
+                return
+
+
+def _told(told: Told, names: ShowName) -> bytes:
+    where = {"model": told.model, "core": told.core, "at": round(told.at, 6)}
+    what = told.what
+    if what is None:
+        return event(where, "gone")
+    if isinstance(what, dict):
+        return event({**where, **what}, "tick")
+    if isinstance(what, CoreSnapshot):
+        return event({**where, **snapshot_json(what, names)}, "snapshot")
+    kind, data = event_json(what, names)
+    return event({**where, **data}, kind)
+
+
+# -- probes -----------------------------------------------------------------------------------------------------------
+
+
+def probe_routes(served: Served) -> APIRouter:
+    """Health probes and metrics, at the root only."""
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts))
+    metrics = Metrics(served.telemetry)
+    health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
+    about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
+
+    @api.head("/health", include_in_schema=False)
+    @api.head("/health/ready", include_in_schema=False)
+    @api.get("/health", responses=health, tags=["health"])
+    @api.get("/health/ready", responses=health, tags=["health"])
+    async def get_ready() -> Response:
+        """Does it take requests, and do the engine's steps end?"""
+        if served.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, 503, headers={"Retry-After": "5"})
+
+    @api.head("/health/live", include_in_schema=False)
+    @api.get("/health/live", responses={200: {"model": schemas.Health}}, tags=["health"])
+    async def get_live() -> Response:
+        """Does it run?"""
+        return JSONResponse({"status": "live"})
+
+    @api.get(
+        "/metrics",
+        responses={200: about_metrics, **schemas.errors(401, 503)},
+        response_class=Response,
+        tags=["telemetry"],
+        dependencies=[KEY],
+    )
+    async def get_metrics() -> Response:
+        """Counters, gauges and histograms of the server and its engines."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    return api
