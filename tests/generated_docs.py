@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenmill.server.compatibility import FIELDS, Endpoint, Origin, RequestField, Treatment
+from tokenmill.server.fields import FIELDS, Endpoint, Origin, RequestField, Treatment
 from tokenmill.server.requests import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -20,7 +20,7 @@ from tests.text.test_pieces import default_tokenizer
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.server import routing
+from tokenmill.server import bodies as routing
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.telemetry import hub as telemetry
 from tokenmill.session.portable import MEDIA_TYPE

@@ -12,7 +12,7 @@ from openai.types.responses import response_create_params
 from tests.generated_docs import BODIES as REQUESTS
 from tests.server.refusals import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, check_refusal, nothing_runs
 from tests.server.serving import Running
-from tokenmill.server.compatibility import FIELDS, KNOWN, Endpoint, RequestField, Treatment
+from tokenmill.server.fields import FIELDS, KNOWN, Endpoint, RequestField, Treatment
 
 PATHS = {
     Endpoint.CHAT: CHAT,

@@ -27,13 +27,13 @@ from tokenmill import __version__
 from tokenmill.errors import EngineDead, ModelLoadError
 from tokenmill.server import web
 from tokenmill.server.api import embeddings, ops
+from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.middleware import Middleware, Paths
 from tokenmill.server.models import ModelSpec
 from tokenmill.server.openai_routes import openai_routes
 from tokenmill.server.protocol import GuardedProtocol
-from tokenmill.server.routing import HANDLERS
 from tokenmill.server.served import Served
 from tokenmill.server.session_routes import RESTORE, session_routes
 from tokenmill.server.telemetry.figures import Endpoints

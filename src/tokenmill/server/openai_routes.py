@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.server import schemas
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.chat import start_chat
 from tokenmill.server.completions import start_completions
 from tokenmill.server.errors import ApiError
@@ -16,7 +17,6 @@ from tokenmill.server.requests import (
     ResponsesRequest,
 )
 from tokenmill.server.responses import start_response
-from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
 
 

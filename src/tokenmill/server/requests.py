@@ -1,7 +1,7 @@
-"""Bodies of requests, checked by pydantic; from their fields to `SamplingParams`.
+"""Request bodies, checked by pydantic, and how their fields become `SamplingParams`.
 
-A body declares the fields it supports; `compatibility.py` decides about the others that clients are known to send, and
-unknown ones are ignored. Types are checked here, values by `SamplingParams`; the limits are in `ServerConfig`.
+A body declares the fields it supports; `fields.py` decides about others that clients are known to send, and unknown
+ones are ignored. Types are checked here, limits come from `ServerConfig`, and values are checked by `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pydantic import (
 
 from tokenmill.engine.request import Hints
 from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
-from tokenmill.server.compatibility import Endpoint, check_fields
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import (
     Content,
+    Endpoint,
     Flag,
     Ids,
     Number,
@@ -35,9 +35,10 @@ from tokenmill.server.fields import (
     Texts,
     TextsOrIds,
     at_most,
+    check_fields,
     list_of,
 )
-from tokenmill.session.session import MAX_METADATA
+from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
 
 log = logging.getLogger(__name__)
 
@@ -475,3 +476,107 @@ class ResponsesRequest(Shared):
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             return self.top_logprobs or 0
         return None
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+Given = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "object"}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer"}},
+            ],
+            "description": "A user's message, a list of messages, or token ids: only what is new.",
+        }
+    ),
+]
+
+
+Title = Annotated[StrictStr | None, Field(max_length=MAX_TITLE_CHARS, description="A name for lists of sessions.")]
+
+
+class UpdateSession(Body):
+    """What is left out stays as it is; null removes it."""
+
+    title: Title = None
+    metadata: Metadata = None
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"title": "Capitals", "metadata": {"topic": "travel"}}]})
+
+    def changes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("title", "metadata") if name in self.model_fields_set}
+
+
+class CreateSession(ChatFields):
+    """A new conversation. Sampling parameters hold for all of its answers, unless one asks for others."""
+
+    model: StrictStr | None = None
+    system: StrictStr | None = Field(None, description="The system prompt.")
+    messages: Given = Field(None, description="What was said before, if anything was.")
+    title: Title = None
+    metadata: Metadata = None
+    overflow: Overflow = Field("error", description="What happens when the conversation outgrows the context.")
+    overflow_keep: Annotated[Number, Field(ge=0, le=1)] = Field(
+        OVERFLOW_KEEP, description="With `drop_oldest_turns`: the fraction of the context that is kept when turns go."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "smollm2-135m", "system": "Answer in one sentence."}]}
+    )
+
+    def template_options(self, config: ServerConfig) -> dict[str, Any]:
+        return template_kwargs(self.chat_template_kwargs, config)
+
+
+class AppendInput(Body):
+    input: Given
+    raw: Flag = Field(None, description="A text goes in as it is, outside any message.")
+    continue_final_message: Flag = Field(
+        None,
+        description="The last message, an assistant's, is the beginning of the next answer, which goes on with it.",
+    )
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"input": "What is the capital of Japan?"}]})
+
+
+class AnswerRequest(ChatFields):
+    """An answer, to what was appended or to `input`; streamed unless told otherwise."""
+
+    input: Given = None
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"input": "And of Italy?", "max_tokens": 32}]})
+
+    def check(self, config: ServerConfig) -> None:
+        super().check(config)
+        for name in ("cache_salt", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                raise ApiError(400, f"{name} is not for a session's answer", param=name)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream is not False
+
+
+class ForkSession(Body):
+    at_turn: StrictInt | None = Field(None, description="Keep so many turns.")
+    at_token: StrictInt | None = Field(None, description="Keep so many tokens.")
+    n: Annotated[StrictInt, Field(ge=1, le=64)] | None = None
+
+
+class RewindSession(Body):
+    at_turn: StrictInt | None = Field(None, description="Keep so many turns.")
+    at_token: StrictInt | None = Field(None, description="Keep so many tokens.")
+
+
+class EditTurn(Body):
+    turn: StrictInt
+    content: StrictStr
+
+
+class SaveSession(Body):
+    kv: Flag = Field(None, description="Put the KV into the file, too, so that it need not be computed again.")

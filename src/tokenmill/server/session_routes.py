@@ -11,26 +11,29 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow, TokenmillError
 from tokenmill.server import schemas
+from tokenmill.server.bodies import KEY, JsonRoute
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.errors import ApiError
 from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import Hinted
-from tokenmill.server.routing import KEY, JsonRoute
-from tokenmill.server.served import Served
-from tokenmill.server.session_requests import (
+from tokenmill.server.requests import (
     AnswerRequest,
     AppendInput,
     CreateSession,
     EditTurn,
     ForkSession,
+    Hinted,
     RewindSession,
     SaveSession,
     UpdateSession,
-    as_input,
 )
+from tokenmill.server.responses import as_message
+from tokenmill.server.served import Served
 from tokenmill.server.session_turns import AnswerStream, in_turn, read_event_id
 from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
+from tokenmill.session.session import Input
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
 FILE = {"type": "string", "format": "binary"}
@@ -286,3 +289,16 @@ def turns_shape(info: SessionInfo) -> list[dict[str, Any]]:
         }
         for i, turn in enumerate(info.turns)
     ]
+
+
+def as_input(given: Any, config: ServerConfig, param: str = "input") -> Input:
+    """What a session is to take in."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise ApiError(400, f"{param} must be a text, a list of messages or a list of token ids", param=param)
+    if all(type(one) is int for one in given):
+        return given
+    if len(given) > config.max_messages:
+        raise ApiError(400, f"at most {config.max_messages} messages", param=param)
+    return [as_message(item, config.max_content_parts, param) for item in given]

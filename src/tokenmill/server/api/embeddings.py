@@ -17,6 +17,7 @@ from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server import schemas
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.calls import Call, together
 from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
@@ -25,7 +26,6 @@ from tokenmill.server.fields import MOST_IDS
 from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
 from tokenmill.server.session_turns import in_turn
 

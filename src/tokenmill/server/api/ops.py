@@ -15,12 +15,12 @@ from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.errors import SessionNotFound
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.middleware import Caller, caller_of
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
-from tokenmill.server.routing import KEY, JsonRoute
 from tokenmill.server.served import Served
 from tokenmill.server.sse import EventStream, event
 from tokenmill.server.telemetry.hub import Found, Telemetry

@@ -1,10 +1,10 @@
-"""How routes read their bodies, and what they say about keys."""
+"""How routes read bodies, and how exceptions become answers: the last steps before an endpoint, the first after it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -21,7 +21,6 @@ from tokenmill.server.calls import ClientGone, stop, while_there
 from tokenmill.server.errors import ApiError, log_failure, to_api_error
 from tokenmill.server.middleware import caller_of
 from tokenmill.server.telemetry.figures import CLIENT_GONE
-from tokenmill.server.validation import validation_error
 from tokenmill.text.workers import TextWorkers
 
 KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the server was given any."))
@@ -135,3 +134,45 @@ HANDLERS: dict[type[Exception], Callable[[Request, Exception], Coroutine[Any, An
     ApiError: _failed,
     TokenmillError: _failed,
 }
+
+
+# -- pydantic's errors in our words -----------------------------------------------------------------------------------
+
+
+WORDS = {
+    "missing": "is missing",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "is too large a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "string_unicode": "must be a valid text",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} items",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "{error}",
+}
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing that is wrong."""
+    first = errors[0]
+    inside, *where = first["loc"]
+    if not where:
+        words = "a JSON body is needed" if first["type"] == "missing" else "the body must be a JSON object"
+        return ApiError(400, words)
+    words = WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
+    path = f"{'.'.join(str(part) for part in where):.200}"
+    return ApiError(400, f"{path} {words}", param=f"{where[0]!s:.200}" if inside == "body" else path)
