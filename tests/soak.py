@@ -7,7 +7,6 @@ prefills, services that are killed at any moment. The first failure ends it and 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import logging
 import random
@@ -22,7 +21,7 @@ from tests.conformance.subjects import FAKE
 from tests.conformance.torch_subject import TORCH, make_deterministic
 from tests.engine.workload import play, workload
 from tests.session.killing import kill_fake, kill_real_decoder
-from tests.session.tree import grow
+from tests.session.tree import grow, run_within
 
 Walk = Callable[[int, int], object]
 WALKS: dict[str, Walk] = {
@@ -30,8 +29,9 @@ WALKS: dict[str, Walk] = {
     "KV of the torch backend": lambda seed, depth: drive(TORCH, seed, depth),
     "workloads": lambda seed, depth: play(workload(RandomChooser(seed), depth)),
     "workloads on torch": lambda seed, depth: play(workload(RandomChooser(seed), depth), make_deterministic),
-    "trees of sessions": lambda seed, depth: asyncio.run(
-        asyncio.wait_for(grow(RandomChooser(seed), depth, 60), 120)
+    "trees of sessions": lambda seed, depth: run_within(120, grow(RandomChooser(seed), depth, 60)),
+    "trees of sessions with a store": lambda seed, depth: in_a_folder(
+        lambda folder: run_within(120, grow(RandomChooser(seed), depth, 60, folder))
     ),
     "services that are killed": lambda seed, _: in_a_folder(lambda folder: kill_fake(folder, seed, 5)),
     "services on torch that are killed": lambda seed, _: in_a_folder(lambda folder: kill_real_decoder(folder, seed, 5)),

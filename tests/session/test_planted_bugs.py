@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
 
 import pytest
 
 from tests.conformance.operations import RandomChooser
 from tests.planting import PlantedBug, plant
-from tests.session.tree import grow
+from tests.session.tree import grow, run_within
+from tokenmill.session import record, store
+from tokenmill.session.kv_files import KVFiles
+from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
+from tokenmill.session.store import SessionStore
 from tokenmill.session.turns import TokenLog
 from tokenmill.session.upkeep import Upkeep
 
@@ -45,7 +49,55 @@ def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatc
     for seed in range(40):
         for depth in (0, 1):
             try:
-                asyncio.run(asyncio.wait_for(grow(RandomChooser(seed), depth, 40), 20))
+                run_within(20, grow(RandomChooser(seed), depth, 40))
             except Exception:
                 return
+    pytest.fail("nothing noticed it")
+
+
+BUGS_OF_STORES = [
+    PlantedBug(
+        "a rewind to the start of a piece keeps the piece", store, "_write_tokens",
+        '"DELETE FROM tokens WHERE session = ? AND begin >= ?"', '"DELETE FROM tokens WHERE session = ? AND begin > ?"',
+    ),
+    PlantedBug(
+        "turns of deleted sessions stay", store, "_delete",
+        'connection.execute("DELETE FROM turns WHERE session = ?", (name,))', "pass",
+    ),
+    PlantedBug("KV files of deleted sessions stay", SessionStore, "delete", "self.kv.remove(session_id)", "pass"),
+    PlantedBug("reading a KV file is no use of it", KVFiles, "read", "os.utime(path, (now, now))", "pass"),
+    PlantedBug(
+        "KV used last is evicted first", KVFiles, "_make_room",
+        "sorted(one for one in self._files() if one[1] != path)",
+        "sorted((one for one in self._files() if one[1] != path), reverse=True)",
+    ),
+    PlantedBug(
+        "a restart forgets how often a session was forked", record, "restored",
+        'session.attempt, session.num_forks = head["attempt"], head["num_forks"]',
+        'session.attempt = head["attempt"]',
+    ),
+    PlantedBug("a fork leaves its parent unsaved", SessionService, "fork", "save(loaded, session)", "pass"),
+    PlantedBug(
+        "reading an answer again is no use of a session", SessionService, "last_answer",
+        "self._upkeep.used(loaded, session)", "pass",
+    ),
+    PlantedBug(
+        "sessions are as new after a restart", LoadedModel, "adopt",
+        "time.monotonic() - stored.idle_s", "time.monotonic()",
+    ),
+    PlantedBug(
+        "a session that was just used expires", Upkeep, "end_idle",
+        "now - session.last_used >= seconds", "now - session.last_used < seconds",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_STORES, ids=lambda bug: bug.name)
+def test_a_bug_planted_in_a_store_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(bug, monkeypatch)
+    for seed in range(20):
+        try:
+            run_within(60, grow(RandomChooser(seed), seed % 2, 60, tmp_path / str(seed)))
+        except AssertionError:
+            return
     pytest.fail("nothing noticed it")

@@ -30,6 +30,7 @@ from tokenmill.session.info import SessionLimits
 from tokenmill.session.store import SessionStore
 
 WORDS = ["hi", "what", "is this", "é", "😀", "tell me more", "no"]
+LONG_WORDS = [*WORDS, *(["so long that its KV is soon worth to be written"] * 7)]
 SEED = 11
 MIN_KV_TOKENS = 64
 """KV of shorter logs is not written."""
@@ -144,7 +145,7 @@ class Tree:
 
     async def until_so(self) -> None:
         """Wait until everything is as the twins say: for what nobody acknowledges."""
-        for _ in range(3000):
+        for _ in range(1000):
             with suppress(AssertionError):
                 self.check()
                 return
@@ -169,7 +170,7 @@ class Tree:
         return name
 
     async def append(self, name: str, text: str | None = None) -> None:
-        twin, text = self.twins[name], text or self.choose.one_of(WORDS)
+        twin, text = self.twins[name], text or self.choose.one_of(WORDS if self.disk is None else LONG_WORDS)
         if len(twin.log) > 150 or len(twin.inbox) > 2:
             return
         self.note(f"append {name} {text!r}")
@@ -322,7 +323,7 @@ class Tree:
     async def idle(self) -> None:
         """Nothing is done for a while: sessions that nobody has used for too long end, on the disk, too."""
         await self.write_kv()
-        self.clock.advance(self.choose.one_of([30_000, 70_000]))
+        self.clock.advance(self.choose.one_of([30_000, 50_000]))
         self.note(f"idle until {self.clock.now}")
         self._expire()
         await self.until_so()
@@ -377,7 +378,7 @@ class Tree:
         await self.service.close()
         if self.disk is not None:
             self.disk.check(self.twins)
-        if one_in(3, self.choose):
+        if one_in(2, self.choose):
             self.clock.advance(70_000)
         for name, twin in list(self.twins.items()):
             twin.used, twin.said, twin.is_from_disk = twin.saved, None, True
@@ -394,7 +395,7 @@ async def grow(choose: Chooser, depth: int, num_operations: int, directory: Path
     config = EngineConfig(max_num_seqs=choose.one_of([4, 1]), prefill_chunk=choose.one_of([64, 7]), min_shared_prefix=8)
     limits = SessionLimits(stall_timeout_s=None, ttl_s=TTL_CS / 100)
     clock = HeldClock()
-    disk = None if directory is None else Disk(directory, clock, choose.one_of([2500, 1 << 20, 5000]))
+    disk = None if directory is None else Disk(directory, clock, choose.one_of([2400, 3200, 1 << 20]))
     stores: list[SessionStore] = []
 
     def make() -> SessionService:
@@ -460,5 +461,5 @@ async def step(tree: Tree) -> None:
         await tree.write_kv()
     elif kind == 23 and one_in(2, tree.choose):
         await tree.idle()
-    elif kind == 24 and one_in(2 if tree.disk else 8, tree.choose):
+    elif kind == 24 and (tree.disk is not None or one_in(8, tree.choose)):
         await tree.restart()
