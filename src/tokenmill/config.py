@@ -9,36 +9,36 @@ from tokenmill.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine core schedules. The defaults are those for a CPU."""
+    """Scheduling parameters of an engine core. Defaults are for CPUs."""
 
     max_num_seqs: int = 32
-    """Requests that run at the same time."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int = 2048
-    """Tokens in one step, never exceeded."""
+    """Token budget of a step."""
     prefill_chunk: int = 512
-    """Prompt tokens one request gets in a step while others decode."""
+    """Maximum prompt tokens of one request in a step while other requests are decoding."""
     min_prefill_chunk: int = 8
-    """Prompt tokens that a step with prompts computes at least, however long that takes."""
+    """Minimum prompt tokens of a step with prompts, regardless of the target step latency."""
     max_model_len: int | None = None
-    """Prompt and output of one request; None takes what model and KV memory allow."""
+    """Maximum tokens of prompt and output of a request; None for the limit of model and KV memory."""
     max_queue: int = 256
-    """Requests that may wait; one more ends with `overload`."""
+    """Maximum number of queued requests; further ones end with `overload`."""
     max_queue_tokens: int | None = None
-    """Prompt tokens that may wait in all; None for no limit."""
+    """Maximum total prompt tokens of queued requests; None for no limit."""
     queue_timeout_s: float | None = None
-    """A request that has not started by then ends with `timeout`."""
+    """Maximum time in the queue (s), then the request ends with `timeout`."""
     target_tick_ms: float = 100.0
-    """How long a step may take while somebody decodes; prefill chunks are cut to it."""
+    """Target step latency (ms) while requests are decoding; bounds prefill chunks."""
     max_wait_ticks: int = 256
-    """When no request of one key and priority has started for longer, the first of them goes before all others."""
+    """Starvation limit: after this many ticks without a start, the first request of a key and priority goes next."""
     admission_margin: int = 1
-    """Blocks kept free for each running request when another one is admitted."""
+    """Free KV blocks reserved per running request when another one is admitted."""
     min_shared_prefix: int = 32
-    """A request waits for a neighbour that is computing its prefix if that saves at least so many tokens."""
+    """Minimum tokens saved for a request to wait for another one that is computing its prefix."""
     prefix_caching: bool = True
-    """Reuse KV between requests that begin alike."""
+    """Reuse the KV of common prefixes."""
     depth: int | None = None
-    """Steps submitted ahead, 0 or 1; None takes what the backend can."""
+    """Steps submitted ahead, 0 or 1; None for the maximum of the backend."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk", "max_wait_ticks"):

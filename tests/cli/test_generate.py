@@ -73,14 +73,14 @@ def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "saying"),
     [
-        (("generate", "a", "--file", "b"), "not both"),
-        (("generate", "--file", "/nowhere"), "can't be read"),
-        (("generate",), "there is no prompt in standard input"),
+        (("generate", "a", "--file", "b"), "mutually exclusive"),
+        (("generate", "--file", "/nowhere"), "cannot be read"),
+        (("generate",), "standard input contains no prompts"),
         (("generate", "a", "-m", "fake", "--temperature", "-1"), "temperature must be in"),
         (("generate", "a", "-m", "fake", "--max-tokens", "0"), "max_tokens must be a whole number from 1"),
         (("generate", "a" * 5000, "-m", "fake"), "maximum context length is"),
         (("generate", "a", "-m", "fake", "--dtype", "float16"), "no backend, dtype or device"),
-        (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "no place for a --system prompt"),
+        (("generate", "a", "-m", "fake", "--raw", "--system", "x"), "--system cannot be used with --raw"),
         (("generate", "a", "-m", "fake", "--colour"), "No such option"),
     ],
 )
@@ -148,9 +148,9 @@ def test_a_conversation_and_its_commands(
     talk(noted, None, reader(*said))
     out, err = capsys.readouterr()
     assert err.count(" tokens, ") == 3
-    assert "/new     forget" in out
-    assert "no command /bogus; /help lists them" in out
-    assert "(the model's own)" in out
+    assert "/new     start a new conversation" in out
+    assert "unknown command /bogus; see /help" in out
+    assert "(default of the model)" in out
     roles = [[message["role"] for message in one.session.log.messages] for one in made]
     assert roles == [["user", "assistant"] * 2, ["system", "user", "assistant"], []]
     assert made[2].session.system == "be brief"
@@ -185,5 +185,5 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     conversation = begin(None)
     talk(lambda _: conversation, None, reader("one", "x" * 5000, "two"))
     err = capsys.readouterr().err
-    assert "The prompt is too long: shorten it. /new begins another conversation." in err
+    assert "The prompt is too long: shorten it. Start a new conversation with /new." in err
     assert len(conversation.session.log.messages) == 4

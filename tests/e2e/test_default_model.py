@@ -101,5 +101,5 @@ def test_from_the_command_line(default_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Tokyo" in done.stdout
     assert "Rome" in done.stdout
-    assert "prompt tokens reused" in done.stderr
+    assert "prompt tokens cached" in done.stderr
     assert call("pull").stdout.strip() == str(default_model)

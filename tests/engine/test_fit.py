@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner().invoke
     shown = run(app, ["fit", path, "--sessions", "2", "--context", "100", "--dtype", "float32"])
     assert shown.exit_code == 0
-    for words in ("as float32, 2 sessions of 100 tokens", "weights", "KV (", "activations", "it fits", "most sessions"):
+    for words in ("as float32, 2 sessions of 100 tokens", "weights", "KV (", "activations", "fits", "maximum sessions"):
         assert words in shown.output
     small = run(app, ["fit", path, "--memory-gb", "0.001", "--json"])
     assert small.exit_code == 1

@@ -121,7 +121,7 @@ def test_the_command_says_whether_it_is_the_same(tmp_path: Path) -> None:
     asyncio.run(run())
     command = [TOKENMILL, "replay", str(tmp_path / "one.session"), "--model", "fake"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "all 2 answers are the same, token for token\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "2 answers match, token for token\n"), done.stderr
     (tmp_path / "one.session").write_bytes(b"x")
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "no session file" in done.stderr) == (2, True)

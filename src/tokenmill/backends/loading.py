@@ -31,7 +31,7 @@ class LoadOptions:
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
     deterministic: bool = False
-    """The same arithmetic for a token whatever else is in its batch."""
+    """Batch-invariant arithmetic: bit-identical results in any batch."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

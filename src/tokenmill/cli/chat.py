@@ -16,11 +16,11 @@ from tokenmill.errors import ContextOverflow, InvalidRequest
 if TYPE_CHECKING:
     from tokenmill.cli.conversation import Conversation
 
-HELP = """  /new     forget this conversation and begin another
-  /system  show the system prompt, or set it: /system You are a pirate.
-  /help    this list
-  /exit    leave (so does Ctrl-D)
-Enter sends; Alt-Enter begins a new line. Ctrl-C ends an answer and keeps the conversation."""
+HELP = """  /new     start a new conversation
+  /system  show or set the system prompt: /system You are a pirate.
+  /help    show this help
+  /exit    quit (also Ctrl-D)
+Enter sends the message, Alt-Enter inserts a newline. Ctrl-C cancels the answer and keeps the conversation."""
 
 COMMAND = re.compile(r"/[a-z]+")
 """What looks like a command; a path is a message like any other."""
@@ -46,7 +46,7 @@ def chat(
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
-    """Talk to a model. Each turn computes only what is new: the conversation's KV is kept."""
+    """Chat with a model in the terminal. The KV cache is kept between turns."""
     from tokenmill.cli.conversation import Conversation
 
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
@@ -85,13 +85,13 @@ def talk(begin: Callable[[str | None], Conversation], system: str | None, read: 
             return
         if command == "/new":
             conversation = begin(system)
-            print("(a new conversation)")
+            print("(new conversation)")
         elif command == "/system":
             system, conversation = _system(system, rest, conversation, begin)
         elif command == "/help":
             print(HELP)
         elif COMMAND.fullmatch(command):
-            print(f"no command {command}; /help lists them")
+            print(f"unknown command {command}; see /help")
         elif said:
             _answer(conversation, said)
 
@@ -101,9 +101,9 @@ def _system(
 ) -> tuple[str | None, Conversation]:
     """Show the system prompt, or begin anew with another."""
     if not new:
-        print(system or "(the model's own)")
+        print(system or "(default of the model)")
         return system, conversation
-    print("(a new conversation)")
+    print("(new conversation)")
     return new, begin(new)
 
 
@@ -121,7 +121,7 @@ def _answer(conversation: Conversation, question: str) -> None:
         answer.close()  # type: ignore[attr-defined]
         print(" ...", flush=True)
     except ContextOverflow as error:
-        print(f"tokenmill: {error} /new begins another conversation.", file=sys.stderr)
+        print(f"tokenmill: {error} Start a new conversation with /new.", file=sys.stderr)
         return
     except InvalidRequest as error:
         print(f"tokenmill: {error}", file=sys.stderr)
@@ -137,7 +137,7 @@ def _line_reader() -> str:
     try:
         line = sys.stdin.readline() if sys.stdin is not None else ""
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"standard input is no text: {error}") from None
+        raise InvalidRequest(f"standard input is not valid text: {error}") from None
     if not line:
         raise EOFError
     return line

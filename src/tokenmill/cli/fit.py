@@ -15,18 +15,18 @@ def fit(
     model: Annotated[str, typer.Argument(help=shared.MODEL_HELP)] = shared.DEFAULT,
     sessions: Annotated[int, typer.Option(min=1, help="Number of concurrent sessions.")] = 16,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per session.", show_default="what the model supports")
+        int | None, typer.Option(min=2, help="Context length: tokens per session.", show_default="the model's maximum")
     ] = None,
     backend: shared.Backend = "auto",
     extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     memory_gb: Annotated[
-        float | None, typer.Option(min=0, help="Memory to plan for (GB).", show_default="what is free")
+        float | None, typer.Option(min=0, help="Available memory (GB).", show_default="free memory")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Work out what a model takes in memory, and what is the most that fits. Exits with 1 if it does not."""
+    """Compute the memory that a model needs, and the maximum that fits. Exit code 1 if it does not fit."""
     import json
     from dataclasses import asdict
 
@@ -49,14 +49,14 @@ def fit(
     typer.echo(f"{model} as {found.form}, {sessions} sessions of {found.context} tokens:")
     for name, size in (
         ("weights", plan.weights),
-        (f"KV ({found.kv_bytes_per_token:,} bytes a token)", plan.kv),
+        (f"KV ({found.kv_bytes_per_token:,} bytes per token)", plan.kv),
         ("activations", plan.activations),
         ("tokenizer, tables, code", plan.other),
-        ("in all", plan.total),
+        ("total", plan.total),
         ("free", found.free_bytes),
     ):
         typer.echo(f"  {name:<32} {size / MIB:>10,.0f} MiB")
-    typer.echo("it fits" if found.fits else "it does not fit")
-    typer.echo(f"  most sessions of {found.context} tokens: {found.most_sessions:,}")
-    typer.echo(f"  longest context of {sessions} sessions: {found.longest_context:,}")
+    typer.echo("fits" if found.fits else "does not fit")
+    typer.echo(f"  maximum sessions of {found.context} tokens: {found.most_sessions:,}")
+    typer.echo(f"  maximum context of {sessions} sessions: {found.longest_context:,}")
     raise typer.Exit(0 if found.fits else 1)

@@ -29,9 +29,7 @@ def generate(
         typer.Option("--file", "-f", help="Prompts, one per line; - reads standard input.", show_default="none"),
     ] = None,
     model: shared.Model = shared.DEFAULT,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as is, without the chat template.")] = False,
     system: shared.System = None,
     max_tokens: shared.MaxTokens = 256,
     temperature: shared.Temperature = None,
@@ -48,14 +46,14 @@ def generate(
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
-    """Answer a prompt, or many of them.
+    """Generate an answer to one prompt, or to a file of prompts.
 
-    With a PROMPT the answer is streamed. With --file (or something piped in) every line is a prompt of its own: they
-    run together, and each becomes a line of JSON, in the same order.
+    PROMPT streams its answer. --file (or piped standard input) holds one prompt per line; they run as a batch, and each
+    answer is printed as one JSON object per line, in input order.
     """
     lines = _lines(prompt, file)
     if raw and system is not None:
-        raise typer.BadParameter("--raw has no place for a --system prompt")
+        raise typer.BadParameter("--system cannot be used with --raw")
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     sampling.check()
     with open_llm(
@@ -79,17 +77,17 @@ def _lines(prompt: str | None, file: Path | None) -> list[str]:
     """The prompts of a batch; read before the model is loaded, so that a mistake shows at once."""
     if prompt is not None:
         if file is not None:
-            raise typer.BadParameter("give a PROMPT or --file, not both")
+            raise typer.BadParameter("PROMPT and --file are mutually exclusive")
         return []
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise typer.BadParameter("give a PROMPT, or --file with one prompt a line")
+        raise typer.BadParameter("PROMPT or --file is required")
     try:
         text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file or 'standard input'} can't be read: {error}") from None
+        raise typer.BadParameter(f"{file or 'standard input'} cannot be read: {error}") from None
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
-        raise typer.BadParameter(f"there is no prompt in {file or 'standard input'}")
+        raise typer.BadParameter(f"{file or 'standard input'} contains no prompts")
     return lines
 
 
@@ -97,7 +95,7 @@ def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[in
     """The text as the model expects it: as a question to it, unless it is to be continued as it is."""
     if raw or llm.text.template is None:
         if system is not None:
-            raise InvalidRequest("this model has no chat template, so there is no place for --system")
+            raise InvalidRequest("--system requires a chat template, which this model does not have")
         return text
     messages = [{"role": "user", "content": text}]
     if system is not None:

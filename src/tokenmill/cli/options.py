@@ -21,7 +21,7 @@ Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Sampling temperature; 0 is greedy.", show_default="recommended by the model, else 1"),
+    typer.Option(help="Sampling temperature; 0 for greedy decoding.", show_default="recommended by the model, else 1"),
 ]
 TopP = Annotated[
     float | None,
@@ -33,7 +33,7 @@ TopP = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="Sample from this many of the most probable tokens; 0 is all.",
+        help="Sample from this many most probable tokens; 0 for all.",
         show_default="recommended by the model, else 0",
     ),
 ]
@@ -47,12 +47,12 @@ MinP = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        help="Seed of the sampler. A seed repeats an answer (to the bit with --deterministic).", show_default="random"
+        help="Random seed; the same seed repeats an answer (bit-identical with --deterministic).", show_default="random"
     ),
 ]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string: end the answer before this text (repeatable).")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string: the answer ends before this text (repeatable).")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.", show_default="none")]
-Backend = Annotated[str, typer.Option(help="Backend: torch, llamacpp, or auto to choose by the model's files.")]
+Backend = Annotated[str, typer.Option(help="Backend: torch, llamacpp, or auto (by model format).")]
 Extra = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="Backend-specific option; see docs/llamacpp.md (repeatable)."),
@@ -62,16 +62,18 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Bit-identical answers whatever else is in the batch; slower.")
+    bool, typer.Option("--deterministic", help="Batch-invariant results: bit-identical answers in any batch; slower.")
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", help="CPU threads; fewer are faster on a busy machine.", show_default="all cores"),
+    typer.Option("--threads", help="Number of CPU threads; use fewer on a busy machine.", show_default="all cores"),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        "--context", help="Maximum tokens of prompt and answer together.", show_default="what the model supports"
+        "--context",
+        help="Context length: maximum tokens of prompt and answer together.",
+        show_default="the model's maximum",
     ),
 ]
 
@@ -111,7 +113,7 @@ def read_extra(given: list[str] | None) -> dict[str, bool | int | str] | None:
     for one in given:
         name, is_pair, value = one.partition("=")
         if not is_pair or not name or not value:
-            raise typer.BadParameter(f"--extra is NAME=VALUE, not {one!r}")
+            raise typer.BadParameter(f"--extra must be NAME=VALUE, not {one!r}")
         found[name] = {"true": True, "false": False}.get(value, value)
         with suppress(ValueError):
             found[name] = int(value)

@@ -12,7 +12,7 @@ from tokenmill.cli import options as shared
 def pull(
     model: Annotated[str, typer.Argument(help="Model: a short name, or ORGANIZATION/MODEL.")] = shared.DEFAULT,
 ) -> None:
-    """Fetch a model into the cache folder, check it, and say where it is."""
+    """Download a model to the cache directory, verify it, and print its path."""
     from tokenmill.backends.library import pull as fetch
 
     typer.echo(fetch(model))

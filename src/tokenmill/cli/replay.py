@@ -19,7 +19,7 @@ def replay(
     device: shared.Device = "auto",
     threads: shared.Threads = None,
 ) -> None:
-    """Run an exported session again, in deterministic mode. Exit code 1 if a token differs."""
+    """Replay an exported session in deterministic mode. Exit code 1 at the first token that differs."""
     from tokenmill.session.replay import open_file
     from tokenmill.session.replay import replay as run
 
@@ -38,4 +38,4 @@ def replay(
                 f"not {one.recorded} ({recorded})"
             )
             raise typer.Exit(1)
-        typer.echo(f"all {num_same} answers are the same, token for token")
+        typer.echo(f"{num_same} answers match, token for token")

@@ -25,8 +25,8 @@ def serve(
     keep_alive: Annotated[
         float | None, typer.Option(help="Unload a model after this many idle seconds.", show_default="never")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback needs --api-key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to bind to; non-loopback requires --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Require this API key (repeatable).")
     ] = None,
@@ -35,19 +35,17 @@ def serve(
         typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="API key that may load and unload models (repeatable)."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address other than loopback without an API key.")
+        bool, typer.Option("--insecure", help="Allow binding to a non-loopback address without an API key.")
     ] = False,
     served_model_name: Annotated[
         str | None,
-        typer.Option(
-            help="Model name in requests for MODEL; '*' accepts any name.", show_default="its file or directory name"
-        ),
+        typer.Option(help="Name of MODEL in requests; '*' accepts any name.", show_default="file or directory name"),
     ] = None,
     default_model: Annotated[
         bool,
         typer.Option(
             "--default-model/--no-default-model",
-            help="Accept requests that name no model if the server has only one.",
+            help="Make `model` optional in requests to a server with one model.",
         ),
     ] = True,
     allowed_host: Annotated[
@@ -60,22 +58,22 @@ def serve(
         bool,
         typer.Option(
             "--clamp-max-tokens",
-            help="Cut max_tokens to what fits into the context beside the prompt, instead of rejecting the request.",
+            help="Reduce max_tokens to the remaining context instead of rejecting the request.",
         ),
     ] = False,
-    web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web page at /.")] = True,
+    web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web UI at /.")] = True,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Maximum number of running requests.", show_default="32; 256 on CUDA")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens in a step.", show_default="2048; 8192 on CUDA")
+        int | None, typer.Option(help="Token budget of a step.", show_default="2048; 8192 on CUDA")
     ] = None,
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="Size of the KV cache (tokens).",
-            show_default="--max-num-seqs full contexts, up to a share of the free memory",
+            show_default="--max-num-seqs full contexts, within a fraction of free memory",
         ),
     ] = None,
     target_tick_ms: Annotated[
@@ -86,13 +84,13 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[
-        int | None, typer.Option(help="Maximum number of queued requests; beyond it: 429.", show_default="256")
+        int | None, typer.Option(help="Maximum number of queued requests; further ones get 429.", show_default="256")
     ] = None,
     tokenizer_threads: Annotated[
-        int, typer.Option(min=2, help="Threads that tokenize long prompts; one of them only takes up to 64 KiB.")
+        int, typer.Option(min=2, help="Tokenizer threads for long prompts; one is reserved for prompts up to 64 KiB.")
     ] = 2,
-    queue_timeout: Annotated[float, typer.Option(help="Maximum time in the queue (s); beyond it: 503.")] = 60.0,
-    request_timeout: Annotated[float, typer.Option(help="Maximum duration of a request (s).")] = 600.0,
+    queue_timeout: Annotated[float, typer.Option(help="Maximum time in the queue (s), then 503.")] = 60.0,
+    request_timeout: Annotated[float, typer.Option(help="Maximum total time of a request (s).")] = 600.0,
     session_ttl: Annotated[float, typer.Option(help="End a session after this many idle seconds.")] = 86_400.0,
     store: Annotated[
         Path | None,
@@ -100,7 +98,7 @@ def serve(
             metavar="DIR",
             help="Persist sessions in this directory.",
             file_okay=False,
-            show_default="sessions end with the server",
+            show_default="in memory only",
         ),
     ] = None,
     drain: Annotated[float, typer.Option(help="Grace period for running requests on shutdown (s).")] = 30.0,
@@ -120,14 +118,14 @@ def serve(
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, sessions, and a web page."""
+    """Serve models over HTTP: OpenAI-compatible API, sessions, web UI."""
     try:
         from tokenmill.server.app import serve as run
         from tokenmill.server.config import ServerConfig, hash_key
         from tokenmill.server.middleware import configure_logs
         from tokenmill.server.models import ANY_NAME, named, read_catalogue, short_name, spec
     except ImportError as error:
-        raise ConfigError(f"the server needs more packages ({error.name}): pip install 'tokenmill[server]'") from None
+        raise ConfigError(f"missing package {error.name}: pip install 'tokenmill[server]'") from None
 
     configure_logs(log_level, log_format)
     settings = ServerConfig(
@@ -171,6 +169,6 @@ def serve(
         aliases = [ANY_NAME] if any_name else []
         specs.insert(0, spec(name, path, options, aliases=aliases, keep_alive_s=keep_alive))
     elif served_model_name is not None:
-        raise ConfigError("--served-model-name is for MODEL; --model NAME=PATH has its name")
+        raise ConfigError("--served-model-name requires MODEL; --model NAME=PATH sets its own name")
     specs += [spec(*named(one), options, keep_alive_s=keep_alive) for one in more or ()]
     run(specs, settings)

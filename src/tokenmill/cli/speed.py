@@ -21,5 +21,5 @@ class Stopwatch:
         now = time.monotonic()
         first = self._first if self._first is not None else now
         rate = f", {(num_tokens - 1) / (now - first):.1f} tok/s" if num_tokens > 1 and now > first else ""
-        reused = f", {num_cached} prompt tokens reused" if num_cached else ""
-        return f"{num_tokens} tokens{rate}, first after {first - self._began:.2f} s{reused}"
+        reused = f", {num_cached} prompt tokens cached" if num_cached else ""
+        return f"{num_tokens} tokens{rate}, TTFT {first - self._began:.2f} s{reused}"

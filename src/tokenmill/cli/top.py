@@ -28,7 +28,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between refreshes.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
 ) -> None:
-    """Watch a server's slots, steps, queue and KV. q or Ctrl-C leaves."""
+    """Show the slots, steps, queue and KV cache of a running server, live. Quit with q or Ctrl-C."""
     from tokenmill.cli.follow import Address, Follower, read_once
     from tokenmill.cli.frame import frame
     from tokenmill.cli.live_state import LiveState

@@ -108,7 +108,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output of one request together."""
+        """Maximum tokens of prompt and output of a request."""
         return self._client.max_model_len
 
     @property

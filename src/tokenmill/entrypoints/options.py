@@ -21,37 +21,37 @@ class EngineOptions(TypedDict, total=False):
     """The options of `LLM`, `AsyncLLM` and everything else that opens a model by its name. None means the default."""
 
     tokenizer: Tokenizer | None
-    """Instead of the model's own."""
+    """Overrides the tokenizer of the model."""
     backend: str
     """`auto`, `torch`, `llamacpp` or `fake`."""
     dtype: str
     device: str
     deterministic: bool
-    """The same arithmetic for a token whatever else is in its batch."""
+    """Batch-invariant arithmetic: bit-identical results in any batch."""
     max_model_len: int | None
-    """Prompt and output of one request together."""
+    """Maximum tokens of prompt and output of a request."""
     max_num_seqs: int | None
-    """Requests that run at the same time."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int | None
-    """Tokens in one step."""
+    """Token budget of a step."""
     prefill_chunk: int | None
-    """Prompt tokens one request gets in a step while others decode."""
+    """Maximum prompt tokens of one request in a step while other requests are decoding."""
     min_prefill_chunk: int | None
-    """Prompt tokens that a step with prompts computes at least."""
+    """Minimum prompt tokens of a step with prompts."""
     target_tick_ms: float | None
-    """How long a step may take while somebody decodes."""
+    """Target step latency (ms) while requests are decoding."""
     max_queue: int | None
-    """Requests that may wait; `LLM` takes all that it is given."""
+    """Maximum number of queued requests; unlimited for `LLM`."""
     queue_timeout_s: float | None
-    """A request that has not started by then ends with `timeout`."""
+    """Maximum time in the queue (s), then the request ends with `timeout`."""
     kv_cache_tokens: int | None
-    """Size of the KV memory; the default takes a share of the memory that is free."""
+    """Size of the KV cache in tokens; by default a fraction of free memory."""
     num_threads: int | None
-    """Processor threads one step may use; the default takes all. Fewer are faster where other work is going on."""
+    """CPU threads of a step; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
-    """What only one backend knows, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
+    """Backend-specific options, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
     config: EngineConfig | None
-    """Everything about scheduling, instead of what suits the model; the options above go before it."""
+    """Scheduling parameters; the options above take precedence."""
 
 
 __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "open_model"]

@@ -11,83 +11,83 @@ from tokenmill.errors import ConfigError
 KIB, MIB = 1 << 10, 1 << 20
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
-"""What well-known chat templates ask for by name, beyond the messages."""
+"""Variables of well-known chat templates, besides the messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server listens to, whom it lets in, and how much one request may ask for."""
+    """Address, authentication and limits of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     key_hashes: tuple[bytes, ...] = ()
-    """SHA-256 of each API key; none: everybody who can reach the server may use it."""
+    """SHA-256 of each API key; empty for no authentication."""
     admin_key_hashes: tuple[bytes, ...] = ()
-    """SHA-256 of each key that may load and unload models. Where there are keys, but none of these, nobody may."""
+    """SHA-256 of each key that may load and unload models. With API keys but no admin keys, loading is disabled."""
     insecure: bool = False
-    """Listen beyond this machine without a key."""
+    """Allow binding to a non-loopback address without an API key."""
     allowed_hosts: frozenset[str] = frozenset()
-    """Names by which clients may call the server, beside those of this machine; of use only where there is no key."""
+    """Accepted `Host` headers besides those of this machine; applies to servers without API keys."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages of these origins may use the server from a browser."""
+    """Origins that may send cross-origin requests."""
     default_model: bool = True
-    """A request of OpenAI's API that names no model is for the only one of the server; else it is rejected."""
+    """Make `model` optional in requests to a server with one model."""
     web: bool = True
-    """Serve the web page, at /."""
+    """Serve the web UI at /."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
-    """Names that `chat_template_kwargs` may have."""
+    """Allow-list of `chat_template_kwargs`."""
 
     spans_url: str | None = None
-    """Where each request goes as an OpenTelemetry span; None: nowhere."""
+    """OTLP endpoint for request spans; None to disable."""
 
-    # How a request may come in.
+    # Receiving requests.
     max_header_bytes: int = 64 * KIB
     max_headers: int = 100
     header_timeout_s: float = 15.0
     body_timeout_s: float = 60.0
     max_body_bytes: int = 8 * MIB
     tokenizer_threads: int = 2
-    """Threads that parse, render and tokenize long prompts. One of them is for prompts of up to 64 KiB."""
+    """Threads that parse, render and tokenize long prompts; one is reserved for prompts up to 64 KiB."""
     max_tokenizing_bytes: int = 64 * MIB
-    """Of longer prompts that are tokenized or wait for it; one more is answered with 429."""
+    """Maximum bytes of longer prompts being tokenized or queued for it, then 429."""
 
-    # What it may ask for.
+    # Limits of a request.
     clamp_max_tokens: bool = False
-    """A `max_tokens` that does not fit beside the prompt is cut to what does; else the request is rejected."""
+    """Reduce `max_tokens` to the remaining context instead of rejecting the request."""
     max_n: int = 8
     max_stops: int = 4
     max_stop_chars: int = 256
     max_completion_logprobs: int = 5
-    """In /v1/completions; chats may have 20."""
+    """For /v1/completions; chat completions allow 20."""
     max_logit_bias: int = 1024
     max_prompts: int = 64
-    """In one call of /v1/completions."""
+    """Per request to /v1/completions."""
     max_inputs: int = 2048
-    """In one call of /v1/embeddings."""
+    """Per request to /v1/embeddings."""
     max_messages: int = 2048
     max_content_parts: int = 64
 
     # Sessions.
     session_ttl_s: float | None = 24 * 3600.0
-    """One that nobody has used for so long ends."""
+    """End a session after this many idle seconds."""
     max_session_bytes: int = 1024 * MIB
-    """Of all logs of a model's sessions."""
+    """Total log size of the sessions of a model."""
     store: Path | None = None
-    """The directory in which sessions outlive the server; None: they do not."""
+    """Directory in which sessions are persisted; None for memory only."""
     max_stored_responses: int = 1024
-    """Answers of /v1/responses that can be gone on from."""
+    """Stored responses, for `previous_response_id`."""
 
-    # How long things may take.
+    # Timeouts.
     idle_s: float = 75.0
-    """A connection may be idle for so long."""
+    """Idle timeout of a connection."""
     max_request_s: float = 600.0
-    """From arrival to the last token. Clients may ask for less."""
+    """From arrival to the last token. Clients may request less."""
     send_timeout_s: float = 30.0
-    """A client that takes nothing for so long is given up."""
+    """A client that reads nothing for this long is disconnected."""
     keep_alive_s: float = 15.0
-    """A comment is sent when a stream was silent for so long."""
+    """Interval of keep-alive comments on a silent stream."""
     drain_s: float = 30.0
-    """What runs when the server is told to stop may go on for so long."""
+    """Grace period for running requests on shutdown."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.key_hashes and not self.insecure:

@@ -13,16 +13,16 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """How much sessions may take."""
+    """Limits of sessions."""
 
     max_log_bytes: int = 1024 * MIB
-    """Of all sessions together; their number has no other limit."""
+    """Total log size of all sessions; their number is not limited otherwise."""
     ttl_s: float | None = None
-    """A session that nobody has used for so long ends."""
+    """End a session after this many idle seconds; None for never."""
     stall_timeout_s: float | None = 30.0
-    """An answer that nobody reads for so long ends with `timeout`; None: never."""
+    """An answer that is not read for this long ends with `timeout`; None for never."""
     max_unread_bytes: int = MIB
-    """An answer ends with `timeout` when so much of it is unread."""
+    """An answer with more unread bytes ends with `timeout`."""
 
 
 @dataclass(frozen=True)
