@@ -13,10 +13,10 @@ TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(V
 $(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test flaky mutants soak clients screenshots docs check format requirements clean
+.PHONY: help serve tour test test-fast flaky mutants soak clients screenshots docs check format requirements clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 KERNELS := $(wildcard src/tokenmill/backends/torch/native/*.c src/tokenmill/backends/torch/native/*.h)
 
@@ -52,6 +52,11 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 
 test: $(VENV)/.dev  ## run all tests, on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+FAST := contract kv engine session sampling text test_imports.py test_public_names.py test_requirements.py
+
+test-fast: $(VENV)/.dev  ## run the fast tests of contract, engine, sessions, sampling and text: before each commit
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(addprefix tests/,$(FAST)) $(ARGS)
 
 flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
 	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test

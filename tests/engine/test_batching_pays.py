@@ -9,6 +9,7 @@ from tokenmill import LLM, SamplingParams
 PROMPTS = [f"Tell me about the number {i}." for i in range(16)]
 
 
+@pytest.mark.slow
 @pytest.mark.req("R44")
 def test_sixteen_requests_take_about_as_many_steps_as_one() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -27,6 +27,8 @@ from tokenmill.errors import EngineDead, InvalidRequest, ModelNotFound
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"vocab_size": 64, "max_context": 4000, "depth": 1}
 CONFIG = EngineConfig(max_num_seqs=8)
 LIMITS = BackendLimits(num_cells=8192)

@@ -501,6 +501,7 @@ class Crowd:
         assert_clean(self.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.req("R4", "R8")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_21_2_parked_sequences_are_at_most_sessions_and_plain_prompts(depth: int) -> None:

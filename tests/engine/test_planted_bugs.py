@@ -9,6 +9,8 @@ from tests.engine.workload import play, workload
 from tests.planting import PlantedBug, plant
 from tokenmill.engine import kv_manager, plan, policies, prefix, queue, results, rows, scheduler
 
+pytestmark = pytest.mark.slow
+
 BUGS = [
     PlantedBug(
         "tokens given to a row's next tenant",

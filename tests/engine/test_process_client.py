@@ -33,6 +33,8 @@ from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken
 
+pytestmark = pytest.mark.slow
+
 WAIT_MS = WAIT_S * 1000
 LONG = 3900
 """Tokens of a request that is still running when a test has done what it wants to it."""

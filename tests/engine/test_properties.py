@@ -17,6 +17,8 @@ from tokenmill.engine.queue import Deadlines
 from tokenmill.engine.request import Request
 from tokenmill.outputs import FinishReason
 
+pytestmark = pytest.mark.slow
+
 REQUIREMENTS = ("R5", "R8", "R11", "R12", "R14", "R16", "R17", "R18", "G7", "G9", "G11")
 
 

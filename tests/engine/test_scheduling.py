@@ -208,6 +208,7 @@ def test_priority_never_starves_anyone_past_the_bound() -> None:
     assert max_wait < engine.scheduler.tick <= max_wait + service + 2
 
 
+@pytest.mark.slow
 @pytest.mark.req("R16")
 def test_one_hostile_key_does_not_hurt_the_others() -> None:
     """Five keys, one with ten times the load: the others get equal shares of the tokens, and it no more than they."""
@@ -490,6 +491,7 @@ def test_sequences_come_back_in_the_order_they_were_added() -> None:
     assert engine.run_until_complete() == [first[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.req("G11")
 def test_nothing_is_kept_of_ended_requests() -> None:
     """Ten thousand requests with far deadlines and many keys: the books are as small as after the first hundred."""

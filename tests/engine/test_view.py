@@ -109,6 +109,7 @@ def follow_short_runs(*depths: int) -> None:
                 raise AssertionError(f"seed {seed}, depth {depth}: {error!r}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.req("R42", "R50", "B6")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_view_is_what_the_core_would_say(depth: int) -> None:
@@ -116,6 +117,7 @@ def test_a_view_is_what_the_core_would_say(depth: int) -> None:
     follow_short_runs(depth)
 
 
+@pytest.mark.slow
 @pytest.mark.req("R42", "B6")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_view_does_not_drift(depth: int) -> None:
@@ -144,6 +146,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(bug, monkeypatch)

@@ -20,6 +20,8 @@ from tokenmill import SessionService
 from tokenmill.errors import ConfigError, NotDurable
 from tokenmill.session.store import DATABASE, INCREMENTAL, SessionStore
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 
 

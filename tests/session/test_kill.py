@@ -8,6 +8,8 @@ import pytest
 
 from tests.session.killing import BUGS, kill_fake, kill_real_decoder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("B3")
 def test_killed_fifty_times(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 
+pytestmark = pytest.mark.slow
+
 NUM_SESSIONS = 1000
 
 

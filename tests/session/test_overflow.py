@@ -97,6 +97,7 @@ def messages(session: Session) -> list[Message]:
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.req("R36")
 @pytest.mark.parametrize("name", ["chatml", "llama 3"])
 def test_21_3_what_is_computed_again_is_amortized_over_many_turns(name: str) -> None:

@@ -18,6 +18,8 @@ from tokenmill.session.store import SessionStore
 from tokenmill.session.turns import TokenLog
 from tokenmill.session.upkeep import Upkeep
 
+pytestmark = pytest.mark.slow
+
 BUGS = [
     PlantedBug("forks share one log", TokenLog, "copy", "self.tokens[:], list(self.turns)", "self.tokens, self.turns"),
     PlantedBug(

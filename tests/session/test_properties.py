@@ -9,6 +9,8 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.session.tree import grow, run_within
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("B1", "B2", "R4", "R5", "R6", "R9", "G3", "G4", "G6", "G15")
 @pytest.mark.parametrize("depth", [0, 1])

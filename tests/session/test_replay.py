@@ -20,6 +20,8 @@ from tokenmill.params import SamplingParams
 from tokenmill.session.portable import DIGEST_BYTES, unpack
 from tokenmill.session.replay import Replayed, open_file, replay
 
+pytestmark = pytest.mark.slow
+
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 
 
