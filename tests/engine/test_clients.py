@@ -123,6 +123,13 @@ def test_verbs_and_errors(kind: str) -> None:
         client.submit(request("after"), Listener())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_id_of_a_request_that_has_ended_can_be_used_again(kind: str) -> None:
+    with client_of(kind) as client:
+        for _ in range(3):
+            assert results(client, [request("same", 4)])["same"][1] is FinishReason.LENGTH
+
+
 def wait(client: Any, condition: Callable[[], bool]) -> None:
     if isinstance(client, InlineClient):
         client.run(condition)

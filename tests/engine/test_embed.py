@@ -171,3 +171,29 @@ def test_a_row_that_served_an_embedding_decodes_text_afterwards(depth: int) -> N
     engine.add(again)
     run(engine)
     check(again)
+
+
+def test_an_embedding_that_is_cancelled_while_its_step_is_in_flight_hurts_nobody() -> None:
+    engine = make_engine(depth=1)
+    gone, stays = embedding("gone", LONG[:20], Pooling.MEAN), embedding("stays", LONG[:30], Pooling.MEAN)
+    engine.add(gone)
+    engine.add(stays)
+    engine.step()
+    engine.cancel("gone")
+    run(engine)
+    assert gone.finish_reason is FinishReason.CANCELLED
+    assert not gone.embedding
+    check(stays)
+
+
+def test_a_caller_who_leaves_ends_the_embedding() -> None:
+    async def play() -> None:
+        async with AsyncLLM("fake") as llm:
+            asked = asyncio.create_task(llm.embed("hello"))
+            await asyncio.sleep(0)  # it waits for the engine now
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert (await llm.embed("hello")).outputs.embedding
+
+    asyncio.run(play())

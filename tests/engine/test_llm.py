@@ -224,3 +224,12 @@ def test_the_death_of_the_engine_reaches_the_stream_once() -> None:
     assert outputs[-1].finished
     assert outputs[-1].outputs[0].finish_reason == "error"
     assert "the engine failed" in (outputs[-1].error or "")
+
+
+def test_an_output_says_what_was_cached_and_where_it_diverged(llm: LLM) -> None:
+    llm.generate(["the same beginning of two prompts, and then one"], GREEDY)
+    (output,) = llm.generate(["the same beginning of two prompts, and then another"], GREEDY)
+    assert output.usage is not None
+    assert output.cache is not None
+    assert output.cache.num_cached == output.usage.cached_tokens > 0
+    assert output.cache.divergence is not None

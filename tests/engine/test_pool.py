@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -280,3 +283,19 @@ def test_a_wrong_verb_is_its_callers_mistake_and_nobody_elses() -> None:
         assert bad.result()[1] in (FinishReason.ERROR, FinishReason.LENGTH)
         assert good.result() == (alone((1,), 200), FinishReason.LENGTH)
         assert pool.cores[0].num_restarts == 0
+
+
+def test_a_core_with_nothing_to_do_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+
+    class Inbox(queue.SimpleQueue[Any]):
+        def get(self, *given: Any, **options: Any) -> Any:
+            next(looks)
+            return super().get(*given, **options)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Inbox)
+    with make_pool(num_cores=1) as pool:
+        for _ in range(10):
+            assert pool.stats()[0] is not None
+            threading.Event().wait(0.005)  # time to look again and again, if it did
+    assert next(looks) < 50

@@ -25,7 +25,7 @@ from tokenmill import errors
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
-from tokenmill.engine import wire
+from tokenmill.engine import process, wire
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.process import EngineProcess, ProcessClient
@@ -414,3 +414,11 @@ def carried(error: Exception) -> TokenmillError:
     message = wire.decode_from_engine(wire.encode(wire.Failed.of(error)))
     assert isinstance(message, wire.Failed)
     return message.error()
+
+
+def test_an_engine_process_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make("process")
+    os.kill(client.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(process, "CLOSE_S", 0.1)
+    client.close()
+    assert client.process.poll() == -signal.SIGKILL

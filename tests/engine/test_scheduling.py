@@ -210,6 +210,22 @@ def test_priority_never_starves_anyone_past_the_bound() -> None:
 
 @pytest.mark.slow
 @pytest.mark.req("R16")
+def test_a_class_that_had_its_turn_is_not_aged_any_more() -> None:
+    """One row: the second humble request waits for its own turn, however long both have been there."""
+    engine = make_engine(max_num_seqs=1, max_wait_ticks=20)
+    for name in ("humble0", "humble1"):
+        engine.add(request(name, (1, 2), max_new_tokens=1, priority=5))
+    transcript = Transcript()
+    ended: list[int] = []
+    for tick in range(100):
+        engine.add(request(f"urgent{tick}", (3, tick % VOCAB), max_new_tokens=3))
+        transcript.add(engine.step())
+        ended += [tick] * (len(ended) < sum(f"humble{i}" in transcript.reasons for i in range(2)))
+    assert len(ended) == 2
+    assert ended[1] - ended[0] > 20
+
+
+@pytest.mark.req("R16")
 def test_one_hostile_key_does_not_hurt_the_others() -> None:
     """Five keys, one with ten times the load: the others get equal shares of the tokens, and it no more than they."""
     fake = {"num_cells": 8192, "max_context": 512, "max_seqs": 64}

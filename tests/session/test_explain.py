@@ -17,7 +17,7 @@ from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.outputs import CacheVerdict, Loss
 from tokenmill.session import keeping
-from tokenmill.session.explain import Cause, KVMark, TurnCost, cost_of, in_words, message_at
+from tokenmill.session.explain import MOST_TURNS, Cause, KVMark, TurnCost, cost_of, in_words, message_at
 from tokenmill.session.turns import TokenLog, Turn
 
 LONG = "words " * 20
@@ -49,6 +49,15 @@ def test_a_conversation_that_goes_on_computes_what_is_new() -> None:
         await read(await service.regenerate(name))
         assert service.explain(name)[-1].cause is Cause.NEW
         assert "only what is new" in in_words(cost)
+
+    scene(play)
+
+
+def test_the_costs_of_the_latest_answers_are_remembered() -> None:
+    async def play(service: SessionService) -> None:
+        name = await new(service)
+        asked = [(await ask(service, name, "x", max_new_tokens=1)).request_id for _ in range(MOST_TURNS + 3)]
+        assert [cost.request_id for cost in service.explain(name)] == asked[-MOST_TURNS:]
 
     scene(play)
 

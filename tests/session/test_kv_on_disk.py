@@ -44,6 +44,25 @@ def test_kv_comes_back_with_the_session(tmp_path: Path, monkeypatch: pytest.Monk
         assert play(tmp_path, second) == [0], "it was replayed"
 
 
+def test_kv_of_just_enough_tokens_comes_back(tmp_path: Path) -> None:
+    """64 tokens: fewer are replayed."""
+
+    async def first(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        await service.append_input(name, [1] * 60)
+        await read(await service.generate_stream(name, max_new_tokens=5, ignore_eos=True))
+
+    async def second(service: SessionService) -> int:
+        (info,) = service.list()
+        assert info.num_tokens == 65
+        await service.append_input(info.session_id, [2])
+        _, _, last = await read(await service.generate_stream(info.session_id))
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    assert play(tmp_path, first, second)[1] == 64
+
+
 def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
     monkeypatch.setattr(keeping, "QUIET_S", 0.0)

@@ -30,6 +30,8 @@ def test_reading_again_from_an_offset() -> None:
         stream = await service.generate_stream(name, max_new_tokens=60, ignore_eos=True)
         first = await anext(stream)
         again = asyncio.create_task(read(await service.attach(name, len(first.token_ids))))
+        with pytest.raises(InvalidRequest, match="nothing at 999"):
+            await anext(await service.attach(name, 999))
         whole = asyncio.create_task(read(await service.attach(name)))
         text, ids, _ = await read(stream)
         assert (await again)[1] == ids

@@ -346,3 +346,21 @@ def test_raw_input_and_ids() -> None:
         assert [turn.kind for turn in service.get(name).turns] == ["input", "answer"]
 
     scene(play)
+
+
+def test_an_answer_goes_on_from_the_beginning_that_is_given() -> None:
+    async def play(service: SessionService) -> None:
+        name = await service.create_session(sampling_params=GREEDY, seed=1)
+        begun = {"role": "assistant", "content": "Well, "}
+        messages = [{"role": "user", "content": "hi"}, begun]
+        total = await service.append_input(name, messages, continue_final_message=True)
+        log = tokens_of(service, name)
+        assert bytes(log) == b"user: hi\nassistant: Well, "
+        assert total == len(log)
+        _, ids, _ = await read(await service.generate_stream(name))
+        assert ids == continuation(log, GREEDY, seed=1)
+        question, answer = service.get(name).turns
+        assert question.messages == (messages[0],)
+        assert str(answer.messages[0]["content"]).startswith("Well, ")
+
+    scene(play)

@@ -235,6 +235,28 @@ def test_a_disk_that_takes_its_time_holds_up_the_end_of_an_answer_and_nothing_el
     play(tmp_path, scene)
 
 
+def test_a_session_whose_maker_leaves_before_it_is_durable_never_was(tmp_path: Path) -> None:
+    async def scene(service: SessionService) -> None:
+        kept = await service.create_session(sampling_params=GREEDY)
+        other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # nobody else can write now
+        making = asyncio.ensure_future(service.create_session())
+        forking = asyncio.ensure_future(service.fork(kept, n=2))
+        while len(service) < 4:
+            await asyncio.sleep(0)
+        for task in (making, forking):
+            task.cancel()
+        await asyncio.gather(making, forking, return_exceptions=True)
+        assert [info.session_id for info in service.list()] == [kept]
+        other.execute("ROLLBACK")
+        other.close()
+
+    async def after(service: SessionService) -> int:
+        return len(service)
+
+    assert play(tmp_path, scene, after)[1] == 1
+
+
 def test_a_session_whose_namespace_can_not_be_written_says_so(tmp_path: Path) -> None:
     async def scene(service: SessionService) -> None:
         name = await service.create_session(namespace=frozenset("a"))
