@@ -23,9 +23,10 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PARTS = ("contract", "kv", "engine", "session", "sampling", "text")
-"""Parts of the package that are mutated, each with tests of the same name."""
-TESTS = (*PARTS, "conformance")
+PARTS = ("contract", "kv", "engine", "pipeline", "entrypoints", "session", "sampling", "text")
+"""Parts of the package that are mutated."""
+TESTS = ("contract", "kv", "engine", "session", "sampling", "text", "conformance")
+"""Tests that run: `pipeline` and `entrypoints` are tested with the engine and with sessions."""
 CACHE = ROOT / ".mutants" / "coverage.json"
 MOST_MEASURE_S = 3600.0
 
