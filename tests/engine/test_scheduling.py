@@ -208,7 +208,6 @@ def test_priority_never_starves_anyone_past_the_bound() -> None:
     assert max_wait < engine.scheduler.tick <= max_wait + service + 2
 
 
-@pytest.mark.slow
 @pytest.mark.req("R16")
 def test_a_class_that_had_its_turn_is_not_aged_any_more() -> None:
     """One row: the second humble request waits for its own turn, however long both have been there."""
@@ -225,6 +224,7 @@ def test_a_class_that_had_its_turn_is_not_aged_any_more() -> None:
     assert ended[1] - ended[0] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.req("R16")
 def test_one_hostile_key_does_not_hurt_the_others() -> None:
     """Five keys, one with ten times the load: the others get equal shares of the tokens, and it no more than they."""

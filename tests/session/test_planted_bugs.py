@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance.operations import RandomChooser
 from tests.planting import PlantedBug, plant
-from tests.session.tree import grow, run_within
+from tests.session.tree import Tree, grow, run_within
 from tokenmill.session import record, store
 from tokenmill.session.kv_files import KVFiles
 from tokenmill.session.loaded import LoadedModel
@@ -97,6 +97,7 @@ BUGS_OF_STORES = [
 @pytest.mark.parametrize("bug", BUGS_OF_STORES, ids=lambda bug: bug.name)
 def test_a_bug_planted_in_a_store_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(bug, monkeypatch)
+    monkeypatch.setattr(Tree, "patience_s", 2.0)
     for seed in range(20):
         try:
             run_within(60, grow(RandomChooser(seed), seed % 2, 60, tmp_path / str(seed)))

@@ -77,6 +77,8 @@ class OneEach:
 class Tree:
     """A service, a twin of each of its sessions, and what must be on the disk."""
 
+    patience_s = 20.0
+
     def __init__(
         self, make: Callable[[], SessionService], choose: Chooser, clock: HeldClock, disk: Disk | None
     ) -> None:
@@ -145,7 +147,8 @@ class Tree:
 
     async def until_so(self) -> None:
         """Wait until everything is as the twins say: for what nobody acknowledges."""
-        for _ in range(1000):
+        ends = time.perf_counter() + self.patience_s
+        while time.perf_counter() < ends:
             with suppress(AssertionError):
                 self.check()
                 return
