@@ -5,7 +5,7 @@
 A server over the fake backend runs in this process and answers on a real socket; every thread has a `sys.setprofile`
 hook from its start. After a warm-up request, one request is recorded. The report has three figures:
 
-- distinct functions of the package that ran on any thread, outside `engine/` and the backend contract. Lambdas and
+- distinct functions of the package that ran on any thread, outside the engine and the backend contract. Lambdas and
   comprehensions belong to the function around them.
 - distinct code objects: the same, with each lambda and comprehension counted by itself, as `sys.setprofile` sees them.
 - calls per token on the event loop's thread: calls of any of the package's functions, resumed coroutines and
@@ -43,9 +43,9 @@ from tokenmill.server.models import ModelSpec
 from tokenmill.server.served import Served
 
 PACKAGE = Path(tokenmill.__file__).parent
-EXCLUDED = ("engine", "core", "contract")
-"""Packages whose functions don't count: the scheduler's own work, and the fake backend's."""
-STEP_S = 0.002
+EXCLUDED = ("engine", "contract", "kv", "backends")
+"""Packages that do not count: the engine, and what is behind the backend contract."""
+STEP_S = 0.005
 WAIT_S = 60.0
 LETTERS = list(range(ord("a"), ord("z") + 1))
 """Ids of the byte tokenizer that are whole characters: each token of the answer has a text, and so an event."""
