@@ -16,7 +16,7 @@ from tests.server.refusals import BODIES, CHAT
 from tests.server.serving import KEY, Reply, Running, request
 from tokenmill.errors import ConfigError
 from tokenmill.server import middleware
-from tokenmill.server.api.ops import EVENTS
+from tokenmill.server.api.operations import EVENTS
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.requests import EmbeddingRequest

@@ -26,7 +26,7 @@ from fastapi.routing import APIRoute
 from tokenmill import __version__
 from tokenmill.errors import EngineDead, ModelLoadError
 from tokenmill.server import web
-from tokenmill.server.api import embeddings, ops
+from tokenmill.server.api import embeddings, operations
 from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -61,13 +61,13 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,
     )
     versioned = [
-        ops.model_routes(served),
+        operations.model_routes(served),
         openai_routes(served),
         embeddings.embedding_routes(served),
         session_routes(served),
-        ops.engine_routes(served),
+        operations.engine_routes(served),
     ]
-    at_root = [embeddings.token_routes(served), ops.probe_routes(served)]
+    at_root = [embeddings.token_routes(served), operations.probe_routes(served)]
     at_root += [web.page_routes()] if served.config.web else []
     for router in versioned:
         app.include_router(router, prefix=V1)
@@ -76,8 +76,8 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(router)
     paths = Paths(
         Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), str(app.openapi_url)]),
-        public=ops.HEALTH | web.assets().keys() if served.config.web else ops.HEALTH,
-        endless=frozenset({V1 + ops.EVENTS, ops.EVENTS}),
+        public=operations.HEALTH | web.assets().keys() if served.config.web else operations.HEALTH,
+        endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
         uploads=frozenset({V1 + RESTORE, RESTORE}),
     )
     app.add_middleware(Middleware, config=served.config, gate=served.gate, paths=paths, telemetry=served.telemetry)

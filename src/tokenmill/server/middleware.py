@@ -14,6 +14,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,8 @@ class Caller:
     """What is known of a request before its body is read, and what is noted for the log while it runs."""
 
     request_id: str
+    abort: Callable[[], None]
+    """Drops its connection at once: what is still on its way to the client is not waited for."""
     key: str = ""
     """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
@@ -166,8 +169,7 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path, status = scope["path"], CLIENT_GONE
-        caller = Caller(_request_id(scope))
-        scope.setdefault("state", {})["caller"] = caller
+        caller = scope["state"]["caller"] = Caller(_request_id(scope), scope["state"]["abort"])
         REQUEST_ID.set(caller.request_id)
 
         async def send_named(message: Message) -> None:

@@ -162,6 +162,9 @@ class Models:
 
     # -- which there are ----------------------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     @property
     def places(self) -> list[Place]:
         return list(self._places.values())
@@ -180,13 +183,20 @@ class Models:
     async def use(self, name: str | None) -> ServedModel:
         """The model of this name, for a request; loaded now, if it is not."""
         place = self.place(name)
-        place.num_waiting += 1
-        try:
-            model = place.model or await self._while_open(self.load(place))
-        finally:
-            place.num_waiting -= 1
+        model = place.model or await self._loaded(place)
         model.last_used = time.monotonic()
         return model
+
+    async def _loaded(self, place: Place) -> ServedModel:
+        """A model that is not loaded, once it is. The log says why it could not be loaded; the client is not told."""
+        place.num_waiting += 1
+        try:
+            return await self._while_open(self.load(place))
+        except TokenmillError as error:
+            what = f"{place.spec.name} can't be loaded"
+            raise ApiError(503, what, "server_error", "model_load_failed", cause=str(error)) from None
+        finally:
+            place.num_waiting -= 1
 
     async def _while_open(self, loading: Coroutine[Any, Any, ServedModel]) -> ServedModel:
         """Whoever still waits for a model when the server stops is told so."""
@@ -329,11 +339,6 @@ def on_a_thread(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="tokenmill-load", daemon=True).start()
     return done
-
-
-def loading_error(name: str, error: TokenmillError) -> ApiError:
-    """A model that is known could not be loaded: why is for the log."""
-    return ApiError(503, f"{name} can't be loaded", "server_error", "model_load_failed", cause=str(error))
 
 
 DEFAULTS_SHOWN = (

@@ -84,7 +84,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was = self._reading
-        super().data_received(data if was is Reading.BODY else _without_upgrade(data))
+        has_upgrade = was is not Reading.BODY and UPGRADE.search(data) is not None
+        super().data_received(_without_upgrade(data) if has_upgrade else data)
         if self.transport.is_closing():
             return
         if was is self._reading is not Reading.BODY:  # part of a head, or line ends before one
@@ -119,7 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["state"]["abort"] = self._abort
         self._reading, self._num_parsed, self._num_raw = Reading.HEAD, 0, 0
         self._expect_within(self.limits.header_timeout_s)
-        self._stop_watching()  # whoever asks again is there
+        self._stop_watching()  # a client that sends another request is there
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -155,7 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._stop_watching()
-        self._watch_flush(self.transport.get_write_buffer_size())
+        if unsent := self.transport.get_write_buffer_size():
+            self._watch_flush(unsent)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the words are ours)
         """What the parser refuses."""
@@ -201,15 +203,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _watch_flush(self, before: int) -> None:
-        """An answer is complete, but not all of it has been taken: somebody must be taking it."""
-        if before:
-            self._flush = self.loop.call_later(self.limits.send_timeout_s, self._look_at_flush, before)
+        """An answer is complete, but not all of it was sent: the client must go on reading."""
+        self._flush = self.loop.call_later(self.limits.send_timeout_s, self._look_at_flush, before)
 
     def _look_at_flush(self, before: int) -> None:
         now = self.transport.get_write_buffer_size()
         if now >= before:
             self._abort()
-        else:
+        elif now:
             self._watch_flush(now)
 
     def _stop_watching(self) -> None:

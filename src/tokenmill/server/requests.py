@@ -6,8 +6,8 @@ ones are ignored. Types are checked here, limits come from `ServerConfig`, and v
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -40,29 +40,22 @@ from tokenmill.server.fields import (
 )
 from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
 
-log = logging.getLogger(__name__)
-
 
 class Body(BaseModel):
-    """Fields that it does not declare are kept apart, so that the log can name them."""
+    """Fields that it does not declare are rejected or have no effect: `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
     endpoint: ClassVar[Endpoint | None] = None
-    """Whose fields are checked; None: all that are not declared are ignored."""
+    """Whose rules apply to fields that are not declared; None: they are ignored."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
         """Before anything else: with a field that is rejected, nothing else in the body matters."""
-        if cls.endpoint is not None and isinstance(body, dict):
+        if isinstance(body, dict):
             check_fields(cls.endpoint, body, cls.model_fields)
         return body
-
-    def model_post_init(self, _: Any) -> None:
-        if self.model_extra:
-            names = ", ".join(f"{name!r:.40}" for name in list(self.model_extra)[:20])
-            log.debug("fields without effect: %s", names)
 
 
 class StreamOptions(Body):
@@ -91,7 +84,7 @@ class Hinted(Body):
     )
 
     def hints(self, key: str, *, separate: bool) -> Hints:
-        """Whose request it is. Keys that are `separate` share no KV: what is cached can't be found out by timing."""
+        """Whose request it is. Keys that are `separate` share no KV: timing can't tell what another one has cached."""
         salts = (*((key,) if separate else ()), *((self.cache_salt,) if self.cache_salt is not None else ()))
         return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
 
@@ -102,7 +95,7 @@ class Shared(Hinted):
     stream: Flag = None
     temperature: Number | None = None
     top_p: Number | None = None
-    seed: StrictInt | None = None
+    seed: Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Stop = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
@@ -137,29 +130,21 @@ class Shared(Hinted):
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
-        own = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-        return SamplingParams(**{**own, **self.given(), **more})
+        return replace(defaults, **{**self.given(), **more})
 
     def given(self) -> dict[str, Any]:
         """The parameters that the request names, but for those that bodies call otherwise."""
-        given = {name: getattr(self, name) for name in self._sampling_names() if getattr(self, name) is not None}
+        given = {
+            name: value
+            for name in type(self).model_fields
+            if name in SAME_NAMES and (value := getattr(self, name)) is not None
+        }
         if self.seed is not None:
-            given["seed"] = self._seed(self.seed)
+            given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; ours are their lower bits
         return given
 
-    @classmethod
-    def _sampling_names(cls) -> tuple[str, ...]:
-        return tuple(name for name in cls.model_fields if name in _PLAIN)
 
-    @staticmethod
-    def _seed(seed: int) -> int:
-        """OpenAI's seeds may be negative; ours are their lower bits."""
-        if not -MAX_SEED - 1 <= seed <= MAX_SEED:
-            raise ApiError(400, "seed must be a whole number of 64 bits", param="seed")
-        return seed & MAX_SEED
-
-
-_PLAIN = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "seed", "attempt"}
+SAME_NAMES = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "seed", "attempt"}
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
@@ -192,15 +177,8 @@ class SamplingFields(Shared):
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def _positive(name: str, count: int | None) -> int | None:
-    if count is not None and not 1 <= count <= MAX_TOKENS:
-        raise ApiError(400, f"{name} must be a whole number from 1 to {MAX_TOKENS}", param=name)
-    return count
-
-
-def _check_top(count: int | None) -> None:
-    if not 0 <= (count or 0) <= MAX_LOGPROBS:
-        raise ApiError(400, f"top_logprobs must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
+Length = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | None
+TopLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------
@@ -227,23 +205,21 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
 
 
-def template_kwargs(given: Mapping[str, Any] | None, config: ServerConfig) -> dict[str, Any]:
+def template_kwargs(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
     """What the chat template is told beyond the messages: only what templates are known to ask for."""
-    options = dict(given or {})
+    options = dict(body.chat_template_kwargs or {})
     if set(options) - config.template_options:
         known = ", ".join(sorted(config.template_options))
         raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
-    return options
-
-
-def where_it_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, bool]:
-    """What the template is told about the end of the prompt: an answer begins, or the last message goes on."""
-    if continue_final_message and add_generation_prompt:
+    if isinstance(body, CreateSession):
+        return options
+    # The prompt ends where an answer begins, or the last message goes on.
+    if not body.continue_final_message:
+        return {**options, "add_generation_prompt": body.add_generation_prompt is not False}
+    if body.add_generation_prompt:
         what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
         raise ApiError(400, f"{what}: not both", param="continue_final_message")
-    if continue_final_message:
-        return {"continue_final_message": True}
-    return {"add_generation_prompt": add_generation_prompt is not False}
+    return {**options, "continue_final_message": True}
 
 
 class ChatFields(SamplingFields):
@@ -251,23 +227,23 @@ class ChatFields(SamplingFields):
 
     endpoint = Endpoint.SESSIONS
 
-    max_tokens: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
+    max_tokens: Length = None
+    max_completion_tokens: Length = None
     logprobs: Flag = None
-    top_logprobs: StrictInt | None = None
+    top_logprobs: TopLogprobs = None
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        return super().sampling(defaults, max_tokens=self._checked_limit(), **more)
+        return super().sampling(defaults, max_tokens=self.limit, **more)
 
     def changes(self) -> dict[str, Any]:
         """What the request wants otherwise than its session does."""
         given = self.given()
         if self.limit is not None:
-            given["max_tokens"] = self._checked_limit()
+            given["max_tokens"] = self.limit
         if self.logprobs is not None or self.top_logprobs is not None:
             given["logprobs"] = self.num_logprobs()
         return given
@@ -276,11 +252,7 @@ class ChatFields(SamplingFields):
         """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        _check_top(self.top_logprobs)
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def _checked_limit(self) -> int | None:
-        return _positive("max_tokens" if self.max_completion_tokens is None else "max_completion_tokens", self.limit)
 
 
 class ChatRequest(ChatFields):
@@ -316,9 +288,7 @@ class ChatRequest(ChatFields):
         check_messages(self.messages, config)
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        """What the template is told beyond the messages."""
-        end = where_it_ends(self.add_generation_prompt, self.continue_final_message)
-        return {**template_kwargs(self.chat_template_kwargs, config), **end}
+        return template_kwargs(self, config)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -418,9 +388,7 @@ class TokenizeRequest(Body):
         return self.prompt is None if self.parse_special is None else self.parse_special
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        """What the template is told beyond the messages."""
-        end = where_it_ends(self.add_generation_prompt, self.continue_final_message)
-        return {**template_kwargs(self.chat_template_kwargs, config), **end}
+        return template_kwargs(self, config)
 
 
 class LoadModel(Body):
@@ -449,8 +417,8 @@ class ResponsesRequest(Shared):
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}),
     ]
     instructions: StrictStr | None = None
-    max_output_tokens: StrictInt | None = None
-    top_logprobs: StrictInt | None = None
+    max_output_tokens: Length = None
+    top_logprobs: TopLogprobs = None
     include: Texts = None
     metadata: Metadata = None
     previous_response_id: StrictStr | None = Field(None, max_length=256)
@@ -468,11 +436,10 @@ class ResponsesRequest(Shared):
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        return super().sampling(defaults, max_tokens=_positive("max_output_tokens", self.max_output_tokens), **more)
+        return super().sampling(defaults, max_tokens=self.max_output_tokens, **more)
 
     @property
     def num_logprobs(self) -> int | None:
-        _check_top(self.top_logprobs)
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             return self.top_logprobs or 0
         return None
@@ -530,7 +497,7 @@ class CreateSession(ChatFields):
     )
 
     def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        return template_kwargs(self.chat_template_kwargs, config)
+        return template_kwargs(self, config)
 
 
 class AppendInput(Body):

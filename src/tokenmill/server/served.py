@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from starlette.requests import Request as HttpRequest
 
 from tokenmill.engine.request import Hints
-from tokenmill.errors import SessionNotFound, TokenmillError
+from tokenmill.errors import SessionNotFound
 from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, stopping, unavailable
 from tokenmill.server.middleware import Caller, Gate, caller_of
-from tokenmill.server.models import Models, ModelSpec, ServedModel, loading_error
+from tokenmill.server.models import Models, ModelSpec, ServedModel
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
 from tokenmill.server.telemetry.hub import Telemetry
@@ -42,6 +42,7 @@ class Served:
         self.config = config
         self.started = int(time.time())
         self.calls = OpenCalls()
+        self._has_several_keys = len(config.every_key_hash) > 1
         self.spans = None if config.spans_url is None else open_spans(config.spans_url)
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
         self.gate = Gate(LOADING)
@@ -77,17 +78,10 @@ class Served:
 
     async def requested_model(self, name: str | None) -> ServedModel:
         """The model that a request of OpenAI's API names, or the only one where it names none."""
-        if name is None and not (self.config.default_model and len(self.models.places) == 1):
+        if name is None and not (self.config.default_model and len(self.models) == 1):
             names = ", ".join(place.spec.name for place in self.models.places)
             raise ApiError(400, f"model is missing; this server has {names:.200}", param="model")
-        return await self.model(name)
-
-    async def model(self, name: str | None) -> ServedModel:
-        """The model of this name, or the first one; loaded now, if it is not."""
-        try:
-            return await self.models.use(name)
-        except TokenmillError as error:
-            raise loading_error(self.models.place(name).spec.name, error) from None
+        return await self.models.use(name)
 
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
@@ -102,13 +96,16 @@ class Served:
         self.telemetry.note_call(caller.key, caller.request_id, caller.call_id)
 
     def hints(self, http: HttpRequest, body: Hinted) -> Hints:
-        """Whose request it is."""
-        return body.hints(caller_of(http.scope).key, separate=len(self.config.every_key_hash) > 1)
+        """Whose request it is, and how it is scheduled and cached."""
+        return body.hints(caller_of(http.scope).key, separate=self._has_several_keys)
 
     def timeout(self, http: HttpRequest, body: Hinted) -> float:
-        """Seconds that a request may take."""
-        deadlines = [self.config.max_request_s, _timeout(http), body.timeout_s]
-        return min(one for one in deadlines if one is not None)
+        """Seconds that a request may take: the server's limit, or less where the header or the body says so."""
+        timeout_s = self.config.max_request_s
+        if body.timeout_s is not None:
+            timeout_s = min(timeout_s, body.timeout_s)
+        given = http.headers.get(TIMEOUT_HEADER)
+        return timeout_s if given is None else min(timeout_s, _seconds(given))
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -142,11 +139,8 @@ class Served:
         return page, len(found) > limit
 
 
-def _timeout(http: HttpRequest) -> float | None:
-    """The deadline in the header, if there is one."""
-    given = http.headers.get(TIMEOUT_HEADER)
-    if given is None:
-        return None
+def _seconds(given: str) -> float:
+    """The deadline in the header."""
     try:
         seconds = float(given)
     except ValueError:

@@ -61,7 +61,7 @@ def session_routes(served: Served) -> APIRouter:
         """A new conversation, empty or with a past."""
         body.check(config)
         past = None if body.messages is None else as_input(body.messages, config, "messages")
-        model = await served.model(body.model)
+        model = await served.models.use(body.model)
         if system := body.system:  # it would be found too long only with the first input
             ids = await in_turn(http, served.texts.run(len(system), lambda: model.llm.prompt_ids(system)))
             if len(ids) >= (longest := model.llm.max_model_len):
@@ -243,7 +243,7 @@ def session_routes(served: Served) -> APIRouter:
     ) -> Response:
         """A new session from a file that `save` gave. It is the caller's, whosever it was."""
         hints = served.hints(http, Hinted(timeout_s=None, priority=None, cache_salt=None))
-        found = await served.model(model)
+        found = await served.models.use(model)
         data = await http.body()
         known = config.template_options
         restoring = found.sessions.restore(data, key=hints.key, namespace=hints.namespace, template_options=known)

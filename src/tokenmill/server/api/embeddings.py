@@ -64,13 +64,13 @@ def token_routes(served: Served) -> APIRouter:
         """The ids of a text or a conversation."""
         body.check(served.config)
         options = body.template_options(served.config)
-        model = await served.model(body.model)
+        model = await served.models.use(body.model)
         return await on_text(http, lambda: tokenized(body, model, options))
 
     @api.post("/detokenize", responses={200: {"model": schemas.Detokenized}, **refusals})
     async def create_text(http: Request, body: DetokenizeRequest) -> Response:
         """The text of ids."""
-        model = await served.model(body.model)
+        model = await served.models.use(body.model)
         return await on_text(http, lambda: detokenized(body, model.llm))
 
     return api

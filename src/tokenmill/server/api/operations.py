@@ -52,7 +52,7 @@ def model_routes(served: Served) -> APIRouter:
     async def load_model(http: Request, body: LoadModel) -> Response:
         """Load a model that the server knows, if it fits. One that is loaded stays as it is."""
         _check_admin(caller_of(http.scope), config)
-        await served.model(body.model)
+        await served.models.use(body.model)
         return JSONResponse(describe(models.place(body.model), served.started))
 
     @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
