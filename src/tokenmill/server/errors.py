@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: the one place where an exception becomes an answer."""
+"""OpenAI-style errors: the one place where an exception is mapped to a response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETRY_LATER = {"Retry-After": "5"}
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is no success."""
+    """An error response."""
 
     status: int
     message: str
@@ -37,7 +37,7 @@ class ApiError(Exception):
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     cause: str | None = None
-    """For the log: what clients are not told."""
+    """For the log only."""
     details: dict[str, Any] = field(default_factory=dict)
     """Further fields of the body, for clients that know the code."""
 
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What a client is told: the words of errors that are meant for it. All others are for the log."""
+    """The response for an exception. Messages of unexpected exceptions go to the log only."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
@@ -72,7 +72,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | None:
-    """The error of a request that ended otherwise than by being complete; None for one that did not."""
+    """The error of a request that did not complete; None if it did."""
     ended = FinishReason(reason)
     if ended in ENDED_WELL:
         return None
@@ -81,7 +81,7 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
     if ended is FinishReason.ERROR:
         return ApiError(500, "the request failed", "server_error", reason, cause=detail)
     message = f"the request ended: {detail or reason}"
-    if ended is FinishReason.TIMEOUT and num_tokens == 0:  # its time went by in the queue: later there may be room
+    if ended is FinishReason.TIMEOUT and num_tokens == 0:  # timed out in the queue: worth a retry
         return unavailable(message, reason, RETRY_SOON)
     status = ENDINGS[ended].http_status
     headers = RETRY_SOON if status == 503 else {}
@@ -90,7 +90,7 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
 
 
 def log_failure(told: ApiError, error: BaseException) -> None:
-    """What a client is not told goes to the log, under the request's name."""
+    """Log what the response does not say, with the request's id."""
     if told.cause is not None:
         log.error("%s: %s", told.message, told.cause)
     elif told.status == 500:
@@ -106,7 +106,7 @@ def stopping() -> ApiError:
 
 
 def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:
-    """Not now, but perhaps soon."""
+    """503: worth a retry."""
     return ApiError(503, message, "server_error", code, headers=headers)
 
 

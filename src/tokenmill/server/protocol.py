@@ -1,11 +1,10 @@
-"""HTTP/1.1 on one connection: uvicorn's, with limits on what a client may send and for how long.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits on size and time, and detection of dead clients.
 
-Uvicorn has one timeout, between requests. Here a request's head and body each have a deadline, and its head a size.
-What is refused here is refused in OpenAI's words, as everywhere.
+Uvicorn has one timeout, between requests. Here a request's head and body have a deadline each, and its head a size
+limit. Refusals are OpenAI-style errors, as everywhere.
 
-A client may close its sending side and go on listening. Nothing tells this from one that has gone, but for writing to
-it: so until the answer begins it gets an interim response now and then, which ends the connection of one that is not
-there.
+A client may half-close its connection and still wait for the answer. Only a write tells it from one that has gone:
+until the answer starts it gets interim responses now and then, which reset the connection of a dead client.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ log = logging.getLogger(__name__)
 UPGRADE = re.compile(rb"(?i)(^|\r\n)upgrade ?:")
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
-"""Two in a row: the first one makes a peer that has gone say so, the second one hears it."""
+"""Two in a row: the first makes a dead peer reset the connection, the second notices the reset."""
 MAX_CONNECTIONS = 4096
 MAX_PIPELINED = 16
-"""Requests that may wait on one connection behind the one that is answered."""
+"""Pipelined requests that may wait on one connection."""
 TOO_SLOW = ApiError(408, "the request did not arrive in time", code="request_timeout")
 TOO_LARGE = ApiError(431, "the request's headers are too large", code="headers_too_large")
 TOO_MANY = unavailable("too many connections", "too_many_connections", RETRY_SOON)
@@ -52,7 +51,7 @@ class _HeadRefused(Exception):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `with_limits` makes the class that has a server's own limits."""
+    """One connection. `with_limits` makes the class with a server's limits."""
 
     limits: ClassVar[ServerConfig]
 
@@ -96,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._expect_within(self.limits.header_timeout_s)  # uvicorn's own timer ends with any byte
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it may still want its answers."""
+        """The client half-closed: it may still want its answers."""
         waiting = self._unanswered()
         if not waiting or waiting[-1].more_body:
             return False
@@ -108,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
         for timer in (self._deadline, self._probe, self._flush):
             if timer is not None:
                 timer.cancel()
-        for cycle in self._unanswered():  # uvicorn tells the last one only
+        for cycle in self._unanswered():  # uvicorn only notifies the last one
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -123,13 +122,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_watching()  # a client that sends another request is there
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._num_parsed += len(url)
+        if self._num_parsed > self.limits.max_header_bytes:
+            self._stop(TOO_LARGE)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
+        self._num_parsed += len(name) + len(value) + 4
         super().on_header(name, value)
-        if len(self.headers) > self.limits.max_headers:
+        if self._num_parsed > self.limits.max_header_bytes or len(self.headers) > self.limits.max_headers:
             self._stop(TOO_LARGE)
 
     def on_headers_complete(self) -> None:
@@ -165,17 +166,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_parsed += num_bytes
-        if self._num_parsed > self.limits.max_header_bytes:
-            self._stop(TOO_LARGE)
-
     def _stop(self, refusal: ApiError) -> None:
         self._refusal = refusal
         raise _HeadRefused
 
     def _expect_within(self, seconds: float | None) -> None:
-        """What comes next must be complete by then."""
+        """Set the deadline for the part that is being read."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self._refuse, TOO_SLOW)
@@ -219,18 +215,18 @@ class GuardedProtocol(HttpToolsProtocol):
             self._flush = None
 
     def _abort(self) -> None:
-        """Give a client up: what is on its way to it is not waited for."""
+        """Drop a client: unsent data is discarded."""
         for cycle in self._unanswered():
             cycle.disconnected = True
         self.transport.abort()
 
-    # -- is anybody there? --------------------------------------------------------------------------------------------
+    # -- dead clients -------------------------------------------------------------------------------------------------
 
     def _unanswered(self) -> list[RequestResponseCycle]:
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _look_for_client(self, count: int) -> None:
-        """The client sends no more: see if it listens, until the answer begins."""
+        """The client half-closed: probe it until the answer starts."""
         waiting = self._unanswered()
         if self.transport.is_closing() or not waiting or waiting[0].response_started:
             return
@@ -241,13 +237,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request to go on in another protocol may be ignored, but the parser would lose its body then."""
+    """Upgrade requests may be ignored, but the parser would lose their bodies."""
     head, end, rest = data.partition(b"\r\n\r\n")  # one that is cut in two is refused instead
     return UPGRADE.sub(b"\\1X-Was-U:", head) + end + rest if UPGRADE.search(head) else data
 
 
 def _raw(error: ApiError, name: str) -> bytes:
-    """An answer as it goes over the wire."""
+    """The response on the wire."""
     body = json.dumps(error.body()).encode()
     head = (
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"

@@ -1,4 +1,4 @@
-"""`Served`: what the endpoints work with: the models, the settings, and what runs."""
+"""`Served`: the state that endpoints share: models, settings, running calls, stores."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tokenmill.text.workers import TextWorkers
 LOADING = unavailable("the model is being loaded", "loading")
 STOPPING = stopping()
 TIMEOUT_HEADER = "x-request-timeout"
-"""A client's own deadline, in seconds."""
+"""A client's timeout, in seconds."""
 
 
 ServedSession = tuple[ServedModel, SessionInfo]
-"""A session, and the model it is with."""
+"""A session and its model."""
 
 
 class Served:
-    """A server's state. Its gate is closed until the models are there, and again when it stops."""
+    """A server's state. Its gate is closed until the models are loaded, and again on shutdown."""
 
     def __init__(self, config: ServerConfig, specs: Sequence[ModelSpec] = ()) -> None:
         self.config = config
@@ -53,12 +53,12 @@ class Served:
         self.responses = ResponseStore(config.max_stored_responses)
 
     def open(self) -> None:
-        """The models are there: let requests in, unless the server is stopping already."""
+        """The models are loaded: admit requests, unless the server is stopping already."""
         if self.gate.closed is LOADING:
             self.gate.closed = None
 
     def drain(self) -> None:
-        """Let nobody in any more; who is inside may stay."""
+        """Admit no new requests; running ones go on."""
         self.gate.closed = STOPPING
         self.telemetry.end_streams()
 
@@ -73,7 +73,7 @@ class Served:
 
     @property
     def is_ready(self) -> bool:
-        """Does it take requests, and do the engines' steps end?"""
+        """Does it admit requests, and do the engines make progress?"""
         return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
 
     async def requested_model(self, name: str | None) -> ServedModel:
@@ -110,7 +110,7 @@ class Served:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def session(self, caller: Caller, session_id: str) -> ServedSession:
-        """A session of this caller's, and the model it is with; of another key's it does not know anything."""
+        """A session of the caller's key, and its model; those of other keys are not found."""
         for model in self.models.loaded:
             try:
                 info = model.sessions.get(session_id)
