@@ -21,7 +21,6 @@ from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
-from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.server.sse import event
 from tokenmill.server.telemetry.figures import CoreFigures
@@ -61,7 +60,7 @@ def listen(engine: EngineCore) -> Callable[[], None]:
 def listen_and_follow(engine: EngineCore) -> Callable[[], None]:
     """As a server does while one connection follows: an event loop on another thread reads what is told."""
     loop = asyncio.new_event_loop()
-    reader = Reader(Bell(loop))
+    reader = Reader(loop)
     thread = threading.Thread(target=loop.run_until_complete, args=(_read(reader),))
     thread.start()
     watch = CoreWatch("model", 0, CoreFigures(), None, engine.snapshot())

@@ -1,8 +1,9 @@
-"""What the engine gives back: tokens, and the one reason for which a request ended."""
+"""What comes out of the engine: step results, the deltas of text made of them, and whole outputs, their sums."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,8 +33,15 @@ class TokenLogprobs(NamedTuple):
     """(token, log-probability), likeliest first."""
 
 
+class End(NamedTuple):
+    """How a request ended."""
+
+    finish_reason: FinishReason
+    error: str | None = None
+
+
 class GeneratedToken(NamedTuple):
-    """One step of one request. The last one has a finish reason, and no token where the end came without one."""
+    """One row of a step result. The last one has a finish reason, and no token where the end came without one."""
 
     request_id: str
     token_id: int | None
@@ -44,6 +52,45 @@ class GeneratedToken(NamedTuple):
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens and endings of one engine step for all its requests, by column: what crosses threads and processes."""
+
+    request_ids: list[str]
+    token_ids: list[int | None]
+    """None: the request ended without a token."""
+    logprobs: list[TokenLogprobs | None] | None
+    """None: no request of the step asked for them."""
+    ends: dict[int, End]
+    """By place in the columns."""
+
+    @classmethod
+    def of_end(cls, request_id: str, finish_reason: FinishReason, error: str | None = None) -> StepResult:
+        """A request has ended outside any step."""
+        return cls([request_id], [None], None, {0: End(finish_reason, error)})
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        """Row by row."""
+        for place, (name, token) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            reason, error = self.ends.get(place, _GOES_ON)
+            yield GeneratedToken(name, token, reason, error, None if self.logprobs is None else self.logprobs[place])
+
+    def select(self, places: Sequence[int]) -> StepResult:
+        """Some of its rows."""
+        return StepResult(
+            [self.request_ids[place] for place in places],
+            [self.token_ids[place] for place in places],
+            None if self.logprobs is None else [self.logprobs[place] for place in places],
+            {i: self.ends[place] for i, place in enumerate(places) if place in self.ends},
+        )
+
+
+_GOES_ON = (None, None)
 
 
 @dataclass(frozen=True)
@@ -99,6 +146,53 @@ class CacheVerdict:
     """Is KV found wherever it is? Not without prefix caching, nor where a sequence can only be had as a whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one choice of a request has grown by. Its text is that of its tokens; neither is taken back later."""
+
+    index: int = 0
+    """Of the choice."""
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    offset: int = 0
+    """Tokens of the choice before these: where to resume after a lost connection is `offset + len(token_ids)`."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of the tokens, if they were asked for."""
+    finish_reason: str | None = None
+    """Of the last delta of a choice; the fields below belong to it, too."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it, if one did."""
+    error: str | None = None
+    usage: Usage | None = None
+    """Of the request, once all its choices have ended."""
+    durable: bool | None = None
+    """Of a session's answer: is the turn in the store? None: there is no store."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Has the choice ended as its request wanted it to?"""
+        return self.finish_reason is not None and FinishReason(self.finish_reason) in ENDED_WELL
+
+    @property
+    def is_failure(self) -> bool:
+        """Has the choice ended in any other way?"""
+        return self.finish_reason is not None and FinishReason(self.finish_reason) not in ENDED_WELL
+
+
+def joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        offset=first.offset,
+        logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
+    )
+
+
 @dataclass
 class CompletionOutput:
     """One choice of a request. Under vLLM's names."""
@@ -110,8 +204,6 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, if one did."""
     logprobs: list[TokenLogprobs] | None = None
-    num_settled: int = 0
-    """Tokens whose text is all in `text`: no stop string can take them back."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -59,7 +59,7 @@ class Transcript:
         self.reasons: dict[str, FinishReason] = {}
         self.errors: dict[str, str | None] = {}
 
-    def add(self, outputs: list[GeneratedToken]) -> None:
+    def add(self, outputs: Iterable[GeneratedToken]) -> None:
         for output in outputs:
             assert output.request_id not in self.reasons, f"{output} came after the end"
             if output.token_id is not None:

@@ -18,7 +18,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.pool import EnginePool
 from tokenmill.errors import EngineDead, InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
 
 WAIT_S = 20
 
@@ -31,10 +31,10 @@ class Listener:
         self.ended = threading.Event()
         self.heard = threading.Event()
 
-    def __call__(self, output: GeneratedToken) -> None:
-        self.outputs.append(output)
+    def __call__(self, result: StepResult) -> None:
+        self.outputs += result
         self.heard.set()
-        if output.is_finished:
+        if result.ends:
             self.ended.set()
 
     def result(self) -> tuple[list[int], FinishReason]:
@@ -154,7 +154,7 @@ def test_closing_ends_everybody() -> None:
 
 
 def test_a_sink_that_fails_hurts_only_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(output: GeneratedToken) -> None:
+    def broken(result: StepResult) -> None:
         raise RuntimeError("nobody home")
 
     with make_pool(num_cores=1) as pool:

@@ -31,7 +31,7 @@ from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.process import EngineProcess, ProcessClient
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
 
 pytestmark = pytest.mark.slow
 
@@ -147,8 +147,8 @@ def test_kv_is_shared_inside_a_namespace_of_tuples_only(client: ProcessClient) -
 class Raising(Listener):
     """A sink that raises at each token."""
 
-    def __call__(self, output: GeneratedToken) -> None:
-        super().__call__(output)
+    def __call__(self, result: StepResult) -> None:
+        super().__call__(result)
         raise RuntimeError("a bug in a sink")
 
 
@@ -169,7 +169,8 @@ def test_a_sink_that_raises_loses_its_own_request_only(client: ProcessClient, ca
 def test_sinks_that_raise_at_the_end_keep_nobody_from_hearing_it() -> None:
     client = make("process")
     listener, raising = Listener(), Raising()
-    client._requests["raising"] = (request("raising"), raising)  # first in line, and its ending is the first it hears
+    client._requests["raising"] = request("raising")
+    client._sinks.add("raising", raising)  # first in line, and its ending is the first it hears
     client.submit(request("r", LONG), listener)
     os.kill(client.process.pid, signal.SIGKILL)
     assert listener.result()[1] is FinishReason.ERROR
@@ -251,13 +252,13 @@ class Child:
 
     def ending(self, request_id: str) -> GeneratedToken:
         def is_it(message: wire.FromEngine) -> bool:
-            return (
-                isinstance(message, wire.Token) and message.token.request_id == request_id and message.token.is_finished
+            return isinstance(message, wire.Step) and any(
+                token.request_id == request_id and token.is_finished for token in message.result()
             )
 
         message = self.until(is_it)
-        assert isinstance(message, wire.Token)
-        return message.token
+        assert isinstance(message, wire.Step)
+        return next(token for token in message.result() if token.request_id == request_id and token.is_finished)
 
     def close(self) -> None:
         self.post(wire.Close())
@@ -284,7 +285,7 @@ def test_a_message_that_fails_in_the_child_ends_its_own_request_only(child: Chil
     child.post(wire.Submit.of(request("neighbour", LONG)))
     child.post(wire.Submit.of(request("cancelled", LONG)))
     child.post(wire.Submit.of(request("finished", LONG)))
-    child.until(lambda message: isinstance(message, wire.Token) and message.token.request_id == "finished")
+    child.until(lambda message: isinstance(message, wire.Step) and "finished" in message.request_ids)
     child.post(wire.Cancel("cancelled", FinishReason.STOP))
     assert child.ending("cancelled").finish_reason is FinishReason.ERROR
     child.post(wire.Finish("finished", 1_000_000))
@@ -312,7 +313,7 @@ def test_statistics_of_a_core_that_stalls_do_not_stop_the_mail(child: Child) -> 
         child.post(wire.AskStats(1))
         child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
         heard: list[wire.FromEngine] = []
-        child.until(lambda message: heard.append(message) is None and isinstance(message, wire.Token))
+        child.until(lambda message: heard.append(message) is None and isinstance(message, wire.Step))
         assert not any(isinstance(message, wire.Stats) for message in heard)
     finally:
         fault.release.set()

@@ -31,7 +31,7 @@ from tokenmill.engine.events import (
 from tokenmill.engine.process import ProcessClient
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import Unsupported
-from tokenmill.outputs import GeneratedToken
+from tokenmill.outputs import GeneratedToken, StepResult
 
 WAIT_S = 30.0
 LONG = 300
@@ -222,10 +222,11 @@ def run(client: EngineClient, name: str, core: int | None = None) -> GeneratedTo
     """One request, to its end."""
     ended, ends = threading.Event(), []
 
-    def hear(token: GeneratedToken) -> None:
-        if token.is_finished:
-            ends.append(token)
-            ended.set()
+    def hear(result: StepResult) -> None:
+        for token in result:
+            if token.is_finished:
+                ends.append(token)
+                ended.set()
 
     client.submit(request(name, (1, 2, 3), max_new_tokens=5), hear, core)
     if isinstance(client, InlineClient):

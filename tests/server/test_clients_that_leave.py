@@ -44,7 +44,7 @@ from tests.server.wire import (
 )
 from tokenmill.engine.events import Phase
 from tokenmill.outputs import FinishReason
-from tokenmill.server import calls, protocol, sse
+from tokenmill.server import protocol, sse, streaming
 
 
 @pytest.fixture(scope="module", params=["asyncio", "uvloop"])
@@ -306,17 +306,17 @@ def test_n07_half_a_request_and_no_more_is_given_up(server: Running) -> None:
 
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (
-        PlantedBug("nobody listens while the answer is made", calls, "while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens while the answer is made", streaming, "while_there", "{work, leaving}", "{work}"),
         lambda server: leave_after_3_tokens(server, "FIN", stream=False),
     ),
     (
-        PlantedBug("nobody listens in the queue", calls, "while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens in the queue", streaming, "while_there", "{work, leaving}", "{work}"),
         lambda server: leave_the_queue(server, "RST", stream=True),
     ),
     (
         PlantedBug(
             "not watched while tokenizing",
-            calls.Call,
+            streaming.Call,
             "do",
             "await while_there(self._http, work)",
             "await asyncio.wait([work])",
@@ -332,7 +332,7 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
         lambda server: leave_in_prefill(server, "FIN", stream=False),
     ),
     (
-        PlantedBug("sends without end", sse.EventStream, "_send", "self._send_timeout_s", "None"),
+        PlantedBug("sends without end", sse.EventStream, "_watch", "raise TimeoutError", "await asyncio.sleep(3600)"),
         lambda server: stall(server, reads=False),
     ),
 ]

@@ -38,7 +38,6 @@ from tests.server.wire import (
 )
 from tokenmill.engine.events import Phase
 from tokenmill.outputs import FinishReason
-from tokenmill.server import calls
 from tokenmill.text import workers
 
 
@@ -331,14 +330,13 @@ def test_cancel_just_before_it_starts_is_not_lost(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation is made, but has not been given to the engine: its reader is to run next."""
-    name = "_merged" if stream else "_last"
-    read_on = getattr(calls, name)
+    open_stream = server.llm.open_stream
 
     def cancelled_before(generations: Any) -> Any:
         (call,) = server.served.calls._calls
         call.cancel()
-        return read_on(generations)
+        return open_stream(generations)
 
-    monkeypatch.setattr(calls, name, cancelled_before)
+    monkeypatch.setattr(server.llm, "open_stream", cancelled_before)
     reply = server.post(CHAT, chat_body(stream=stream))
     assert (reply.status, reply.error["code"] if reply.status != 200 else None) == (499, "cancelled")

@@ -20,7 +20,7 @@ from tokenmill import LLM, AsyncLLM, SamplingParams
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.events import Phase
-from tokenmill.server import calls, sse
+from tokenmill.server import sse, streaming
 from tokenmill.server.config import ServerConfig, hash_key
 
 NUM_CLIENTS = 64
@@ -133,7 +133,7 @@ BUGS: list[tuple[PlantedBug, Check]] = [
     (
         PlantedBug(
             "everybody hears the first one's answer",
-            calls.Call,
+            streaming.Call,
             "generate",
             "prompt",
             "self.llm.__dict__.setdefault('first_prompt', prompt)",
@@ -141,21 +141,21 @@ BUGS: list[tuple[PlantedBug, Check]] = [
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
-        PlantedBug("two ends", calls.Call, "_events", "yield DONE", "yield DONE + DONE"),
+        PlantedBug("two ends", streaming._CallEvents, "_next", "self._writer.closing() + DONE", "DONE + DONE"),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
         PlantedBug(
             "a piece is lost",
-            calls.Call,
-            "_events",
-            "yield piece",
-            "yield piece if len(output.outputs[0].token_ids) % 16 else b''",
+            streaming._CallEvents,
+            "_next",
+            "return piece",
+            "return piece if not deltas or deltas[0].offset % 16 != 15 else b''",
         ),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
-        PlantedBug("calls stay open", sse.EventStream, "__call__", "await self._on_end()", "pass"),
+        PlantedBug("calls stay open", sse.EventStream, "__call__", "await self._events.close()", "pass"),
         lambda server, expected: a_third_leaves(server, expected, "greedy", seed=0),
     ),
 ]

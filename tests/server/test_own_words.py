@@ -97,7 +97,7 @@ def test_i11_what_fails_in_a_stream_is_logged(
     def fail(*_: Any) -> Any:
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr("tokenmill.server.calls.Deltas.take", fail)
+    monkeypatch.setattr("tokenmill.server.streaming.Call.note", fail)
     for path in GENERATING:
         caplog.clear()
         reply = post(server, path, changed(path, stream=True))

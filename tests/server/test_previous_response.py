@@ -387,14 +387,14 @@ def test_p07_a_cancel_before_it_begins_leaves_no_session() -> None:
 
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (PlantedBug("any key will do", ResponseStore, "find", "stored.key == key", "True"), other_keys),
-    (PlantedBug("branches are one", responses, "_turn",
+    (PlantedBug("branches are one", responses, "_answer",
                 "return str(await model.sessions.fork(before.session_id))", "return before.session_id"), branch),
     (PlantedBug("instructions stay", StoredResponse, "conversation", "said[1:]", "said"),
      lambda server: other_instructions(server, stream=False)),
     (PlantedBug("sessions stay", ResponseStore, "add", "self.forget(oldest)", "pass"), forget),
     (PlantedBug("the newest is forgotten", ResponseStore, "add", "self._stored.popitem(last=False)",
                 "self._stored.popitem(last=True)"), forget),
-    (PlantedBug("what is cut off stays", responses, "_turn", "store.forget(StoredResponse(*made))", "pass"),
+    (PlantedBug("what is cut off stays", responses, "_answer", "store.forget(StoredResponse(*made))", "pass"),
      leave_early),
 ]  # fmt: skip
 

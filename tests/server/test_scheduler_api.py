@@ -19,7 +19,6 @@ from tokenmill.cli.frame import frame
 from tokenmill.cli.live_state import LiveState
 from tokenmill.engine.request import Hints
 from tokenmill.engine.stats import CoreSnapshot
-from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import hash_key
 from tokenmill.server.telemetry.live import LiveCore, Names, Reader, snapshot_from, snapshot_json
@@ -218,7 +217,7 @@ def test_a_reader_that_falls_behind_begins_again() -> None:
 
 def test_a_reader_takes_what_there_is() -> None:
     async def run() -> None:
-        reader = Reader(Bell(asyncio.get_running_loop()))
+        reader = Reader(asyncio.get_running_loop())
         waiting = asyncio.ensure_future(reader.take())
         await asyncio.sleep(0)
         reader.end("that was all")
@@ -244,7 +243,7 @@ def test_streams_of_events_do_not_keep_a_server_from_stopping() -> None:
     with running(make_llm(), make_config()) as server, following(server) as events:
         assert events.next()[0] == "snapshot"
         assert server.served.gate.num_inside == 0, "nobody waits for it"
-        server.served.telemetry._bell.loop.call_soon_threadsafe(server.served.drain)  # type: ignore[union-attr]
+        server.loop.call_soon_threadsafe(server.served.drain)
         assert events.next() == ("end", {"reason": "the server is stopping"})
         with pytest.raises(EOFError):
             events.next()

@@ -20,7 +20,7 @@ from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.session_turns import SessionTurn
+from tokenmill.server.streaming import SessionSource
 from tokenmill.session.service import SessionService
 
 CHAT = "/v1/chat/completions"
@@ -386,11 +386,11 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
         lambda server: refuse_before_the_first_token(server, stream=False),
     ),
     (
-        PlantedBug("leaving ends nothing", SessionTurn, "outputs", "self._live.cancel()", "pass"),
+        PlantedBug("leaving ends nothing", SessionSource, "close", "self._answer.cancel()", "pass"),
         lambda server: leave_in_the_middle(server, "RST", stream=True),
     ),
     (
-        PlantedBug("a cancel is nobody's", SessionTurn, "_begun", "raise cancelled() from None", "raise"),
+        PlantedBug("a cancel is nobody's", SessionSource, "_begun", "raise cancelled() from None", "raise"),
         lambda server: cancel_while_it_waits(server, stream=False),
     ),
 ]

@@ -19,8 +19,8 @@ from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import NotDurable
-from tokenmill.server.calls import OpenCalls
 from tokenmill.server.models import Models, ModelSpec
+from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.session.info import SessionLimits
 from tokenmill.session.portable import MEDIA_TYPE

@@ -140,7 +140,7 @@ BUGS = [
     PlantedBug("the last comes first", master.Master, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
     PlantedBug(
         "input and answer are two operations", SessionService, "answer",
-        "return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel, prepare=work)",
+        "return await loaded.master.ask(session_id, operation, undo=Answer.cancel, prepare=work)",
         "given = given and await self.append_input(session_id, given) and None\n"
         "return await loaded.master.ask(session_id, operation, prepare=work)",
     ),

@@ -30,7 +30,7 @@ from tests.server.serving import WAIT_S, Reply, Running, child, raw_request, req
 from tests.server.wire import LETTERS, Hold, Wire, assert_no_leak, held, until, wait_for_inbox
 from tokenmill.backends.fake import FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.server import session_turns
+from tokenmill.server import streaming
 from tokenmill.session import live
 from tokenmill.session.info import SessionLimits
 
@@ -73,10 +73,10 @@ def step_until_told(hold: Hold, talk: Conversation, listener: Listener, before: 
     live = talk.behind.live
     assert live is not None
     heard = len(joined(listener.seen, before)[1])
-    while live.num_settled <= before + heard:
-        count = len(live.generation.output.outputs[0].token_ids)
+    while len(live.token_ids) <= before + heard:
+        count = live.generation.num_generated
         hold.step()  # a token each
-        until(lambda count=count: len(live.generation.output.outputs[0].token_ids) > count)
+        until(lambda count=count: live.generation.num_generated > count)
     listener.read_tokens(heard + 1)
 
 
@@ -282,7 +282,7 @@ def test_a_failure_on_the_way_is_told_and_logged(
     asking = threading.Thread(target=lambda: replies.append(talk.post("generate", input="hi", stream=stream)))
     asking.start()
     assert hold.stalled.wait(WAIT_S)
-    until(lambda: talk.behind.live is not None and talk.behind.live.num_settled >= 2)
+    until(lambda: talk.behind.live is not None and len(talk.behind.live.token_ids) >= 2)
     hold.release.set()
     asking.join(WAIT_S)
     if stream:
@@ -410,15 +410,15 @@ def resume_all(server: Running) -> None:
 
 
 BUGS = [
-    PlantedBug("a resume repeats the last token", session_turns, "read_event_id", "int(place)",
+    PlantedBug("a resume repeats the last token", streaming, "read_event_id", "int(place)",
                "max(0, int(place) - 1)"),
-    PlantedBug("a resume leaves one out", session_turns, "read_event_id", "int(place)", "int(place) + 1"),
-    PlantedBug("ids are those of the beginning", session_turns.AnswerStream, "_event",
-               "chunk.offset + len(chunk.token_ids)", "chunk.offset"),
-    PlantedBug("the text of a finished answer from the wrong place", live.Answer, "read",
-               "self.ends[offset - 1] if offset else 0",
-               "self.ends[offset] if 0 < offset < len(self.ends) else 0"),
-    PlantedBug("the end comes twice", session_turns, "read_event_id", "None if is_end else int(place)",
+    PlantedBug("a resume leaves one out", streaming, "read_event_id", "int(place)", "int(place) + 1"),
+    PlantedBug("ids are those of the beginning", streaming.AnswerEvents, "_event",
+               "delta.offset + len(delta.token_ids)", "delta.offset"),
+    PlantedBug("the text of a finished answer from the wrong place", live.Answer, "_since",
+               "self._ends[offset - 1] if offset else 0",
+               "self._ends[offset] if 0 < offset < len(self._ends) else 0"),
+    PlantedBug("the end comes twice", streaming, "read_event_id", "None if is_end else int(place)",
                "0 if is_end else int(place)"),
 ]  # fmt: skip
 

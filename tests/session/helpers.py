@@ -17,9 +17,9 @@ from tokenmill.contract import BackendLimits
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
-from tokenmill.session.live import Chunk
 from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import ByteTokenizer
@@ -43,7 +43,7 @@ def make_service(
     )
 
 
-async def read(stream: AsyncIterator[Chunk]) -> tuple[str, list[int], Chunk]:
+async def read(stream: AsyncIterator[OutputDelta]) -> tuple[str, list[int], OutputDelta]:
     """All of a stream: the text, the ids, the last chunk."""
     text, ids, last = "", [], None
     async for chunk in stream:

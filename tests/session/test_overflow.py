@@ -18,7 +18,6 @@ from tests.text.families import TEMPLATES, VARIABLES, byte_level
 from tokenmill import LLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import ContextOverflow, InvalidRequest
-from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams
 from tokenmill.session.explain import Cause, in_words
 from tokenmill.session.info import SessionLimits, TurnInfo
@@ -86,7 +85,7 @@ def exchange(session: Session, question: str, answer: str, text: ModelText = PLA
     session.commit_input(text)
     assert len(session.log) == num_prompt < CONTEXT
     ids = text.tokenizer.encode(answer, add_special=False)
-    session.take_answer(CompletionOutput(0, answer, ids, finish_reason="length"), PARAMS, text.tokenizer)
+    session.take_answer(ids, "length", None, PARAMS, text.tokenizer)
     return ids
 
 
@@ -229,10 +228,8 @@ def test_21_3_whatever_the_template_the_log_is_what_it_would_write_now(name: str
         assert text.tokenizer.decode(session.log.tokens.tolist(), skip_special=False) == text.chat_template().render(
             messages(session)
         )
-        output = CompletionOutput(
-            0, "", text.tokenizer.encode("good answer", add_special=False), finish_reason="length"
-        )
-        session.take_answer(output, PARAMS, text.tokenizer)
+        said = text.tokenizer.encode("good answer", add_special=False)
+        session.take_answer(said, "length", None, PARAMS, text.tokenizer)
     kinds = [turn.kind for turn in session.log.turns]
     assert kinds == ["input", "answer"] * (len(kinds) // 2)
     assert 2 < len(kinds) < 60

@@ -29,8 +29,8 @@ BUGS = [
     PlantedBug("regenerate repeats itself", Session, "drop_answer", "self.attempt += 1", "self.attempt += 0"),
     PlantedBug(
         "the stop token is not in the log", Session, "take_answer",
-        "self.log.add(len(self.log), output.token_ids, turn)",
-        "self.log.add(len(self.log), [i for i in output.token_ids if i != stop], turn)",
+        "self.log.add(len(self.log), token_ids, turn)",
+        "self.log.add(len(self.log), [i for i in token_ids if i != stop], turn)",
     ),
     PlantedBug(
         "an edit keeps the answers after it", Session, "edit", "self.rewind(text, turn, None)", "pass",

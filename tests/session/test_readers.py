@@ -12,11 +12,11 @@ from tokenmill import SessionService
 from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.engine.request import Hints
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
-from tokenmill.pipeline.prompts import Generation
+from tokenmill.pipeline.output import Generation
 from tokenmill.session.info import SessionLimits
-from tokenmill.session.live import LiveTurn
+from tokenmill.session.live import Answer
 from tokenmill.text.tokenizer import ByteTokenizer
 
 
@@ -61,7 +61,7 @@ def test_logprobs_go_along_with_the_tokens_of_a_reader_that_comes_back() -> None
         reader, seen = live.read(), 0
         while seen < 6:
             seen += len((await anext(reader)).token_ids)
-        scores: Any = live.generation.output.outputs[0].logprobs
+        scores: Any = live._logprobs
         resumed = live.read(4)
         first = await anext(resumed)
         hold.release.set()
@@ -126,6 +126,9 @@ class Cancelled:
     def __init__(self) -> None:
         self.reasons: list[FinishReason] = []
 
+    def submit(self, *_: object) -> None:
+        pass
+
     def cancel(self, _: str, reason: FinishReason) -> None:
         self.reasons.append(reason)
 
@@ -134,35 +137,39 @@ class Cancelled:
 
 
 @pytest.mark.req("R43")
-def test_a_read_that_can_not_take_everything_restarts_the_stall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An "a" may begin the stop string, so of the last token only the "x" is there, which no reader gets yet."""
+def test_each_read_restarts_the_stall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An "a" may begin the stop string, so the last token is held back: no reader can be late for it."""
     clock = SteppedClock(monkeypatch)
 
     async def play() -> None:
-        client: Any = Cancelled()
+        engine: Any = Cancelled()
         params = SamplingParams(stop=("ab",), max_tokens=100)
         generation = Generation(
             "r", None, [1], params, TwoCharacters(),
             engine_id="r", vocab_size=256, max_model_len=200, seed=1, hints=Hints(), timeout_s=None,
         )  # fmt: skip
-        live = LiveTurn(generation, client, lambda _: None, stall_timeout_s=10, max_unread_bytes=1 << 20)
+        live = Answer(generation, lambda _: None, stall_timeout_s=10, max_unread_bytes=1 << 20)
+        live.start(engine)
+        (choice,) = generation.choices
 
         async def pass_time(seconds: float) -> None:
             clock.ahead += seconds
             for _ in range(3):
                 await asyncio.sleep(0)
 
-        live.hear(GeneratedToken("r", 1))
-        await pass_time(0)
+        choice.push(1, None, None)
+        await pass_time(20)
+        assert engine.reasons == [], "there was nothing to read"
         reader = live.read()
         for _ in range(4):
-            live.hear(GeneratedToken("r", 1))
-            await pass_time(0)
-            assert (await anext(reader)).text == "xa"
-            assert live._unread() == "x"
+            choice.push(1, None, None)
             await pass_time(6)
-            assert client.reasons == []
+            assert engine.reasons == []
+            assert (await anext(reader)).text == "xa"
+        choice.push(1, None, None)
         await pass_time(6)
-        assert client.reasons == [FinishReason.TIMEOUT]
+        assert engine.reasons == []
+        await pass_time(6)
+        assert engine.reasons == [FinishReason.TIMEOUT]
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import TokenizeFailed
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import End, FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
-from tokenmill.pipeline.output import OutputStream, TextDelta
+from tokenmill.pipeline.output import TextStage
 from tokenmill.text.stops import StopStrings
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -65,18 +65,25 @@ def test_how_the_text_is_cut_makes_no_difference(text: str, stops: list[str]) ->
             assert (shown + matcher.flush(), matcher.found) == expected
 
 
-def play(tokens: list[int], params: SamplingParams, end: FinishReason) -> list[TextDelta]:
+def play(tokens: list[int], params: SamplingParams, end: FinishReason) -> list[OutputDelta]:
     """All deltas of a request whose last token carries `end`; stops early if a stop string is found."""
-    stream = OutputStream(TOKENIZER, params, TOKENIZER.eos_ids)
-    deltas = []
+    stage = TextStage(TOKENIZER, params, TOKENIZER.eos_ids)
+    deltas: list[OutputDelta] = []
     for i, token in enumerate(tokens):
         is_last = i == len(tokens) - 1
-        deltas.append(stream.push(GeneratedToken("r", token, end if is_last else None)))
-        if deltas[-1].keep_tokens is not None:
+        delta = stage.push(token, End(end) if is_last else None)
+        deltas += [delta] if delta is not None else []
+        if stage.has_ended:
             return deltas
-    if end in (FinishReason.CANCELLED, FinishReason.ERROR):
-        deltas.append(stream.push(GeneratedToken("r", None, end)))
-    return deltas
+    raise AssertionError("it has not ended")
+
+
+def assert_continuous(deltas: list[OutputDelta]) -> None:
+    """Tokens follow each other, and each delta but the last has the text of its own."""
+    num_tokens = 0
+    for delta in deltas:
+        assert delta.offset == num_tokens
+        num_tokens += len(delta.token_ids)
 
 
 @pytest.mark.req("B10", "R30", "G14", "G4")
@@ -90,14 +97,17 @@ def test_the_stream_is_the_text(parts: list[str], stops: list[str]) -> None:
     tokens = TOKENIZER.encode(text)
     params = SamplingParams(stop=tuple(stops))
     deltas = play(tokens, params, FinishReason.LENGTH)
+    assert_continuous(deltas)
     joined = "".join(delta.text for delta in deltas)
     expected, stop = naive(text, stops, include=False)
-    assert deltas[-1].finish_reason is (FinishReason.STOP if stop else FinishReason.LENGTH)
+    assert deltas[-1].finish_reason == ("stop" if stop else "length")
     assert joined == expected
     assert deltas[-1].stop_reason == stop
-    keep = deltas[-1].keep_tokens
-    assert (keep is not None) == (stop is not None)
-    if keep is not None:
+    keep = deltas[-1].offset + len(deltas[-1].token_ids)
+    assert [token for delta in deltas for token in delta.token_ids] == tokens[:keep]
+    if stop is None:
+        assert keep == len(tokens)
+    else:
         assert joined.startswith(TOKENIZER.decode(tokens[:keep]))
         assert len(TOKENIZER.decode(tokens[: keep + 1])) > len(joined) or tokens[keep] >= 0x80
 
@@ -110,12 +120,13 @@ def test_the_stop_token_is_no_text_but_its_reason() -> None:
 
 def test_an_end_without_a_token_brings_what_was_held() -> None:
     params = SamplingParams(stop="END")
-    deltas = play(list(b"so EN"), params, FinishReason.CANCELLED)
-    stream = OutputStream(TOKENIZER, params, frozenset())
-    shown = [stream.push(GeneratedToken("r", token)).text for token in b"so EN"]
-    assert "".join(shown) == "so "
-    assert stream.push(GeneratedToken("r", None, FinishReason.CANCELLED)).text == "EN"
-    assert deltas
+    stage = TextStage(TOKENIZER, params, frozenset())
+    shown = [delta for token in b"so EN" if (delta := stage.push(token, None)) is not None]
+    assert "".join(delta.text for delta in shown) == "so "
+    last = stage.push(None, End(FinishReason.CANCELLED, "why"))
+    assert last is not None
+    assert (last.text, last.token_ids, last.offset) == ("EN", list(b"EN"), 3)
+    assert (last.finish_reason, last.error) == ("cancelled", "why")
 
 
 @pytest.mark.req("R30", "G4")
@@ -123,23 +134,24 @@ def test_an_end_without_a_token_brings_what_was_held() -> None:
 def test_a_stop_string_that_only_the_end_completes_is_cut_off_too(end: FinishReason) -> None:
     """A broken character is shown at the end; what stands behind the stop string that it completes goes."""
     tokens = [*b"so E", 0xE2]
-    stream = OutputStream(TOKENIZER, SamplingParams(stop=("E\ufffd",)), TOKENIZER.eos_ids)
-    deltas = [stream.push(GeneratedToken("r", token)) for token in tokens]
+    stage = TextStage(TOKENIZER, SamplingParams(stop=("E\ufffd",)), TOKENIZER.eos_ids)
+    deltas = [delta for token in tokens if (delta := stage.push(token, None)) is not None]
     assert not any(delta.finish_reason for delta in deltas)
     last_token = ByteTokenizer.EOS if end is FinishReason.STOP else None
-    deltas.append(stream.push(GeneratedToken("r", last_token, end)))
-    assert "".join(delta.text for delta in deltas) == "so "
-    assert deltas[-1].finish_reason is FinishReason.STOP
-    assert deltas[-1].stop_reason == "E\ufffd"
-    assert deltas[-1].keep_tokens == len(b"so ")
+    last = stage.push(last_token, End(end))
+    assert last is not None
+    assert "".join(delta.text for delta in [*deltas, last]) == "so "
+    assert (last.finish_reason, last.stop_reason) == ("stop", "E\ufffd")
+    assert stage.num_settled == last.offset + len(last.token_ids) == len(b"so ")
 
 
 @pytest.mark.req("R30", "G4")
 def test_in_a_row_of_broken_bytes_the_tokens_before_the_stop_string_are_kept() -> None:
-    stream = OutputStream(TOKENIZER, SamplingParams(stop=("\ufffd\ufffda",)), TOKENIZER.eos_ids)
-    deltas = [stream.push(GeneratedToken("r", token)) for token in [*b"so ", *[0x80] * 20, *b"a"]]
+    stage = TextStage(TOKENIZER, SamplingParams(stop=("\ufffd\ufffda",)), TOKENIZER.eos_ids)
+    tokens = [*b"so ", *[0x80] * 20, *b"a"]
+    deltas = [delta for token in tokens if (delta := stage.push(token, None)) is not None]
     assert "".join(delta.text for delta in deltas) == "so " + "\ufffd" * 18
-    assert 3 + 16 <= (deltas[-1].keep_tokens or 0) <= 3 + 18
+    assert 3 + 16 <= stage.num_settled <= 3 + 18
 
 
 def test_bytes_and_bad_text() -> None:

@@ -64,7 +64,7 @@ class Tokenmill:
         params = SamplingParams(temperature=0, max_tokens=num_steps + WARM_UP + 1, ignore_eos=True)
         generations = [self._llm._intake.generation(self._prompt(context), params) for _ in range(num_seqs)]
         for generation in generations:
-            self._llm._submit(generation)
+            self._llm._start(generation)
 
         def has(count: int) -> bool:
             return all(one.num_generated >= count for one in generations)
@@ -75,7 +75,7 @@ class Tokenmill:
         self._llm._client.run(lambda: has(WARM_UP + 1 + num_steps))
         took = time.perf_counter() - began
         self.ended()
-        self._llm._client.run(lambda: all(one.output.finished for one in generations))
+        self._llm._client.run(lambda: all(one.is_finished for one in generations))
         return took
 
     def started(self) -> None:

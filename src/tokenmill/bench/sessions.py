@@ -26,10 +26,11 @@ from typing import Any
 from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.engine.request import Hints
+from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session import keeping
 from tokenmill.session.info import SessionLimits
-from tokenmill.session.live import Chunk, LiveTurn
+from tokenmill.session.live import Answer
 from tokenmill.session.service import SessionService
 from tokenmill.session.store import SessionStore
 
@@ -89,8 +90,8 @@ async def stateless(
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
     began = time.monotonic()
     generation = loaded.intake.generation(prompt, params, None, Hints(namespace=namespace))
-    live = LiveTurn(generation, loaded.client, lambda _: None, None, 1 << 30)
-    loaded.client.submit(generation.choices[0].request, live.hear)
+    live = Answer(generation, lambda _: None, None, 1 << 30)
+    live.start(loaded.bridge)
     first: float | None = None
     async for _ in live.read():
         first = time.monotonic() - began if first is None else first
@@ -312,7 +313,7 @@ async def inter_token_p99(service: SessionService, num_readers: int, tokens: int
     """All readers but the first, between their chunks."""
     gaps: list[float] = []
 
-    async def read(stream: AsyncIterator[Chunk]) -> None:
+    async def read(stream: AsyncIterator[OutputDelta]) -> None:
         last: float | None = None
         async for _ in stream:
             now = time.monotonic()
@@ -331,7 +332,7 @@ async def inter_token_p99(service: SessionService, num_readers: int, tokens: int
     return statistics.quantiles(gaps, n=100)[98]
 
 
-async def _drain(stream: AsyncIterator[Chunk]) -> None:
+async def _drain(stream: AsyncIterator[OutputDelta]) -> None:
     async for _ in stream:
         pass
 

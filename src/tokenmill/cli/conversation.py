@@ -32,4 +32,6 @@ class Conversation:
                 yield output
         finally:
             if output is not None:
-                self.session.take_answer(output.outputs[0], self._params, text.tokenizer)
+                said = output.outputs[0]
+                ending = (said.finish_reason, said.stop_reason)
+                self.session.take_answer(said.token_ids, *ending, self._params, text.tokenizer)

@@ -10,17 +10,17 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.interrupts import deferred_interrupts
-from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink
+from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink, Sinks
 from tokenmill.engine.request import Hints, Request
 from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, StepResult
 
 T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """What entry points ask of an engine. Tokens and the one ending of each request come through its sink."""
+    """What entry points ask of an engine. Step results, with the one ending of each request, go to its sink."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -90,7 +90,7 @@ class InlineClient:
 
     def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits) -> None:
         self.core = EngineCore(model.new_backend(limits), model.info, config)
-        self._sinks: dict[str, Sink] = {}
+        self._sinks = Sinks()
 
     @property
     def max_model_len(self) -> int:
@@ -123,7 +123,7 @@ class InlineClient:
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:  # noqa: ARG002 (there is one)
         with deferred_interrupts():
             self.core.add(request)
-            self._sinks[request.request_id] = sink
+            self._sinks.add(request.request_id, sink)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         with deferred_interrupts():
@@ -156,22 +156,18 @@ class InlineClient:
         with deferred_interrupts():
             self._dispatch(self.core.close())
 
-    def _dispatch(self, outputs: list[GeneratedToken]) -> None:
-        for output in outputs:
-            sink = self._sinks.get(output.request_id)
-            if output.is_finished:
-                self._sinks.pop(output.request_id, None)
-            if sink is not None:  # `LLM.engine` may have sequences of its own
-                sink(output)
+    def _dispatch(self, result: StepResult) -> None:
+        for sink, part in self._sinks.route(result):
+            sink(part)
 
 
 class ThreadClient:
     """The engine on threads of its own, one a core. Sinks are called there and must not block."""
 
     def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, *, num_cores: int = 1) -> None:
-        self.pool = EnginePool(model, config, limits, num_cores=num_cores)
-        self._core_of: dict[str, tuple[int, Request]] = {}
-        """Where each request runs. Any thread; an entry is taken out by the request that it is for."""
+        self._core_of: dict[str, int] = {}
+        """Where each request runs. Any thread; the core's own removes an entry."""
+        self.pool = EnginePool(model, config, limits, num_cores=num_cores, on_end=self._forget)
 
     @property
     def max_model_len(self) -> int:
@@ -199,31 +195,24 @@ class ThreadClient:
         return self.pool.import_kv(core, tokens, state, hints)
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
-        def hear(output: GeneratedToken) -> None:
-            if output.is_finished:
-                self._forget(request)
-            sink(output)
-
         if request.request_id in self._core_of:
             raise InvalidRequest(f"request {request.request_id} is running already")
-        self._core_of[request.request_id] = (self.pool.submit(request, hear, core), request)
+        self._core_of[request.request_id] = self.pool.submit(request, sink, core)
         if request.is_finished:  # before we knew where
-            self._forget(request)
+            self._forget(request.request_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        where = self._core_of.get(request_id)
-        if where is not None:
-            self.pool.cancel(where[0], request_id, reason)
+        core = self._core_of.get(request_id)
+        if core is not None:
+            self.pool.cancel(core, request_id, reason)
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        where = self._core_of.get(request_id)
-        if where is not None:
-            self.pool.finish(where[0], request_id, keep_tokens)
+        core = self._core_of.get(request_id)
+        if core is not None:
+            self.pool.finish(core, request_id, keep_tokens)
 
-    def _forget(self, request: Request) -> None:
-        where = self._core_of.get(request.request_id)
-        if where is not None and where[1] is request:
-            del self._core_of[request.request_id]
+    def _forget(self, request_id: str) -> None:
+        self._core_of.pop(request_id, None)
 
     def stats(self) -> list[CoreStats | None]:
         return self.pool.stats()

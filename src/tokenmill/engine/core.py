@@ -1,6 +1,6 @@
 """`EngineCore`: scheduler, executor and one KV memory, owned by one thread.
 
-    add / cancel ──> Scheduler ──StepPlan──> Executor ──Sampled──> Results ──> GeneratedToken
+    add / cancel ──> Scheduler ──StepPlan──> Executor ──Sampled──> Results ──> StepResult
 
 At depth 1 a step is submitted before the one before it is collected, so that planning and bookkeeping happen while the
 device computes. A step that fails is undone, and its requests are run alone (`isolation.py`).
@@ -34,7 +34,7 @@ from tokenmill.errors import (
     RequestFailed,
     StaleKV,
 )
-from tokenmill.outputs import ENDED_WELL, FinishReason, GeneratedToken
+from tokenmill.outputs import ENDED_WELL, FinishReason, StepResult
 
 CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR, FinishReason.SHUTDOWN})
 """Why a caller may cancel a request."""
@@ -144,7 +144,7 @@ class EngineCore:
         self.add(child)
         return child
 
-    def step(self) -> list[GeneratedToken]:
+    def step(self) -> StepResult:
         """One tick: submit a step, collect the oldest one in flight. The tokens and endings it brought."""
         self._check_alive()
         self.heartbeat = self.events.clock()
@@ -321,7 +321,7 @@ class EngineCore:
         self.failure = error
         self._end_all(FinishReason.ERROR, f"the engine failed: {type(error).__name__}: {error}")
 
-    def close(self) -> list[GeneratedToken]:
+    def close(self) -> StepResult:
         """Stop. Requests that were not done end with `shutdown`; returns what was left to tell."""
         if not self.closed:
             self._end_all(FinishReason.SHUTDOWN, "the engine was closed")

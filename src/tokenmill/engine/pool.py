@@ -1,8 +1,8 @@
 """`EnginePool`: N engine cores on one model, each owned by a thread of its own.
 
-Everybody else talks to a core through its inbox; tokens go from the core's thread straight to the caller's sink. A
-sink is called on that thread and must not block: it may set an event or fill a queue. When a core dies its requests get
-their terminal events, and the thread builds a new core on the same model.
+Everybody else talks to a core through its inbox; step results go from the core's thread straight to the callers' sinks.
+A sink is called on that thread and must not block: it may set an event or fill a queue. When a core dies its requests
+get their terminal events, and the thread builds a new core on the same model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -25,11 +25,12 @@ from tokenmill.engine.events import EventBus, Subscriber
 from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, StepResult
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[GeneratedToken], None]
+Sink = Callable[[StepResult], None]
+"""Hears each step once, for all requests that were submitted with it; rows of others may be among them."""
 Command = Callable[[EngineCore], None]
 MakeSubscriber = Callable[[CoreSnapshot], Subscriber]
 """Makes the subscriber that goes on from a snapshot: `CoreView`, for one."""
@@ -39,12 +40,82 @@ ANSWER_S = 10.0
 """How long a core may take to answer: it does so between two steps."""
 
 
+class Sinks:
+    """Which sink hears of which request. As a rule all requests share one, which is handed whole step results."""
+
+    def __init__(self) -> None:
+        self._sink_of: dict[str, Sink] = {}
+        self._num_requests: Counter[Sink] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sink_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sink_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sink_of)
+
+    def add(self, request_id: str, sink: Sink) -> None:
+        self._sink_of[request_id] = sink
+        self._num_requests[sink] += 1
+
+    def route(self, result: StepResult) -> list[tuple[Sink, StepResult]]:
+        """Who is to be told what. Requests that have ended are forgotten."""
+        if len(self._num_requests) == 1:
+            parts = [(sink, result) for sink in self._num_requests]
+        else:
+            places: dict[Sink, list[int]] = {}
+            for place, request_id in enumerate(result.request_ids):
+                if (sink := self._sink_of.get(request_id)) is not None:
+                    places.setdefault(sink, []).append(place)
+            parts = [(sink, result.select(own)) for sink, own in places.items()]
+        for place in result.ends:
+            self._remove(result.request_ids[place])
+        return parts
+
+    def silence(self, request_ids: Sequence[str]) -> None:
+        """Nobody listens to these any more, but their ids are taken until they have ended."""
+        for request_id in request_ids:
+            self._remove(request_id)
+            self.add(request_id, _ignore)
+
+    def _remove(self, request_id: str) -> None:
+        sink = self._sink_of.pop(request_id, None)
+        if sink is not None:
+            self._num_requests[sink] -= 1
+            if not self._num_requests[sink]:
+                del self._num_requests[sink]
+
+
+def tell(sink: Sink, result: StepResult) -> list[str]:
+    """Call a sink. If it raises, its requests have lost their listener: those that have not ended yet."""
+    try:
+        sink(result)
+    except Exception:
+        going_on = [name for place, name in enumerate(result.request_ids) if place not in result.ends]
+        log.exception("the sink of request %s failed; it is cancelled", ", ".join(result.request_ids[:8]))
+        return going_on
+    return []
+
+
+def _ignore(result: StepResult) -> None:
+    """The sink of requests that have lost their listener."""
+
+
 class CoreThread:
     """A thread, the core it owns, and the sinks of the core's requests."""
 
     def __init__(
-        self, name: str, make_core: Callable[[EventBus], EngineCore], events: EventBus, max_restarts: int
+        self,
+        name: str,
+        make_core: Callable[[EventBus], EngineCore],
+        events: EventBus,
+        max_restarts: int,
+        on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._on_end = on_end
+        """Told the id of each request that has ended, before its sink is."""
         self.events = events
         """Outlives the core: subscribers stay through a restart."""
         self.num_restarts = 0
@@ -52,7 +123,7 @@ class CoreThread:
         self._make_core = make_core
         self._restarts_left = max_restarts
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Sink] = {}
+        self._sinks = Sinks()
         self._leisure: deque[Command] = deque()
         """What is done when there is nothing else to do."""
         self._lock = threading.Lock()
@@ -169,34 +240,25 @@ class CoreThread:
     def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
         if request.request_id in self._sinks:
             taken = f"request {request.request_id} is running already"
-            self._tell(sink, GeneratedToken(request.request_id, None, FinishReason.ERROR, taken))
+            tell(sink, StepResult.of_end(request.request_id, FinishReason.ERROR, taken))
             return
-        self._sinks[request.request_id] = sink
+        self._sinks.add(request.request_id, sink)
         try:
             core.add(request)
         except TokenmillError as error:
             reason = FinishReason.SHUTDOWN if core.closed else FinishReason.ERROR
-            self._dispatch([GeneratedToken(request.request_id, None, reason, str(error))])
+            self._dispatch(StepResult.of_end(request.request_id, reason, str(error)))
 
-    def _dispatch(self, outputs: list[GeneratedToken]) -> None:
-        for output in outputs:
-            sink = self._sinks.get(output.request_id)
-            if sink is None:
-                continue
-            if output.is_finished:
-                del self._sinks[output.request_id]
-            if not self._tell(sink, output) and not output.is_finished:
-                # Nobody listens any more, but the name is taken until the request has ended.
-                self._sinks[output.request_id] = _ignore
-                self.core.cancel(output.request_id)
-
-    def _tell(self, sink: Sink, output: GeneratedToken) -> bool:
-        try:
-            sink(output)
-        except Exception:
-            log.exception("the sink of request %s failed; the request is cancelled", output.request_id)
-            return False
-        return True
+    def _dispatch(self, result: StepResult) -> None:
+        if not result:
+            return
+        for place in result.ends:
+            self._on_end(result.request_ids[place])
+        for sink, part in self._sinks.route(result):
+            if unheard := tell(sink, part):
+                self._sinks.silence(unheard)
+                for request_id in unheard:
+                    self.core.cancel(request_id)
 
     def _restart(self) -> bool:
         """Build a new core in place of a dead one. False if it died too often or can't be built."""
@@ -230,10 +292,6 @@ class CoreThread:
             self._leisure.popleft()(self.core)
 
 
-def _ignore(output: GeneratedToken) -> None:
-    """The sink of a request that nobody listens to."""
-
-
 class EnginePool:
     """N cores on one `ModelHandle`: weights once, a KV memory and a thread each."""
 
@@ -246,6 +304,7 @@ class EnginePool:
         num_cores: int = 1,
         max_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
         if num_cores > 1 and limits.num_threads is None:  # they share the processors
             limits = replace(limits, num_threads=max(1, (os.cpu_count() or 1) // num_cores))
@@ -257,7 +316,7 @@ class EnginePool:
         self._lock = threading.Lock()
         try:
             for i in range(num_cores):
-                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), max_restarts))
+                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), max_restarts, on_end))
         except BaseException:
             self.close()
             raise

@@ -32,11 +32,11 @@ from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.mailroom import Mailroom
-from tokenmill.engine.pool import MakeSubscriber, Sink
+from tokenmill.engine.pool import MakeSubscriber, Sink, Sinks, tell
 from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError, Unsupported
-from tokenmill.outputs import FinishReason, GeneratedToken
+from tokenmill.outputs import FinishReason, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class ProcessClient:
         address = f"ipc://{self._folder / 'engine'}"
         self._mail = Mailroom(address, bind=True)
         self._lock = threading.Lock()
-        self._requests: dict[str, tuple[Request, Sink]] = {}
+        self._requests: dict[str, Request] = {}
+        self._sinks = Sinks()
         self._questions: dict[int, Future[list[Any]]] = {}
         self._numbers = itertools.count()
         self._gone: EngineDead | None = None
@@ -116,7 +117,8 @@ class ProcessClient:
                 raise self._gone
             if request.request_id in self._requests:
                 raise InvalidRequest(f"request {request.request_id} is running already")
-            self._requests[request.request_id] = (request, sink)
+            self._requests[request.request_id] = request
+            self._sinks.add(request.request_id, sink)
             self._mail.post(message)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -185,7 +187,7 @@ class ProcessClient:
             self._take(wire.decode_from_engine(message))
 
     def _take(self, message: wire.FromEngine) -> None:
-        if isinstance(message, wire.Token):
+        if isinstance(message, wire.Step):
             self._hear(message)
         elif isinstance(message, wire.Stats):
             self._answer(message)
@@ -194,23 +196,24 @@ class ProcessClient:
         else:
             self._ready.set_exception(message.error())
 
-    def _hear(self, message: wire.Token) -> None:
-        """Hand a token to its sink."""
-        token = message.token
+    def _hear(self, message: wire.Step) -> None:
+        """Hand a step result to the sinks of its requests."""
+        result = message.result()
         with self._lock:
-            found = self._requests.get(token.request_id)
-            if found is not None and token.is_finished:
-                del self._requests[token.request_id]
-        if found is None:
-            return
-        request, sink = found
-        request.num_cached = message.num_cached
-        request.prompt_logprobs = message.prompt_logprobs
-        request.embedding = message.embedding
-        if not _tell(sink, token) and not token.is_finished:
-            with self._lock:  # nobody listens any more, but the name is taken until the request has ended
-                self._requests[token.request_id] = (request, _ignore)
-            self.cancel(token.request_id)
+            for request_id, facts in message.facts.items():
+                if (request := self._requests.get(request_id)) is not None:
+                    request.num_cached = facts.num_cached
+                    request.prompt_logprobs = facts.prompt_logprobs
+                    request.embedding = facts.embedding
+            parts = self._sinks.route(result)
+            for place in result.ends:
+                self._requests.pop(result.request_ids[place], None)
+        for sink, part in parts:
+            if unheard := tell(sink, part):
+                with self._lock:
+                    self._sinks.silence(unheard)
+                for request_id in unheard:
+                    self.cancel(request_id)
 
     def _answer(self, message: wire.Stats) -> None:
         with self._lock:
@@ -235,29 +238,17 @@ class ProcessClient:
         with self._lock:
             closed = self._gone is not None
             gone = self._gone = self._gone or EngineDead(f"the engine process ended with exit code {code}")
-            left, self._requests = self._requests, {}
+            reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
+            ends = [StepResult.of_end(request_id, reason, str(gone)) for request_id in self._requests]
+            parts = [part for end in ends for part in self._sinks.route(end)]
+            self._requests = {}
             questions, self._questions = self._questions, {}
-        reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
-        for request_id, (_, sink) in left.items():
-            _tell(sink, GeneratedToken(request_id, None, reason, str(gone)))
+        for sink, part in parts:
+            tell(sink, part)
         for question in questions.values():
             question.set_exception(gone)
         if not self._ready.done():
             self._ready.set_exception(gone)
-
-
-def _tell(sink: Sink, token: GeneratedToken) -> bool:
-    """False if the sink raised: then its request has lost its listener, and nobody else is hurt."""
-    try:
-        sink(token)
-    except Exception:
-        log.exception("the sink of request %s failed; the request is cancelled", token.request_id)
-        return False
-    return True
-
-
-def _ignore(token: GeneratedToken) -> None:
-    """The sink of a request that nobody listens to."""
 
 
 class EngineProcess:
@@ -266,6 +257,10 @@ class EngineProcess:
     def __init__(self, address: str) -> None:
         self._mail = Mailroom(address, bind=False)
         self._client: ThreadClient | None = None
+        self._requests: dict[str, Request] = {}
+        """Those that run, for what the parent is to know of them."""
+        self._started: set[str] = set()
+        """Those whose first token has been sent."""
         self._going = True
 
     def run(self) -> None:
@@ -291,7 +286,12 @@ class EngineProcess:
             self._stop()
         elif isinstance(message, wire.Submit):
             request = message.request()
-            self._client.submit(request, lambda token: self._tell(request, token), message.core)
+            self._requests[request.request_id] = request
+            try:
+                self._client.submit(request, self._tell, message.core)
+            except BaseException:
+                del self._requests[request.request_id]
+                raise
         elif isinstance(message, wire.Cancel):
             self._client.cancel(message.request_id, message.reason)
         elif isinstance(message, wire.Finish):
@@ -321,11 +321,18 @@ class EngineProcess:
         self._client = ThreadClient(model, start.config, start.limits, num_cores=start.num_cores)
         self._mail.post(wire.encode(wire.Ready(self._client.max_model_len, model.info.vocab_size)))
 
-    def _tell(self, request: Request, token: GeneratedToken) -> None:
+    def _tell(self, result: StepResult) -> None:
         """On a core's thread."""
-        scores = request.prompt_logprobs if token.is_finished else []
-        embedding = request.embedding if token.is_finished else []
-        self._mail.post(wire.encode(wire.Token(token, request.num_cached, scores, embedding)))
+        facts = {}
+        for place, request_id in enumerate(result.request_ids):
+            if place in result.ends:
+                self._started.discard(request_id)
+                if (request := self._requests.pop(request_id, None)) is not None:
+                    facts[request_id] = wire.Facts(request.num_cached, request.prompt_logprobs, request.embedding)
+            elif request_id not in self._started:
+                self._started.add(request_id)
+                facts[request_id] = wire.Facts(self._requests[request_id].num_cached)
+        self._mail.post(wire.encode(wire.Step.of(result, facts)))
 
     def _tell_stats(self, client: ThreadClient, number: int) -> None:
         """On a thread of its own, for one answer."""

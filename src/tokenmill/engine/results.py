@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -16,14 +15,10 @@ from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.plan import PromptRows, StepPlan
 from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
-from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
 from tokenmill.params import Pooling
 from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
-
-_TOKEN = partial(tuple.__new__, GeneratedToken)
-"""`GeneratedToken` of its values in order, without a step through Python."""
-_NONE = itertools.repeat(None)
 
 
 class Finish(Protocol):
@@ -62,33 +57,52 @@ class Results:
         self._sampling = sampling
         self._events = events
         self._finish = finish
-        self._outputs: list[GeneratedToken] = []
+        self._pending = StepResult([], [], None, {})
         self._crowd = _NOBODY
         self._ending: set[str] = set()
         """Requests whose end is among the outputs that nobody has taken yet."""
 
-    def take(self) -> list[GeneratedToken]:
+    def take(self) -> StepResult:
         """What is to be told, once."""
-        outputs, self._outputs = self._outputs, []
+        result, self._pending = self._pending, StepResult([], [], None, {})
         self._ending.clear()
         if self._rows.num_running == 0:
             self._crowd = _NOBODY  # else it would keep requests that have ended
-        return outputs
+        return result
 
     def __len__(self) -> int:
-        return len(self._outputs)
+        return len(self._pending)
 
     def is_ending(self, request_id: str) -> bool:
         """Has the request ended, but nobody has been told?"""
         return request_id in self._ending
 
-    def end(self, request: Request, end: GeneratedToken, tick: int, num_computed: int) -> None:
+    def end(
+        self,
+        request: Request,
+        end: End,
+        tick: int,
+        num_computed: int,
+        token: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """The request is over: mark it, and tell it with everything else."""
-        if end.finish_reason is not None:
-            request.finish(end.finish_reason, end.error)
+        request.finish(end.finish_reason, end.error)
         self._ending.add(request.request_id)
-        self._outputs.append(end)
+        self._pending.ends[len(self._pending)] = end
+        self._add([request.request_id], [token], None if logprobs is None else [logprobs])
         self._events.phase(request, Phase.ENDED, tick, num_computed)
+
+    def _add(
+        self, names: list[str], tokens: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] | None
+    ) -> None:
+        pending = self._pending
+        if logprobs is not None and pending.logprobs is None:
+            pending = self._pending = replace(pending, logprobs=[None] * len(pending))
+        if pending.logprobs is not None:
+            pending.logprobs.extend([None] * len(names) if logprobs is None else logprobs)
+        pending.request_ids.extend(names)
+        pending.token_ids.extend(tokens)
 
     def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
         """Give the sampled tokens to their requests, and end those that are complete.
@@ -101,12 +115,11 @@ class Results:
         rows, ids, still = self._rows.settle(plan, sampled.ids)
         if self._rows.awaits_token[rows].any():
             self._note_first_tokens(rows, plan.tick)
-        logprobs = self._logprobs(rows, sampled, still) if sampled.extras else [None] * len(ids)
-        self._hand_out(rows, ids, logprobs)
+        self._hand_out(rows, ids, self._logprobs(rows, sampled, still) if sampled.extras else None)
         if self._sampling.has_rules[rows].any():
             self._advance_rules(rows, ids)
 
-    def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: Sequence[TokenLogprobs | None]) -> None:
+    def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None) -> None:
         """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
 
         The loops over all rows that a decode step has: every look-up in them shows in `python -m benchmarks.engine`.
@@ -120,12 +133,18 @@ class Results:
         if True in stops:
             may_end |= stops
         ending: list[int] = may_end.nonzero()[0].tolist()
-        told = list(map(_TOKEN, zip(crowd.names, tokens, _NONE, _NONE, logprobs, strict=False)))
-        for place in reversed(ending):
-            del told[place]
-        self._outputs += told
+        if not ending:
+            self._add(crowd.names, tokens, logprobs)
+            return
+        going_on = (~may_end).nonzero()[0].tolist()
+        told = [None] * len(tokens) if logprobs is None else logprobs
+        self._add(
+            [crowd.names[place] for place in going_on],
+            [tokens[place] for place in going_on],
+            None if logprobs is None else [logprobs[place] for place in going_on],
+        )
         for place in ending:
-            self._end_if_complete(crowd.requests[place], tokens[place], logprobs[place])
+            self._end_if_complete(crowd.requests[place], tokens[place], told[place])
 
     def _crowd_of(self, rows: IntArray) -> _Crowd:
         """Whoever is in these rows; from one decode step to the next it is mostly the same."""
@@ -147,7 +166,7 @@ class Results:
         elif len(request.tokens) >= self._rows.limit[request.row]:
             self._finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
         else:
-            self._outputs.append(GeneratedToken(request.request_id, token, logprobs=logprobs))
+            self._add([request.request_id], [token], None if logprobs is None else [logprobs])
 
     def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
         for scores in plan.scores:

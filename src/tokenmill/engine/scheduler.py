@@ -29,7 +29,7 @@ from tokenmill.engine.request import NO_ROW, Request, check_request
 from tokenmill.engine.results import Results
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.outputs import End, FinishReason, TokenLogprobs
 from tokenmill.sampling.state import SamplingState
 
 SCORED_CHUNK = 64
@@ -104,8 +104,7 @@ class Scheduler:
         elif request in self.queue:
             self.queue.remove(request)
         del self.requests[request.request_id]
-        end = GeneratedToken(request.request_id, token, reason, error, logprobs)
-        self.results.end(request, end, self.tick, num_computed)
+        self.results.end(request, End(reason, error), self.tick, num_computed, token, logprobs)
 
     def abandon_all(self, reason: FinishReason, error: str) -> None:
         """End every request without touching KV, which may be lost: for an engine that dies or closes."""
@@ -116,8 +115,7 @@ class Scheduler:
             elif request in self.queue:
                 self.queue.remove(request)
             if not request.is_finished:
-                end = GeneratedToken(request.request_id, None, reason, error)
-                self.results.end(request, end, self.tick, num_computed)
+                self.results.end(request, End(reason, error), self.tick, num_computed)
         self.requests.clear()
 
     def expire(self) -> None:

@@ -17,7 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import InvalidRequest, ModelLoadError, TokenmillError
-from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
 from tokenmill.params import Pooling
 
 
@@ -115,13 +115,29 @@ class Failed(msgspec.Struct, tag=True):
         return ModelLoadError(self.reason)
 
 
-class Token(msgspec.Struct, tag=True):
-    """A token or the end of a request; with the end, what else is to be known of it."""
+class Facts(msgspec.Struct):
+    """What else is to be known of a request: with its first token how much was cached, and all of it with its end."""
 
-    token: GeneratedToken
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = []
     embedding: list[float] = []
+
+
+class Step(msgspec.Struct, tag=True):
+    """A step result: the columns as they are, and facts by request."""
+
+    request_ids: list[str]
+    token_ids: list[int | None]
+    logprobs: list[TokenLogprobs | None] | None
+    ends: dict[int, End]
+    facts: dict[str, Facts] = {}
+
+    @classmethod
+    def of(cls, result: StepResult, facts: dict[str, Facts]) -> Step:
+        return cls(result.request_ids, result.token_ids, result.logprobs, result.ends, facts)
+
+    def result(self) -> StepResult:
+        return StepResult(self.request_ids, self.token_ids, self.logprobs, self.ends)
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -139,7 +155,7 @@ class Envelope(msgspec.Struct):
 
 
 ToEngine = Start | Submit | Cancel | Finish | Release | AskStats | Close
-FromEngine = Ready | Failed | Token | Stats
+FromEngine = Ready | Failed | Step | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -169,7 +185,7 @@ def read_envelope(message: bytes) -> Envelope:
 
 def failed(request_id: str, reason: str) -> bytes:
     """The message that ends a request which never reached the engine."""
-    return encode(Token(GeneratedToken(request_id, None, FinishReason.ERROR, _printable(reason))))
+    return encode(Step.of(StepResult.of_end(request_id, FinishReason.ERROR, _printable(reason)), {}))
 
 
 def _is_plain(value: Hashable) -> bool:

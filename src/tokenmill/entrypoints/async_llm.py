@@ -1,16 +1,14 @@
 """`AsyncLLM`: many generations at once for asyncio code; the engine runs on threads of its own.
 
-The engine's threads only append to a request's mailbox and wake the event loop; detokenising and stop strings happen on
-the loop. So a slow reader holds up nobody but itself.
+Step results cross to the event loop by a `StepBridge`; detokenizing and stop strings happen there. A slow reader holds
+up nobody but itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
@@ -20,63 +18,16 @@ from tokenmill.engine.request import Hints
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.errors import EngineDead
-from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
+from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
-from tokenmill.pipeline.prompts import Generation, Intake, Prompt, embedding_output
+from tokenmill.pipeline.bridge import EngineStream, StepBridge
+from tokenmill.pipeline.output import Generation
+from tokenmill.pipeline.prompts import Intake, Prompt, embedding_output
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 
 HANGS_AFTER_S = 5.0
 """A step that takes longer has hung, as far as readiness goes."""
-
-
-class Bell:
-    """Wakes an event loop from the engine's threads: once for all that has come since it last woke."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._rung: deque[asyncio.Event] = deque()
-        self._is_on_its_way = False
-
-    def ring(self, event: asyncio.Event) -> None:
-        """On an engine's thread: set the event, on the loop."""
-        self._rung.append(event)
-        if not self._is_on_its_way:
-            self._is_on_its_way = True
-            try:
-                self.loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:
-                return  # the loop is closed: nobody reads any more
-
-    def _wake(self) -> None:
-        self._is_on_its_way = False  # before looking: what comes now rings again
-        while self._rung:
-            self._rung.popleft().set()
-
-
-class Mailbox:
-    """What the engine's threads have for one generation, and the event that wakes its reader."""
-
-    def __init__(self, bell: Bell) -> None:
-        self._bell = bell
-        self._letters: deque[tuple[int, GeneratedToken]] = deque()
-        self._filled = asyncio.Event()
-
-    def put(self, index: int, generated: GeneratedToken) -> None:
-        """On an engine's thread."""
-        self._letters.append((index, generated))
-        self._bell.ring(self._filled)
-
-    async def take(self) -> list[tuple[int, GeneratedToken]]:
-        """On the loop: all there is, at least one."""
-        while not self._letters:
-            self._filled.clear()
-            if not self._letters:
-                await self._filled.wait()
-        letters = []
-        while self._letters:
-            letters.append(self._letters.popleft())
-        return letters
 
 
 class AsyncLLM:
@@ -101,7 +52,8 @@ class AsyncLLM:
             raise
         length = self._client.max_model_len
         self._intake = Intake("async", self._opened.text, self._opened.model.info, length, seed)
-        self._bell: Bell | None = None
+        self.bridge = StepBridge(self._client)
+        """To the event loops of its users; for others who use the engine as well: sessions."""
         self._running: dict[str, list[Generation]] = {}
         """By the caller's id: more than one may have the same."""
         self._closed = False
@@ -181,32 +133,55 @@ class AsyncLLM:
         What can't be run is refused at once; what can starts when the first output is asked for. `hints` say whose
         request it is; after `timeout_s` it ends with `timeout`.
         """
-        self._check_open()
-        return self._run(self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s))
+        generation = self.generation(prompt, sampling_params, request_id, hints=hints, timeout_s=timeout_s)
+        return self._run(generation)
 
     async def _run(self, generation: Generation) -> AsyncGenerator[RequestOutput]:
-        self._check_open()
-        mailbox = self._mailbox()
-        name = generation.output.request_id
-        self._running.setdefault(name, []).append(generation)
+        stream, output = self.open_stream([generation]), generation.new_output()
         try:
-            for i, choice in enumerate(generation.choices):
-                self._client.submit(choice.request, partial(mailbox.put, i))
-            while not generation.output.finished:
-                for index, generated in await mailbox.take():
-                    generation.deliver(index, generated, self._client.finish)
-                yield generation.output
+            while deltas := await stream.take():
+                for delta in deltas:
+                    generation.fold(output, delta)
+                yield output
         finally:
-            self._running[name].remove(generation)
-            if not self._running[name]:
-                del self._running[name]
-            self._cancel_all(generation)
+            self.close_stream(stream)
+
+    def generation(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        hints: Hints = Hints(),
+        timeout_s: float | None = None,
+        first_index: int = 0,
+    ) -> Generation:
+        """A request that can run, for `open_stream`: its choices count from `first_index`."""
+        self._check_open()
+        return self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s, first_index)
+
+    def open_stream(self, generations: Sequence[Generation]) -> EngineStream:
+        """The deltas of generations that are read together. They start with the first `take`; close it in any case."""
+        self._check_open()
+        for generation in generations:
+            self._running.setdefault(generation.request_id, []).append(generation)
+        return EngineStream(self.bridge, generations)
+
+    def close_stream(self, stream: EngineStream) -> None:
+        """Nobody reads it any more: what has not ended is cancelled."""
+        for generation in stream.generations:
+            running = self._running.get(generation.request_id, [])
+            if generation in running:
+                running.remove(generation)
+            if not running:
+                self._running.pop(generation.request_id, None)
+            generation.cancel()
 
     def cancel(self, request_id: str) -> bool:
         """End what runs under this id, wherever it is: its readers see `cancelled`. False if nothing does."""
         running = self._running.get(request_id, [])
         for generation in running:
-            self._cancel_all(generation)
+            generation.cancel()
         return bool(running)
 
     def chat(
@@ -235,33 +210,23 @@ class AsyncLLM:
         """The embedding of a text: the last token's hidden state, or the mean of all; of length 1 unless told."""
         self._check_open()
         request = self._intake.embedding(prompt, pooling, request_id, hints, timeout_s)
-        mailbox = self._mailbox()
-        self._client.submit(request, partial(mailbox.put, 0))
-        try:
-            ((_, end),) = await mailbox.take()
-        except asyncio.CancelledError:
-            self._cancel(request.request_id)
-            raise
-        return embedding_output(request, end, normalize=normalize)
+        ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
 
-    def _mailbox(self) -> Mailbox:
-        loop = asyncio.get_running_loop()
-        if self._bell is None or self._bell.loop is not loop:
-            self._bell = Bell(loop)
-        return Mailbox(self._bell)
+        def consume(_: int | None, end: End | None, __: TokenLogprobs | None) -> None:
+            if end is not None and not ended.done():
+                ended.set_result(end)
+
+        self.bridge.submit(request, consume)
+        try:
+            return embedding_output(request, await ended, normalize=normalize)
+        except asyncio.CancelledError:
+            with suppress(EngineDead):
+                self._client.cancel(request.request_id)
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the AsyncLLM was closed")
-
-    def _cancel_all(self, generation: Generation) -> None:
-        for choice in generation.choices:
-            if choice.output.finish_reason is None:
-                self._cancel(choice.request.request_id)
-
-    def _cancel(self, request_id: str) -> None:
-        with suppress(EngineDead):
-            self._client.cancel(request_id)
 
     async def close(self) -> None:
         """Stop the engine; generations that were not done end with `shutdown`."""

@@ -14,9 +14,10 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Request
 from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.errors import EngineDead, InvalidRequest
-from tokenmill.outputs import EmbeddingRequestOutput, GeneratedToken, RequestOutput
+from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
-from tokenmill.pipeline.prompts import Generation, Intake, Prompt, embedding_output, pair_params
+from tokenmill.pipeline.output import DirectEngine, Generation
+from tokenmill.pipeline.prompts import Intake, Prompt, embedding_output, pair_params
 from tokenmill.progress import ProgressLine
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
@@ -42,6 +43,7 @@ class LLM:
         except BaseException:
             self._opened.close()
             raise
+        self._direct = DirectEngine(self._client)
         length = self._client.max_model_len
         self._intake = Intake("llm", self._opened.text, self._opened.model.info, length, seed)
         self._lock = threading.Lock()
@@ -120,12 +122,13 @@ class LLM:
         generation = self._intake.generation(prompt, sampling_params)
         with self._lock:
             self._check_open()
-            self._submit(generation)
+            output = self._start(generation)
         try:
-            while not generation.output.finished:
+            while not output.finished:
                 with self._lock:
                     self._client.run(partial(_has_grown, generation, generation.num_generated))
-                yield generation.output
+                output.usage = generation.usage  # of tokens, too, whose text is not complete
+                yield output
         finally:
             with self._lock:
                 self._cancel([choice.request for choice in generation.choices])
@@ -137,10 +140,10 @@ class LLM:
         with self._lock:
             self._check_open()
             requests = [self._intake.embedding(prompt, pooling) for prompt in _as_list(prompts)]
-            ends: dict[str, GeneratedToken] = {}
+            ends: dict[str, End] = {}
             try:
                 for request in requests:
-                    self._client.submit(request, lambda end: ends.update({end.request_id: end}))
+                    self._direct.submit(request, partial(_note_end, ends, request.request_id))
                 self._client.run(lambda: len(ends) == len(requests))
             finally:
                 self._cancel(requests)
@@ -158,14 +161,13 @@ class LLM:
         first = next(left, None)
         num_done = 0
         try:
-            for generation in generations:
-                self._submit(generation)
+            outputs = [self._start(generation) for generation in generations]
             with ProgressLine("generating", len(generations), show=show_progress) as progress:
 
                 def is_done() -> bool:
                     # The first one that is not done is looked at, not all of them in every step.
                     nonlocal first, num_done
-                    while first is not None and first.output.finished:
+                    while first is not None and first.is_finished:
                         first, num_done = next(left, None), num_done + 1
                     progress.update(num_done, partial(_rate, generations))
                     return first is None
@@ -173,7 +175,7 @@ class LLM:
                 self._client.run(is_done)
         finally:
             self._cancel([choice.request for one in generations for choice in one.choices])
-        return [generation.output for generation in generations]
+        return outputs
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         """End what has not ended: the caller has left early, by an exception or by leaving a loop."""
@@ -185,9 +187,11 @@ class LLM:
         if self._closed:
             raise EngineDead("the LLM was closed")
 
-    def _submit(self, generation: Generation) -> None:
-        for i, choice in enumerate(generation.choices):
-            self._client.submit(choice.request, partial(generation.deliver, i, finish=self._client.finish))
+    def _start(self, generation: Generation) -> RequestOutput:
+        """Start it; the output that grows while the engine is run."""
+        output = generation.new_output()
+        generation.start(self._direct, partial(generation.fold, output))
+        return output
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +201,12 @@ class LLM:
 
 
 def _has_grown(generation: Generation, before: int) -> bool:
-    return generation.output.finished or generation.num_generated > before
+    return generation.is_finished or generation.num_generated > before
+
+
+def _note_end(ends: dict[str, End], request_id: str, _: int | None, end: End | None, __: TokenLogprobs | None) -> None:
+    if end is not None:
+        ends[request_id] = end
 
 
 def _rate(generations: list[Generation], elapsed_s: float) -> str:

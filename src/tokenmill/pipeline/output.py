@@ -1,85 +1,332 @@
-"""`OutputStream`: from a request's tokens to its text, one piece at a time. The only way from ids to text there is.
+"""From step results to deltas of text: the only way from token ids to text there is.
 
-tokens -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> deltas. A non-streaming answer is the sum of its
-deltas, so the two can't differ. Runs on any one thread; nothing of it is kept when the request has ended.
+token ids -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> `OutputDelta`. A whole output is the sum of
+its deltas, so streaming and non-streaming answers can't differ. Everything here runs on the thread that reads: an event
+loop's, or that of `LLM`'s caller.
 """
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
 
-from tokenmill.outputs import FinishReason, GeneratedToken, TokenLogprobs
+from tokenmill.engine.client import EngineClient
+from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.errors import EngineDead
+from tokenmill.outputs import (
+    CacheVerdict,
+    CompletionOutput,
+    End,
+    FinishReason,
+    OutputDelta,
+    RequestOutput,
+    StepResult,
+    TokenLogprobs,
+    Usage,
+)
 from tokenmill.params import SamplingParams
 from tokenmill.text.detok import Detokenizer
 from tokenmill.text.stops import StopStrings
 from tokenmill.text.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class TextDelta:
-    """What one token added."""
-
-    text: str
-    token_id: int | None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    logprobs: TokenLogprobs | None = None
-    keep_tokens: int | None = None
-    """A stop string was found: so many of the generated tokens are kept, and the engine is to end the request unless it
-    has ended already."""
+Consumer = Callable[[int | None, End | None, TokenLogprobs | None], None]
+"""Takes one request's row of a step result."""
 
 
-class OutputStream:
-    """The text of one choice."""
+class Engine(Protocol):
+    """Where a generation's requests run, with their consumers called on the reader's thread."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+    def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None: ...
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
+
+    def finish(self, request_id: str, keep_tokens: int) -> None: ...
+
+
+class Consumers:
+    """Hands the rows of step results to the consumers of their requests. For one thread."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, Consumer] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._consumers
+
+    def __len__(self) -> int:
+        return len(self._consumers)
+
+    def add(self, request_id: str, consumer: Consumer) -> None:
+        self._consumers[request_id] = consumer
+
+    def remove(self, request_id: str) -> None:
+        self._consumers.pop(request_id, None)
+
+    def deliver(self, result: StepResult) -> None:
+        consumers, ends, logprobs = self._consumers, result.ends, result.logprobs
+        for place, (request_id, token_id) in enumerate(zip(result.request_ids, result.token_ids, strict=True)):
+            end = ends.get(place) if ends else None
+            consumer = consumers.get(request_id) if end is None else consumers.pop(request_id, None)
+            if consumer is not None:
+                consumer(token_id, end, None if logprobs is None else logprobs[place])
+
+
+class DirectEngine:
+    """An engine whose step results are delivered on the thread that runs it."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._consumers = Consumers()
+
+    def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None:
+        self._client.submit(request, self._consumers.deliver, core)
+        self._consumers.add(request.request_id, consumer)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._client.cancel(request_id, reason)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self._client.finish(request_id, keep_tokens)
+
+
+class TextStage:
+    """The text of one choice: detokenizes it and finds its stop strings. A token leaves it when all its text does."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: frozenset[int], index: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._stop_ids = stop_ids
+        self._index = index
+        self.num_generated = 0
+        """Tokens that were computed; a stop string takes some of them out of the output again."""
+        self.num_settled = 0
+        """Tokens that were given out."""
+        self.has_ended = False
+        self.stop_string: str | None = None
+        """The stop string that ended it, if one did."""
+        self._ids: list[int] = []
+        """Tokens that were not given out yet..."""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._text = ""
+        """...and text that can't be part of a stop string, but belongs to them."""
+        self._num_given = 0
+        """Characters given out."""
         self._num_chars = 0
-        """Characters given to the stop matcher so far."""
-        self._num_shown = 0
+        """Characters given to the stop matcher."""
+        self._num_texts = 0
+        """Tokens given to the detokenizer."""
         self._ends: list[int] = []
-        """For each token with complete text, the number of characters up to its end: which ones are visible?"""
-        self._num_tokens = 0
+        """For each token with complete text, the number of characters up to its end."""
 
-    def push(self, output: GeneratedToken) -> TextDelta:
-        """The delta of a token or of the end. After a delta with a finish reason nothing more may come."""
-        is_stop_token = output.finish_reason is FinishReason.STOP and output.token_id in self._stop_ids
-        shown = ""
-        if output.token_id is not None and not is_stop_token:  # the stop token itself is not text
-            self._num_tokens += 1
-            shown = self._show(self._detokenizer.push(output.token_id))
-        if output.is_finished and self._stops.found is None:
-            shown += self._show(self._detokenizer.flush())
-            shown += self._stops.flush()
-        return self._delta(shown, output)
-
-    @property
-    def num_settled(self) -> int:
-        """Tokens whose text is all visible: no stop string can take them back."""
-        return bisect.bisect_right(self._ends, self._num_shown)
+    def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None = None) -> OutputDelta | None:
+        """What a token or the end of its request adds; None if that is nothing yet."""
+        if token_id is not None:
+            self.num_generated += 1
+            self._ids.append(token_id)
+            if self._logprobs is not None and logprobs is not None:
+                self._logprobs.append(logprobs)
+            is_stop_token = end is not None and end.finish_reason is FinishReason.STOP and token_id in self._stop_ids
+            if not is_stop_token:  # the stop token itself is not text
+                self._num_texts += 1
+                self._take(self._detokenizer.push(token_id))
+        if end is not None and self._stops.found is None:
+            self._take(self._detokenizer.flush())
+            self._text += self._stops.flush()
+        if self._stops.found is not None:
+            self.stop_string = self._stops.found
+            return self._end(End(FinishReason.STOP), self.stop_string, self._num_visible())
+        if end is not None:
+            stop_token = token_id if end.finish_reason is FinishReason.STOP else None
+            return self._end(end, stop_token, self.num_settled + len(self._ids))
+        settled = self._num_visible()
+        return self._give(settled, self._ends[settled - 1] - self._num_given) if settled > self.num_settled else None
 
     def num_chars(self, num_tokens: int) -> int:
         """Characters of the text up to the end of so many tokens; those at its very end may have none."""
         known = min(num_tokens, len(self._ends))
         return self._ends[known - 1] if known else 0
 
-    def _show(self, text: str) -> str:
-        """What may be seen of new text."""
+    def _take(self, text: str) -> None:
+        """New text: note where tokens end in it, and show what can't be part of a stop string."""
         self._num_chars += len(text)
-        num_complete = self._num_tokens - self._detokenizer.num_open
+        num_complete = self._num_texts - self._detokenizer.num_open
         self._ends += [self._num_chars] * (num_complete - len(self._ends))
-        shown = self._stops.push(text)
-        self._num_shown += len(shown)
-        return shown
+        self._text += self._stops.push(text)
 
-    def _delta(self, shown: str, output: GeneratedToken) -> TextDelta:
-        if self._stops.found is not None:
-            keep = bisect.bisect_right(self._ends, self._num_shown)
-            reason = FinishReason.STOP
-            return TextDelta(shown, output.token_id, reason, self._stops.found, None, output.logprobs, keep)
-        stop_token = output.token_id if output.finish_reason is FinishReason.STOP else None
-        return TextDelta(shown, output.token_id, output.finish_reason, stop_token, output.error, output.logprobs)
+    def _num_visible(self) -> int:
+        """Tokens whose text can all be seen."""
+        return bisect.bisect_right(self._ends, self._num_given + len(self._text))
+
+    def _give(self, num_tokens: int, num_chars: int) -> OutputDelta:
+        """The tokens up to this one, and so many more characters."""
+        count, offset = num_tokens - self.num_settled, self.num_settled
+        text, self._text = self._text[:num_chars], self._text[num_chars:]
+        ids, self._ids = self._ids[:count], self._ids[count:]
+        self.num_settled, self._num_given = num_tokens, self._num_given + num_chars
+        if self._logprobs is None:
+            return OutputDelta(self._index, text, ids, offset)
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        return OutputDelta(self._index, text, ids, offset, logprobs)
+
+    def _end(self, end: End, stop_reason: str | int | None, num_tokens: int) -> OutputDelta:
+        self.has_ended = True
+        rest = self._give(num_tokens, len(self._text))
+        return replace(rest, finish_reason=end.finish_reason.value, stop_reason=stop_reason, error=end.error)
+
+
+class Choice:
+    """One choice of a generation: the engine's request and the stage that its tokens go through."""
+
+    def __init__(self, generation: Generation, request: Request, stage: TextStage) -> None:
+        self._generation = generation
+        self.request = request
+        self.stage = stage
+        self.is_released = False
+        """Has the engine let go of the request? After a stop string that is some steps later than its end."""
+
+    def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
+        """The request's row of a step result."""
+        self.is_released = end is not None
+        if not self.stage.has_ended and (delta := self.stage.push(token_id, end, logprobs)) is not None:
+            self._generation.grow(self, delta)
+        if end is not None:
+            self._generation.release()
+
+
+class Generation:
+    """A user's request: n engine requests, from their start until the engine has let go of the last one."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        engine_id: str,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        hints: Hints,
+        timeout_s: float | None,
+        first_index: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        """Its caller's name for it; those of the engine's requests are longer."""
+        self.prompt = prompt
+        self.prompt_token_ids = ids
+        self.params = params
+        self.first_index = first_index
+        """Of its choices, where several generations answer one call."""
+        # A tokenizer may know ends that the model has no logit for.
+        ends = () if params.ignore_eos else (i for i in tokenizer.eos_ids if i < vocab_size)
+        stop_ids = frozenset((*params.stop_token_ids, *ends))
+        limits = Limits(
+            max_new_tokens=params.max_tokens or max_model_len,
+            min_new_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            timeout_s=timeout_s,
+        )
+        self.choices = [
+            Choice(
+                self,
+                Request(f"{engine_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
+                TextStage(tokenizer, params, stop_ids, first_index + i),
+            )
+            for i in range(params.n)
+        ]
+        self._engine: Engine | None = None
+        self._on_delta: Callable[[OutputDelta], None] = lambda _: None
+        self._on_release: Callable[[], None] = lambda: None
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        engine: Engine,
+        on_delta: Callable[[OutputDelta], None],
+        on_release: Callable[[], None] = lambda: None,
+        core: int | None = None,
+    ) -> None:
+        """Submit its requests. `on_release` is called once, when the engine has let go of all of them."""
+        self._engine, self._on_delta, self._on_release = engine, on_delta, on_release
+        for choice in self.choices:
+            engine.submit(choice.request, choice.push, core)
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End what has not ended; the last deltas come when the engine has let go of it."""
+        if self._engine is None:
+            return
+        for choice in self.choices:
+            if not choice.is_released:
+                with suppress(EngineDead):  # it is closing: the request has ended or is about to
+                    self._engine.cancel(choice.request.request_id, reason)
+
+    def grow(self, choice: Choice, delta: OutputDelta) -> None:
+        """A choice has something new. If that is a stop string, the engine is told to finish its request."""
+        if self._engine is not None and choice.stage.stop_string is not None and not choice.is_released:
+            with suppress(EngineDead):
+                self._engine.finish(choice.request.request_id, choice.stage.num_settled)
+        self._on_delta(replace(delta, usage=self.usage) if self.is_finished else delta)
+
+    def release(self) -> None:
+        """The engine has let go of a request."""
+        if all(choice.is_released for choice in self.choices):
+            self._on_release()
+
+    # -- what is known of it ------------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.stage.has_ended for choice in self.choices)
+
+    @property
+    def num_generated(self) -> int:
+        return sum(choice.stage.num_generated for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt_token_ids), self.num_generated, self.choices[0].request.num_cached)
+
+    @property
+    def cache(self) -> CacheVerdict | None:
+        """Why so much of the prompt was computed; None before it has started, or if the engine is another process."""
+        return self.choices[0].request.verdict
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """One for each prompt token, None for the first; None while they are not complete, or if nobody asked."""
+        request = self.choices[0].request
+        is_asked = self.params.prompt_logprobs is not None
+        if is_asked and (self.is_finished or len(request.prompt_logprobs) == len(self.prompt_token_ids) - 1):
+            return [None, *request.prompt_logprobs]
+        return None
+
+    # -- as one output that grows -------------------------------------------------------------------------------------
+
+    def new_output(self) -> RequestOutput:
+        """An output to fold its deltas into."""
+        outputs = [CompletionOutput(i, logprobs=self._no_logprobs()) for i in range(len(self.choices))]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.usage)
+
+    def _no_logprobs(self) -> list[TokenLogprobs] | None:
+        return None if self.params.logprobs is None else []
+
+    def fold(self, output: RequestOutput, delta: OutputDelta) -> None:
+        """Add a delta to the output so far."""
+        choice = output.outputs[delta.index - self.first_index]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        if choice.logprobs is not None and delta.logprobs is not None:
+            choice.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.is_failure:
+                output.error = delta.error or delta.finish_reason
+            output.finished = all(one.finish_reason is not None for one in output.outputs)
+        output.usage, output.cache = self.usage, self.cache
+        if output.prompt_logprobs is None:
+            output.prompt_logprobs = self.prompt_logprobs

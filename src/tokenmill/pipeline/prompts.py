@@ -6,28 +6,18 @@ import itertools
 import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tokenmill.contract import ModelInfo
-from tokenmill.engine.request import Draw, Hints, Limits, Request, check_request, context_overflow
-from tokenmill.errors import ContextOverflow, EngineDead, InvalidRequest, RequestFailed, TooManyTokens
-from tokenmill.outputs import (
-    ENDED_WELL,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    GeneratedToken,
-    RequestOutput,
-    Usage,
-)
+from tokenmill.engine.request import Hints, Limits, Request, check_request, context_overflow
+from tokenmill.errors import ContextOverflow, InvalidRequest, RequestFailed, TooManyTokens
+from tokenmill.outputs import ENDED_WELL, EmbeddingOutput, EmbeddingRequestOutput, End, Usage
 from tokenmill.params import Pooling, SamplingParams, token_ids
-from tokenmill.pipeline.output import OutputStream, TextDelta
+from tokenmill.pipeline.output import Generation
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
-from tokenmill.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -41,111 +31,6 @@ def callers_name(request_id: str) -> str:
     """What its caller called a request of the engine; all of it, if that said nothing."""
     name, is_named, _ = request_id.rpartition(OWN_NAME)
     return name if is_named else request_id
-
-
-@dataclass
-class Choice:
-    """One of a request's choices on its way: the engine's request, the text so far."""
-
-    request: Request
-    stream: OutputStream
-    output: CompletionOutput
-    num_generated: int = 0
-    """Tokens that were computed for it; a stop string takes some of them out of the output again."""
-
-
-class Generation:
-    """A user's request: n engine requests, and the `RequestOutput` that they fill."""
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        ids: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        *,
-        engine_id: str,
-        vocab_size: int,
-        max_model_len: int,
-        seed: int,
-        hints: Hints,
-        timeout_s: float | None,
-    ) -> None:
-        # A tokenizer may know ends that the model has no logit for.
-        ends = () if params.ignore_eos else (i for i in tokenizer.eos_ids if i < vocab_size)
-        stop_ids = frozenset((*params.stop_token_ids, *ends))
-        limits = Limits(
-            max_new_tokens=params.max_tokens or max_model_len,
-            min_new_tokens=params.min_tokens,
-            stop_ids=stop_ids,
-            timeout_s=timeout_s,
-        )
-        self.choices = [
-            Choice(
-                Request(f"{engine_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
-                OutputStream(tokenizer, params, stop_ids),
-                CompletionOutput(i, logprobs=None if params.logprobs is None else []),
-            )
-            for i in range(params.n)
-        ]
-        outputs = [choice.output for choice in self.choices]
-        self.output = RequestOutput(request_id, prompt, ids, outputs, Usage(len(ids), 0))
-
-    @property
-    def num_generated(self) -> int:
-        return sum(choice.num_generated for choice in self.choices)
-
-    def take(self, index: int, generated: GeneratedToken) -> TextDelta | None:
-        """Add what the engine gave for a choice; None if that choice has ended already."""
-        choice = self.choices[index]
-        if choice.output.finish_reason is not None:
-            return None
-        delta = choice.stream.push(generated)
-        output = choice.output
-        output.text += delta.text
-        if delta.token_id is not None:
-            output.token_ids.append(delta.token_id)
-            choice.num_generated += 1
-            if output.logprobs is not None and delta.logprobs is not None:
-                output.logprobs.append(delta.logprobs)
-        output.num_settled = choice.stream.num_settled
-        if delta.finish_reason is not None:
-            self._end(choice, delta)
-        if choice is self.choices[0] and self.output.prompt_logprobs is None:
-            self._take_prompt_logprobs(choice.request)
-        self.output.cache = self.choices[0].request.verdict
-        self.output.usage = Usage(
-            prompt_tokens=len(self.output.prompt_token_ids),
-            completion_tokens=self.num_generated,
-            cached_tokens=self.choices[0].request.num_cached,
-        )
-        return delta
-
-    def deliver(self, index: int, generated: GeneratedToken, finish: Callable[[str, int], None]) -> None:
-        """As `take`; if that finds a stop string, the engine is told to finish the request."""
-        delta = self.take(index, generated)
-        if delta is not None and delta.keep_tokens is not None and not generated.is_finished:
-            with suppress(EngineDead):  # it is closing: the request has ended or is about to
-                finish(generated.request_id, delta.keep_tokens)
-
-    def _end(self, choice: Choice, delta: TextDelta) -> None:
-        output = choice.output
-        output.finish_reason = delta.finish_reason.value if delta.finish_reason else None
-        output.stop_reason = delta.stop_reason
-        if delta.keep_tokens is not None:
-            del output.token_ids[delta.keep_tokens :]
-            if output.logprobs is not None:
-                del output.logprobs[delta.keep_tokens :]
-        if delta.finish_reason not in ENDED_WELL:
-            self.output.error = delta.error or output.finish_reason
-        output.num_settled = len(output.token_ids)
-        self.output.finished = all(one.output.finish_reason is not None for one in self.choices)
-
-    def _take_prompt_logprobs(self, request: Request) -> None:
-        is_asked = request.draw.params.prompt_logprobs is not None
-        if is_asked and (self.output.finished or len(request.prompt_logprobs) == len(self.output.prompt_token_ids) - 1):
-            self.output.prompt_logprobs = [None, *request.prompt_logprobs]
 
 
 class Intake:
@@ -166,6 +51,7 @@ class Intake:
         request_id: str | None = None,
         hints: Hints = Hints(),
         timeout_s: float | None = None,
+        first_index: int = 0,
     ) -> Generation:
         """A request for the tokens that follow a prompt; without parameters, the model's own."""
         params = self.text.sampling_params() if params is None else params
@@ -185,6 +71,7 @@ class Intake:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             hints=hints,
             timeout_s=timeout_s,
+            first_index=first_index,
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation
@@ -260,10 +147,10 @@ def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:
     return list(params)
 
 
-def embedding_output(request: Request, end: GeneratedToken, *, normalize: bool) -> EmbeddingRequestOutput:
+def embedding_output(request: Request, end: End, *, normalize: bool) -> EmbeddingRequestOutput:
     """What an embedding request came to; `RequestFailed` if it failed."""
     if end.finish_reason not in ENDED_WELL:
-        reason = end.finish_reason.value if end.finish_reason else None
+        reason = end.finish_reason.value
         raise RequestFailed(f"{request.request_id}: {end.error or reason}", finish_reason=reason)
     values = request.embedding
     length = math.sqrt(math.fsum(value * value for value in values)) if normalize else 1.0

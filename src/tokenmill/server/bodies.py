@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
-from tokenmill.server.calls import ClientGone, stop, while_there
 from tokenmill.server.errors import ApiError, log_failure, to_api_error
 from tokenmill.server.middleware import caller_of
+from tokenmill.server.streaming import ClientGone, stop, while_there
 from tokenmill.server.telemetry.figures import CLIENT_GONE
 from tokenmill.text.workers import TextWorkers
 

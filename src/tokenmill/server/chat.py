@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow
-from tokenmill.outputs import RequestOutput, TokenLogprobs, Usage
-from tokenmill.server.calls import Call
+from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
+from tokenmill.pipeline.output import Generation
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.deltas import Delta, counted, usage, whole
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ChatRequest
-from tokenmill.server.session_turns import SessionTurn, existing
-from tokenmill.server.sse import event
+from tokenmill.server.sse import event, to_json
+from tokenmill.server.streaming import Call, SessionSource, usage_of
 
 
-async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: ServerConfig) -> ChatAnswer:
+async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: ServerConfig) -> ChatWriter:
     """Check it, turn the messages into a prompt, and add its generation to the call."""
     body.check(config)
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     if body.session_id is not None:
         hints = {"timeout_s": call.timeout_s, "priority": body.priority}
         options = {"must_fit": not config.clamp_max_tokens, "request_id": call.next_name, **hints, **body.changes()}
-        turn = SessionTurn(model, existing(body.session_id), given=messages, **options)
-        call.follow(turn.outputs(), turn.cancel)
-        return ChatAnswer(call, body, model)
+        call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **options))
+        return ChatWriter(call, body, model)
     defaults = call.llm.get_default_sampling_params()
     params = body.sampling(defaults, logprobs=body.num_logprobs())
     options = body.template_options(config)
     ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len, config)
     call.generate(ids, params, messages)
-    return ChatAnswer(call, body, model)
+    return ChatWriter(call, body, model)
 
 
 def check_room(ids: Sequence[int], wanted: int | None, max_model_len: int, config: ServerConfig) -> None:
@@ -44,10 +42,20 @@ def check_room(ids: Sequence[int], wanted: int | None, max_model_len: int, confi
         raise ContextOverflow(context_overflow(max_model_len, len(ids), wanted))
 
 
-class ChatAnswer:
-    """One answer's identity, and its two forms."""
+def _existing(session_id: str) -> Callable[[], Awaitable[str]]:
+    """For a `SessionSource`: a session that is there."""
+
+    async def found() -> str:
+        return session_id
+
+    return found
+
+
+class ChatWriter:
+    """A chat completion: whole, or as chunks."""
 
     def __init__(self, call: Call, body: ChatRequest, model: ServedModel) -> None:
+        self._call = call
         self._body = body
         self._forms = model.forms
         self._head = {
@@ -59,70 +67,92 @@ class ChatAnswer:
         }
         if body.session_id is not None:
             self._head["session_id"] = body.session_id
+        self._is_plain = not body.wants_usage and not body.return_token_ids and body.num_logprobs() is None
+        """A chunk has nothing but its text, so that all around it is the same in each."""
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """For each choice, a plain chunk before and after its text."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Without streaming."""
         (output,) = outputs
         choices = []
         for choice in output.outputs:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
-            choices.append(self._choice(whole(choice), {"message": message}))
-        answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(outputs)}
-        return {**answer, **self._about_prompt(output)}
+            ending = OutputDelta(
+                choice.index, "", choice.token_ids, 0, choice.logprobs, finish_reason=choice.finish_reason
+            )
+            choices.append(self._choice(ending, {"message": message}))
+        usage = usage_of([output.usage])
+        about = self._about_prompt(self._call.generations[0])
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **about}
 
-    def opening(self, output: RequestOutput) -> bytes:
+    def opening(self) -> bytes:
         """The first chunk of each choice has its role."""
+        (generation,) = self._call.generations
         said = {"role": "assistant", "content": ""}
-        more = self._about_prompt(output)  # once
-        used = replace(output.usage, completion_tokens=0)  # the first token comes with the next chunk
+        more = self._about_prompt(generation)  # once
+        used = replace(generation.usage, completion_tokens=0)  # the first token comes with the next chunk
         chunks = []
-        for choice in output.outputs:
-            made = self._choice(Delta(choice.index, "", 0, [], None, None), {"delta": said})
-            chunks.append(self._chunk(made, used, **more))
+        for index in range(len(generation.choices)):
+            chunks.append(self._chunk(self._choice(OutputDelta(index), {"delta": said}), used, **more))
             more = {}
         return b"".join(chunks)
 
-    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:  # noqa: ARG002
+    def delta(self, delta: OutputDelta) -> bytes:
         """Text, and at the end the finish reason in a chunk of its own, with an empty delta."""
+        if self._is_plain and delta.finish_reason is None:
+            return self._plain(delta)
+        used = self._call.generations[0].usage
         if not delta.text:
-            return self._chunk(self._choice(delta, {"delta": {}}), output.usage)
+            return self._chunk(self._choice(delta, {"delta": {}}), used)
         said = self._choice(replace(delta, finish_reason=None), {"delta": {"content": delta.text}})
-        chunk = self._chunk(said, output.usage)
+        chunk = self._chunk(said, used)
         if delta.finish_reason is None:
             return chunk
-        end = replace(delta, text="", token_ids=[], logprobs=None)
-        return chunk + self._chunk(self._choice(end, {"delta": {}}), output.usage)
+        end = replace(delta, text="", token_ids=(), logprobs=None)
+        return chunk + self._chunk(self._choice(end, {"delta": {}}), used)
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+    def closing(self) -> bytes:
         """Usage, if it was asked for."""
-        return event({**self._head, "choices": [], "usage": usage(outputs)}) if self._body.wants_usage else b""
+        if not self._body.wants_usage:
+            return b""
+        usage = usage_of([generation.usage for generation in self._call.generations])
+        return event({**self._head, "choices": [], "usage": usage})
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
+    def _plain(self, delta: OutputDelta) -> bytes:
+        around = self._around.get(delta.index)
+        if around is None:
+            mark = "<text>"
+            chunk = self._chunk(self._choice(OutputDelta(delta.index), {"delta": {"content": mark}}), Usage(0, 0))
+            before, _, after = chunk.rpartition(to_json(mark).encode())
+            around = self._around[delta.index] = (before, after)
+        return around[0] + to_json(delta.text).encode() + around[1]
+
     def _chunk(self, choice: dict[str, Any], used: Usage, **more: Any) -> bytes:
         made = {**self._head, "choices": [choice], **more}
         if self._body.wants_usage:
-            made["usage"] = counted([used]) if self._body.wants_usage_always else None
+            made["usage"] = usage_of([used]) if self._body.wants_usage_always else None
         return event(made)
 
-    def _choice(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: OutputDelta, said: dict[str, Any]) -> dict[str, Any]:
         made = {
             "index": delta.index,
             **said,
             "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
-        return {**made, "token_ids": delta.token_ids} if self._body.return_token_ids else made
+        return {**made, "token_ids": list(delta.token_ids)} if self._body.return_token_ids else made
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def _logprobs(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
         return None if logprobs is None else {"content": self._forms.for_chat(token_ids, logprobs), "refusal": None}
 
-    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+    def _about_prompt(self, generation: Generation) -> dict[str, Any]:
         """Extensions: the prompt's ids and log-probabilities, if they were asked for."""
         about: dict[str, Any] = {}
         if self._body.return_token_ids:
-            about["prompt_token_ids"] = output.prompt_token_ids
-        if output.prompt_logprobs is not None:
-            about["prompt_logprobs"] = self._forms.for_prompt(output.prompt_token_ids, output.prompt_logprobs)
+            about["prompt_token_ids"] = generation.prompt_token_ids
+        if (logprobs := generation.prompt_logprobs) is not None:
+            about["prompt_logprobs"] = self._forms.for_prompt(generation.prompt_token_ids, logprobs)
         return about

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.outputs import RequestOutput, TokenLogprobs
-from tokenmill.server.calls import Call
+from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
+from tokenmill.pipeline.output import Generation
 from tokenmill.server.chat import check_room
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.deltas import Delta, usage, whole
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.sse import event
+from tokenmill.server.streaming import Call, usage_of
 
 Prompt = str | list[int]
 
 
 async def start_completions(
     call: Call, body: CompletionRequest, model: ServedModel, config: ServerConfig
-) -> CompletionAnswer:
+) -> CompletionWriter:
     """Check it, and add a generation for each prompt to the call."""
     body.check(config)
     prompts = as_prompts(body.prompt, config.max_prompts, "prompt")
@@ -34,7 +34,7 @@ async def start_completions(
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         check_room(ids, wanted, call.llm.max_model_len, config)
         call.generate(ids, params)
-    return CompletionAnswer(call, body, prompts, params.n, model)
+    return CompletionWriter(call, body, prompts, params.n, model)
 
 
 def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
@@ -47,12 +47,13 @@ def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
     return several
 
 
-class CompletionAnswer:
-    """The answer to one call: choice i of prompt p has the index p * n + i."""
+class CompletionWriter:
+    """The completions of one call: choice i of prompt p has the index p * n + i."""
 
     def __init__(
         self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt], n: int, model: ServedModel
     ) -> None:
+        self._call = call
         self._body = body
         self._prompts = prompts
         self._n = n
@@ -64,69 +65,75 @@ class CompletionAnswer:
             "model": body.model or model.name,
             "system_fingerprint": model.system_fingerprint,
         }
-        self._offsets: dict[tuple[int, int], int] = {}
-        """Characters of each choice that have been shown, where offsets are asked for."""
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice that have been shown."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Without streaming."""
         choices = [
-            self._choice(place, whole(choice), output)
+            OutputDelta(place * self._n + one.index, one.text, one.token_ids, 0, one.logprobs, one.finish_reason)
             for place, output in enumerate(outputs)
-            for choice in output.outputs
+            for one in output.outputs
         ]
-        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
+        usage = self._usage([output.usage for output in outputs])
+        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
 
-    def opening(self, output: RequestOutput) -> bytes:  # noqa: ARG002
+    def opening(self) -> bytes:
         return b""
 
-    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:
-        made = {**self._head, "choices": [self._choice(place, delta, output)]}
+    def delta(self, delta: OutputDelta) -> bytes:
+        made = {**self._head, "choices": [self._choice(delta)]}
         if self._body.wants_usage:
-            made["usage"] = self._usage([output]) if self._body.wants_usage_always else None
+            used = [self._call.generation_of(delta).usage]
+            made["usage"] = self._usage(used) if self._body.wants_usage_always else None
         return event(made)
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+    def closing(self) -> bytes:
         """Usage, if it was asked for."""
-        return event({**self._head, "choices": [], "usage": self._usage(outputs)}) if self._body.wants_usage else b""
+        if not self._body.wants_usage:
+            return b""
+        usage = self._usage([generation.usage for generation in self._call.generations])
+        return event({**self._head, "choices": [], "usage": usage})
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def _choice(self, place: int, delta: Delta, output: RequestOutput) -> dict[str, Any]:
-        is_first = delta.first_token == 0 and (place, delta.index) not in self._offsets
-        text, ids, scores = delta.text, delta.token_ids, list[TokenLogprobs | None](delta.logprobs or [])
+    def _choice(self, delta: OutputDelta) -> dict[str, Any]:
+        generation = self._call.generation_of(delta)
+        is_first = delta.index not in self._offsets
+        text, scores = delta.text, list[TokenLogprobs | None](delta.logprobs or [])
+        ids: Sequence[int] = delta.token_ids
         if self._body.scores_only:
             text, ids, scores = "", [], []
-        echo, before = "", self._offsets.get((place, delta.index), 0)
+        echo, before = "", self._offsets.get(delta.index, 0)
         if self._body.echo and is_first:
-            echo = self._echo(place, output)
-            ids = [*output.prompt_token_ids, *ids]
-            scores = [*(output.prompt_logprobs or []), *scores]
-        self._offsets[place, delta.index] = before + len(echo) + len(text)
+            echo = self._echo(delta, generation)
+            ids = [*generation.prompt_token_ids, *ids]
+            scores = [*(generation.prompt_logprobs or []), *scores]
+        self._offsets[delta.index] = before + len(echo) + len(text)
         made: dict[str, Any] = {
-            "index": place * self._n + delta.index,
+            "index": delta.index,
             "text": echo + text,
             "logprobs": None if self._body.logprobs is None else self._logprobs(ids, scores, before),
             "finish_reason": "length" if self._body.scores_only and delta.finish_reason else delta.finish_reason,
         }
         if self._body.return_token_ids:
-            made["token_ids"] = delta.token_ids
-            made["prompt_token_ids"] = output.prompt_token_ids if is_first else None
-        if self._body.prompt_logprobs is not None and is_first and output.prompt_logprobs is not None:
-            made["prompt_logprobs"] = self._forms.for_prompt(output.prompt_token_ids, output.prompt_logprobs)
+            made["token_ids"] = list(delta.token_ids)
+            made["prompt_token_ids"] = generation.prompt_token_ids if is_first else None
+        if self._body.prompt_logprobs is not None and is_first and generation.prompt_logprobs is not None:
+            made["prompt_logprobs"] = self._forms.for_prompt(generation.prompt_token_ids, generation.prompt_logprobs)
         return made
 
     def _logprobs(self, ids: Sequence[int], scores: Sequence[TokenLogprobs | None], before: int) -> dict[str, Any]:
         offsets = [before + offset for offset in self._forms.offsets(ids)[:-1]]
         return self._forms.for_completion(ids, scores, offsets)
 
-    def _echo(self, place: int, output: RequestOutput) -> str:
+    def _echo(self, delta: OutputDelta, generation: Generation) -> str:
         """The prompt's text: as it was given, or what its ids say."""
-        prompt = self._prompts[place]
-        return prompt if isinstance(prompt, str) else self._forms.join(output.prompt_token_ids)
+        prompt = self._prompts[delta.index // self._n]
+        return prompt if isinstance(prompt, str) else self._forms.join(generation.prompt_token_ids)
 
-    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        used = usage(outputs)
+    def _usage(self, used: Sequence[Usage]) -> dict[str, Any]:
+        usage = usage_of(used)
         if self._body.scores_only:
-            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
-        return used
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage

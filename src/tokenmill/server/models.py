@@ -33,8 +33,8 @@ from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.fit import Fit, plan_fit
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import ConfigError, TokenmillError
-from tokenmill.server.calls import OpenCalls
 from tokenmill.server.errors import ApiError, model_not_found, stopping
+from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.info import SessionLimits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
@@ -31,23 +31,21 @@ def openai_routes(served: Served) -> APIRouter:
         if body.session_id is not None and served.session(caller_of(http.scope), body.session_id)[0] is not model:
             raise ApiError(400, "the session is one with another model", param="model")
         with served.call(http, body, model, "chatcmpl-") as call:
-            answer = await start_chat(call, body, model, config)
-            return await call.stream(answer) if body.stream else JSONResponse(answer.whole(await call.finish()))
+            return await call.respond(await start_chat(call, body, model, config), stream=bool(body.stream))
 
     @api.post("/completions", responses=schemas.generated(schemas.Completion), tags=["generation"])
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
         model = await served.requested_model(body.model)
         with served.call(http, body, model, "cmpl-") as call:
-            answer = await start_completions(call, body, model, config)
-            return await call.stream(answer) if body.stream else JSONResponse(answer.whole(await call.finish()))
+            return await call.respond(await start_completions(call, body, model, config), stream=bool(body.stream))
 
     @api.post("/responses", responses=schemas.generated(schemas.ResponseObject), tags=["generation"])
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
         model = await served.requested_model(body.model)
         with served.call(http, body, model, "resp_") as call:
-            answer = await start_response(call, body, model, served.responses, config)
-            return await call.stream(answer) if body.stream else JSONResponse(answer.whole(await call.finish()))
+            writer = await start_response(call, body, model, served.responses, config)
+            return await call.respond(writer, stream=bool(body.stream))
 
     return api

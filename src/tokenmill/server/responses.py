@@ -9,25 +9,23 @@ import time
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.server.calls import Call
 from tokenmill.server.chat import check_room
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.deltas import Delta
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ResponsesRequest, Role
 from tokenmill.server.response_store import ResponseStore, StoredResponse
-from tokenmill.server.session_turns import SessionTurn
 from tokenmill.server.sse import event
+from tokenmill.server.streaming import Call, SessionSource, folded
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
 
 async def start_response(
     call: Call, body: ResponsesRequest, model: ServedModel, store: ResponseStore, config: ServerConfig
-) -> ResponseAnswer:
+) -> ResponseWriter:
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
     params = body.sampling(call.llm.get_default_sampling_params(), logprobs=body.num_logprobs)
@@ -38,12 +36,11 @@ async def start_response(
         check_room(ids, body.max_output_tokens, call.llm.max_model_len, config)
         call.generate(ids, params)
     else:
-        turn = _turn(call, body, model, store, messages, params, must_fit=not config.clamp_max_tokens)
-        call.follow(turn.outputs(), turn.cancel)
-    return ResponseAnswer(call, body, params.temperature, params.top_p, model)
+        call.follow(_answer(call, body, model, store, messages, params, must_fit=not config.clamp_max_tokens))
+    return ResponseWriter(call, body, params.temperature, params.top_p, model)
 
 
-def _turn(
+def _answer(
     call: Call,
     body: ResponsesRequest,
     model: ServedModel,
@@ -52,7 +49,7 @@ def _turn(
     params: SamplingParams,
     *,
     must_fit: bool,
-) -> SessionTurn:
+) -> SessionSource:
     """A session of its own for the answer: new, or a fork of the one it goes on from."""
     before, hints = None, call.hints
     if body.previous_response_id is not None:
@@ -81,7 +78,7 @@ def _turn(
     # All of a request's parameters are its own; the seed of an unseeded one is drawn anew.
     changes = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "attempt"}
     own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": call.next_name, **changes}
-    return SessionTurn(model, session, on_end=end, given=messages, must_fit=must_fit, **own)
+    return SessionSource(model.sessions, session, on_end=end, given=messages, must_fit=must_fit, **own)
 
 
 def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, str]]:
@@ -113,7 +110,7 @@ def as_message(item: Any, most_parts: int, param: str = "input") -> dict[str, st
     return {"role": role, "content": "".join(texts)}
 
 
-class ResponseAnswer:
+class ResponseWriter:
     """One response: whole, or as a sequence of numbered events."""
 
     def __init__(
@@ -126,9 +123,10 @@ class ResponseAnswer:
         self._model_name = body.model or model.name
         self._item_id = f"msg_{call.id.removeprefix('resp_')}"
         self._number = -1
+        self._deltas: list[OutputDelta] = []
+        """What was streamed: the last events repeat it."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Without streaming."""
         (output,) = outputs
         (choice,) = output.outputs
         status = "incomplete" if choice.finish_reason == "length" else "completed"
@@ -136,7 +134,7 @@ class ResponseAnswer:
 
     # -- as a stream --------------------------------------------------------------------------------------------------
 
-    def opening(self, output: RequestOutput | None = None) -> bytes:  # noqa: ARG002
+    def opening(self) -> bytes:
         begun = self._response("in_progress", [])
         item = {"type": "message", "id": self._item_id, "status": "in_progress", "role": "assistant", "content": []}
         return b"".join(
@@ -148,14 +146,15 @@ class ResponseAnswer:
             ]
         )
 
-    def delta(self, place: int, delta: Delta, output: RequestOutput) -> bytes:  # noqa: ARG002
+    def delta(self, delta: OutputDelta) -> bytes:
+        self._deltas.append(delta)
         if not delta.text:
             return b""
         scores = [] if delta.logprobs is None else self._forms.for_chat(delta.token_ids, delta.logprobs)
         return self._event("response.output_text.delta", **self._place(), delta=delta.text, logprobs=scores)
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
-        response = self.whole(outputs)
+    def closing(self) -> bytes:
+        response = self.whole(folded(self._call.generations, self._deltas))
         item = response["output"][0]
         part = item["content"][0]
         text = {"text": part["text"], "logprobs": part["logprobs"]}

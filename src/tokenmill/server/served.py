@@ -12,13 +12,13 @@ from starlette.requests import Request as HttpRequest
 
 from tokenmill.engine.request import Hints
 from tokenmill.errors import SessionNotFound
-from tokenmill.server.calls import Call, OpenCalls
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, stopping, unavailable
 from tokenmill.server.middleware import Caller, Gate, caller_of
 from tokenmill.server.models import Models, ModelSpec, ServedModel
 from tokenmill.server.requests import Hinted
 from tokenmill.server.response_store import ResponseStore
+from tokenmill.server.streaming import Call, OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import open_spans
 from tokenmill.session.info import SessionInfo, SessionLimits

@@ -29,7 +29,7 @@ from tokenmill.server.requests import (
 )
 from tokenmill.server.responses import as_message
 from tokenmill.server.served import Served
-from tokenmill.server.session_turns import AnswerStream, in_turn, read_event_id
+from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
 from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.info import SessionInfo
 from tokenmill.session.portable import MEDIA_TYPE
@@ -156,7 +156,7 @@ def session_routes(served: Served) -> APIRouter:
         given = None if body.input is None else as_input(body.input, config)
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
         live = await in_turn(http, model.sessions.answer(session_id, given=given, again=again, **options))
-        stream = AnswerStream(http, model, session_id, live)
+        stream = AnswerEvents(http, model.name, model.forms, session_id, live)
         served.note_call(caller_of(http.scope), model)
         return await stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
 
@@ -184,7 +184,7 @@ def session_routes(served: Served) -> APIRouter:
         seen = read_event_id(last_event_id)
         found = await model.sessions.last_answer(session_id, seen.request_id)
         seen.check(found)
-        return await AnswerStream(http, model, session_id, found).stream(seen.offset, config)
+        return await AnswerEvents(http, model.name, model.forms, session_id, found).stream(seen.offset, config)
 
     @api.post("/sessions/{session_id}/cancel", responses=one)
     async def cancel(http: Request, session_id: SessionId) -> Response:

@@ -6,11 +6,10 @@ import asyncio
 import secrets
 
 from tokenmill.engine.request import Hints, context_overflow
-from tokenmill.errors import AnswerLost, ContextOverflow, InvalidRequest, TokenmillError
-from tokenmill.outputs import ENDED_WELL, FinishReason
+from tokenmill.errors import AnswerLost, ContextOverflow, IntegrityError, InvalidRequest, TokenmillError
 from tokenmill.params import SamplingParams
 from tokenmill.session.explain import note_cost
-from tokenmill.session.live import LiveTurn
+from tokenmill.session.live import Answer
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.session import LastAnswer, Session, SessionState
 from tokenmill.session.upkeep import Upkeep, save
@@ -35,13 +34,12 @@ def begin_answer(
     hints: Hints,
     request_id: str | None,
     timeout_s: float | None,
-) -> LiveTurn:
+) -> Answer:
     """Ask the engine for an answer to a session's log."""
     name = request_id or f"answer-{secrets.token_hex(12)}"
     generation = loaded.intake.generation(session.log.tokens, params, name, hints, timeout_s)
-    live = LiveTurn(
+    live = Answer(
         generation,
-        loaded.client,
         lambda done: _finished(upkeep, loaded, session, done),
         upkeep.limits.stall_timeout_s,
         upkeep.limits.max_unread_bytes,
@@ -49,23 +47,24 @@ def begin_answer(
     if session.core not in loaded.cores_alive():  # its core is gone for good: it is a log, and goes on elsewhere
         loaded.routing.leave(session.core, session.system)
         session.core = loaded.routing.choose(session.system, loaded.cores_alive())
-    loaded.client.submit(generation.choices[0].request, live.hear, session.core)
+    live.start(loaded.bridge, session.core)
     session.live, session.state = live, SessionState.GENERATING
     return live
 
 
-def _finished(upkeep: Upkeep, loaded: LoadedModel, session: Session, live: LiveTurn) -> asyncio.Future[bool] | None:
+def _finished(upkeep: Upkeep, loaded: LoadedModel, session: Session, live: Answer) -> asyncio.Future[bool] | None:
     """The engine has let go of an answer, however it ended. It is over when it is in the store, if there is one."""
     if session.state is SessionState.ENDED or session.live is not live:
         live.durable = False if loaded.keeper is not None and session.options.is_kept else None
         return None
-    output = live.generation.output.outputs[0]
-    if live.undo is not None and not output.token_ids and FinishReason(output.finish_reason) not in ENDED_WELL:
+    if live.end is None:
+        raise IntegrityError(f"the engine has let go of answer {live.request_id} before its end")
+    if live.undo is not None and not live.token_ids and live.end.is_failure:
         live.undo()
-    params = live.generation.choices[0].request.draw.params
-    session.take_answer(output, params, loaded.opened.text.tokenizer)
-    if output.token_ids:
-        session.last_answer = LastAnswer(live.request_id, len(output.token_ids))
+    ending = (live.end.finish_reason, live.end.stop_reason)
+    session.take_answer(live.token_ids, *ending, live.generation.params, loaded.opened.text.tokenizer)
+    if live.token_ids:
+        session.last_answer = LastAnswer(live.request_id, len(live.token_ids))
     note_cost(session, live.generation, loaded.opened)
     upkeep.used(loaded, session)
     saving = save(loaded, session)
@@ -87,12 +86,12 @@ def no_answer(session: Session, request_id: str | None) -> TokenmillError:
     return AnswerLost(what, durable_offset=offset)
 
 
-def _settle(loaded: LoadedModel, session: Session, live: LiveTurn, durable: bool | None = None) -> None:
+def _settle(loaded: LoadedModel, session: Session, live: Answer, durable: bool | None = None) -> None:
     """An answer is over: the session is free for what comes next."""
     live.durable = durable
     if session.state is SessionState.ENDED or session.live is not live:
         return
-    session.live, session.answer = None, live.answer()
+    session.live, session.answer = None, live.kept()
     session.state = SessionState.APPENDING if session.is_unanswered else SessionState.IDLE
     loaded.master.note_free(session)
     if loaded.keeper is not None and session.options.is_kept:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from tokenmill.entrypoints.options import OpenedModel
 from tokenmill.outputs import CacheVerdict, Divergence
-from tokenmill.pipeline.prompts import Generation
+from tokenmill.pipeline.output import Generation
 from tokenmill.session.session import Session
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
@@ -108,10 +108,10 @@ def mark_before(session: Session) -> KVMark | None:
 def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> None:
     """An answer is over: remember what it cost, and what of the log has KV now."""
     request, weights, now = generation.choices[0].request, opened.model.weights_version, time.monotonic()
-    prompt = generation.output.prompt_token_ids
+    prompt = generation.prompt_token_ids
     if generation.num_generated:
         asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
-        cost = cost_of(session, generation.output.request_id, *asked)
+        cost = cost_of(session, generation.request_id, *asked)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
         session.mark = KVMark(len(session.log), session.core, weights, now)
         session.log.note_length()

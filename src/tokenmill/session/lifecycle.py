@@ -145,5 +145,5 @@ class Lifecycle:
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 for live in running:
-                    async for _ in live.read(live.num_settled):
+                    async for _ in live.read(len(live.token_ids)):
                         pass

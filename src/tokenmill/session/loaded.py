@@ -14,6 +14,7 @@ from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, SessionFileError, TokenmillError, TooManyTokens
+from tokenmill.pipeline.bridge import StepBridge
 from tokenmill.pipeline.prompts import Intake
 from tokenmill.session.explain import mark_before
 from tokenmill.session.fingerprint import Fingerprint, fingerprint
@@ -60,11 +61,13 @@ class LoadedModel:
                 raise ConfigError("the engine is made already; it takes no options")
             opened = self.opened = source.opened
             self.client: EngineClient = source.client
+            self.bridge = source.bridge
             self.routing = make_routing(policy, self.client.num_cores)
         else:
             opened = self.opened = open_for_engine(source, options)
             try:
                 self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
+                self.bridge = StepBridge(self.client)
                 self.routing = make_routing(policy, self.client.num_cores)
             except BaseException:
                 opened.close()

@@ -16,13 +16,14 @@ from tokenmill.engine.request import Hints
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
+from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session.answering import begin_answer, commit_prompt, no_answer
 from tokenmill.session.explain import TurnCost
 from tokenmill.session.fingerprint import Fingerprint
 from tokenmill.session.info import EndedSession, SessionInfo, SessionLimits, info_of
 from tokenmill.session.lifecycle import Lifecycle
-from tokenmill.session.live import Answer, Chunk, LiveTurn
+from tokenmill.session.live import Answer
 from tokenmill.session.loaded import LoadedModel
 from tokenmill.session.making import new_fork, new_name, new_session
 from tokenmill.session.master import TextWork
@@ -205,13 +206,13 @@ class SessionService:
 
     async def generate_stream(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncIterator[OutputDelta]:
         """The answer to what was put in, as it grows. `changes` are fields of `SamplingParams`, for this one only."""
         return (await self.answer(session_id, max_new_tokens, **changes)).read()
 
     async def regenerate(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncIterator[OutputDelta]:
         """Another answer in place of the last one; the same seed draws another."""
         return (await self.answer(session_id, max_new_tokens, again=True, **changes)).read()
 
@@ -227,7 +228,7 @@ class SessionService:
         timeout_s: float | None = None,
         priority: int | None = None,
         **changes: Any,
-    ) -> LiveTurn:
+    ) -> Answer:
         """The answer on its way, for whoever reads it; `generate_stream` and `regenerate` are made of it.
 
         `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
@@ -263,7 +264,7 @@ class SessionService:
             commit_prompt(loaded, session, params, must_fit)
             return params, before
 
-        def operation(session: Session, prepared: tuple[SamplingParams, tuple[Any, ...]]) -> LiveTurn:
+        def operation(session: Session, prepared: tuple[SamplingParams, tuple[Any, ...]]) -> Answer:
             if loaded.is_leaving:
                 raise EngineDead("the model is being closed")
             params, before = prepared
@@ -274,20 +275,20 @@ class SessionService:
             return live
 
         work = TextWork(self._upkeep.texts, num_chars(given), take_in)
-        return await loaded.master.ask(session_id, operation, undo=LiveTurn.cancel, prepare=work)
+        return await loaded.master.ask(session_id, operation, undo=Answer.cancel, prepare=work)
 
-    async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[Chunk]:
+    async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[OutputDelta]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
         return (await self.last_answer(session_id)).read(offset)
 
-    async def last_answer(self, session_id: str, request_id: str | None = None) -> LiveTurn | Answer:
+    async def last_answer(self, session_id: str, request_id: str | None = None) -> Answer:
         """The running answer, or the last one that is over; `request_id` names it for a caller who has seen some of it.
 
         `AnswerLost` if it was made by a process before this one: only its log is there.
         """
         loaded = self._model()
 
-        def operation(session: Session) -> LiveTurn | Answer:
+        def operation(session: Session) -> Answer:
             self._upkeep.used(loaded, session)
             found = session.live or session.answer
             if found is None:
@@ -299,7 +300,7 @@ class SessionService:
     async def cancel_generate(self, session_id: str) -> bool:
         """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
 
-        def operation(session: Session) -> LiveTurn | None:
+        def operation(session: Session) -> Answer | None:
             if session.live is not None:
                 session.live.cancel()
             return session.live
@@ -307,7 +308,7 @@ class SessionService:
         live = await self._model().master.ask(session_id, operation, at_once=True)
         if live is None:
             return False
-        async for _ in live.read(live.num_settled):
+        async for _ in live.read(len(live.token_ids)):
             pass
         return True
 

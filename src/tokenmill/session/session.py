@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
-from tokenmill.outputs import CompletionOutput
 from tokenmill.params import SamplingParams, token_ids
 from tokenmill.session.sampling import differences
 from tokenmill.session.turns import TokenLog, Turn
@@ -25,7 +24,7 @@ from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.session.explain import KVMark, TurnCost
-    from tokenmill.session.live import Answer, LiveTurn
+    from tokenmill.session.live import Answer
     from tokenmill.session.master import Command
 
 EMPTY_BYTES = 1024
@@ -136,7 +135,7 @@ class Session:
         self.num_forks = 0
         self.attempt = 0
         """Counts regenerations, so that each draws anew."""
-        self.live: LiveTurn | None = None
+        self.live: Answer | None = None
         """The answer on its way."""
         self.answer: Answer | None = None
         """The last one that is over, for readers who come back."""
@@ -410,19 +409,26 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def take_answer(self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def take_answer(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
         """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
-        if not output.token_ids:
+        if not token_ids:
             return  # it was ended before it said anything: its input is still to be answered
-        stop = output.stop_reason if isinstance(output.stop_reason, int) else None
+        stop = stop_reason if isinstance(stop_reason, int) else None
         is_replayable = not self.log.turns or self.log.turns[-1].is_replayable
         begin, said = self._answer_so_far()
-        ids = [*self.log.tokens[begin:], *output.token_ids]
+        ids = [*self.log.tokens[begin:], *token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
         changes = differences(params, self.options.sampling)
-        turn = Turn("answer", (message,), begin + len(ids), stop, output.finish_reason, changes, is_replayable)
-        self.log.add(len(self.log), output.token_ids, turn)
+        turn = Turn("answer", (message,), begin + len(ids), stop, finish_reason, changes, is_replayable)
+        self.log.add(len(self.log), token_ids, turn)
 
     def _answer_so_far(self) -> tuple[int, str]:
         """Take back the answer that was cut short: where its ids begin, or where they end and what they say."""

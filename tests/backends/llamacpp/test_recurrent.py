@@ -14,7 +14,7 @@ from tokenmill import LLM, SamplingParams, SessionService
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.errors import Unsupported
-from tokenmill.session.live import Chunk
+from tokenmill.outputs import OutputDelta
 from tokenmill.text.tokenizer import ByteTokenizer
 
 LIMITS = BackendLimits(num_cells=256, max_seqs=1000, num_threads=1)
@@ -76,7 +76,7 @@ async def talk(path: Path, fresh: LLM) -> None:
     assert reused > 0
 
 
-async def answer(service: SessionService, name: str, *, stop_at: int | None, cancels: bool) -> list[Chunk]:
+async def answer(service: SessionService, name: str, *, stop_at: int | None, cancels: bool) -> list[OutputDelta]:
     more: dict[str, Any] = {} if stop_at is None else {"stop_token_ids": (stop_at,)}
     stream = await service.generate_stream(name, **(more | ({"max_tokens": 100} if cancels else {})))
     chunks = [await anext(stream)]

@@ -18,7 +18,6 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
-from tokenmill.server.calls import Call, together
 from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -27,7 +26,7 @@ from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from tokenmill.server.served import Served
-from tokenmill.server.session_turns import in_turn
+from tokenmill.server.streaming import Call, in_turn, together
 
 AT_A_TIME = 16
 """Inputs of one request that are in the engine at the same time."""

@@ -22,7 +22,7 @@ from tokenmill.server.middleware import Caller, caller_of
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
 from tokenmill.server.served import Served
-from tokenmill.server.sse import EventStream, event
+from tokenmill.server.sse import EventStream, PieceEvents, event
 from tokenmill.server.telemetry.hub import Found, Telemetry
 from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
 from tokenmill.server.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -142,14 +142,9 @@ def engine_routes(served: Served) -> APIRouter:
     ) -> Response:
         """The same as a stream of events: a snapshot of each core, then every step and every change."""
         names = telemetry.names.seen_by(caller_of(http.scope).key)
-        timeouts = {"keep_alive_s": config.keep_alive_s, "send_timeout_s": config.send_timeout_s}
-        return EventStream(_follow(telemetry, names, pace_s), _nothing, **timeouts)
+        return EventStream(PieceEvents(_follow(telemetry, names, pace_s)), config)
 
     return api
-
-
-async def _nothing() -> None:
-    """What is to be done at a stream's end is done by it."""
 
 
 def _scheduler(telemetry: Telemetry, names: ShowName) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from functools import partial
 
 from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.engine.timeline import Timeline
-from tokenmill.entrypoints.async_llm import AsyncLLM, Bell
+from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import EngineDead, Unsupported
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server.telemetry.figures import SHORT_S, CoreFigures, Tally, Traffic
@@ -58,7 +58,6 @@ class Telemetry:
         """(key, x-request-id) -> the names of what it ran."""
         self._deliveries: OrderedDict[str, Delivery] = OrderedDict()
         """By the name of what it ran."""
-        self._bell: Bell | None = None
         self._stopping: str | None = None
         self._lock = threading.RLock()
         """Around what models and readers there are."""
@@ -169,10 +168,7 @@ class Telemetry:
     @contextmanager
     def following(self, pace_s: float = PACE_S) -> Iterator[Reader]:
         """A reader of all models' events, each core's after a snapshot of it; it looks once in `pace_s`."""
-        loop = asyncio.get_running_loop()
-        if self._bell is None or self._bell.loop is not loop:
-            self._bell = Bell(loop)
-        reader = Reader(self._bell, pace_s)
+        reader = Reader(asyncio.get_running_loop(), pace_s)
         if self._stopping is not None:
             reader.end(self._stopping)
         try:

@@ -32,8 +32,8 @@ from tokenmill.engine.request import NO_ROW
 from tokenmill.engine.stats import CoreSnapshot, ParkedTokens, ParkedView, SlotView, WaitingView
 from tokenmill.engine.timeline import Timeline, Timelines
 from tokenmill.engine.view import CoreView
-from tokenmill.entrypoints.async_llm import Bell
 from tokenmill.outputs import FinishReason
+from tokenmill.pipeline.bridge import LoopSignal
 from tokenmill.server.telemetry.figures import CoreFigures, Rates, RateView
 
 Json = dict[str, Any]
@@ -285,12 +285,12 @@ class Reader:
     reader costs little, and what it sees is always right.
     """
 
-    def __init__(self, bell: Bell, pace_s: float = PACE_S, max_unread: int = MAX_UNREAD) -> None:
-        self._bell = bell
+    def __init__(self, loop: asyncio.AbstractEventLoop, pace_s: float = PACE_S, max_unread: int = MAX_UNREAD) -> None:
         self._pace_s = pace_s
         self._max_unread = max_unread
         self._told: deque[Told] = deque()
         self._filled = asyncio.Event()
+        self._signal = LoopSignal(loop, self._filled.set)
         self._is_rung = False
         self._took_at = 0.0
         self.is_behind = False
@@ -308,7 +308,7 @@ class Reader:
             self._told.append(told)
         if not self._is_rung:
             self._is_rung = True
-            self._bell.ring(self._filled)
+            self._signal.notify()
 
     def end(self, why: str) -> None:
         """On the loop: nothing more will come."""

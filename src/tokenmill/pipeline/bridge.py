@@ -1,0 +1,142 @@
+"""From the engine's threads to an event loop: each step result crosses once, with one wakeup for all its requests.
+
+`StepBridge.submit` is for an event loop; a request's rows are handed to its consumer on that loop, for stateless
+requests and for the answers of sessions alike. The client behind it may have its engine on threads or in a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from tokenmill.engine.client import EngineClient
+from tokenmill.engine.request import Request
+from tokenmill.errors import InvalidRequest
+from tokenmill.outputs import FinishReason, OutputDelta, StepResult, joined
+from tokenmill.pipeline.output import Consumer, Consumers, Generation
+
+
+class LoopSignal:
+    """Runs a callback on an event loop, from any thread: once for all that was notified since it last ran."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._is_on_its_way = False
+
+    def notify(self) -> None:
+        if not self._is_on_its_way:
+            self._is_on_its_way = True
+            try:
+                self._loop.call_soon_threadsafe(self._run)
+            except RuntimeError:
+                return  # the loop is closed: nobody reads any more
+
+    def _run(self) -> None:
+        self._is_on_its_way = False  # before the callback: what comes now is notified again
+        self._callback()
+
+
+class _LoopEnd:
+    """The bridge's end on one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.consumers = Consumers()
+        self._results: deque[StepResult] = deque()
+        self._signal = LoopSignal(loop, self._deliver)
+
+    def put(self, result: StepResult) -> None:
+        """On a thread of the engine."""
+        self._results.append(result)
+        self._signal.notify()
+
+    def _deliver(self) -> None:
+        while self._results:
+            self.consumers.deliver(self._results.popleft())
+
+
+class StepBridge:
+    """An engine's requests, for any number of event loops."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._ends: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopEnd] = WeakKeyDictionary()
+
+    def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None:
+        """Start a request; its consumer is called on the running loop."""
+        loop = asyncio.get_running_loop()
+        end = self._ends.get(loop)
+        if end is None:
+            end = self._ends[loop] = _LoopEnd(loop)
+        if request.request_id in end.consumers:
+            raise InvalidRequest(f"request {request.request_id} is running already")
+        end.consumers.add(request.request_id, consumer)
+        try:
+            self._client.submit(request, end.put, core)
+        except BaseException:
+            end.consumers.remove(request.request_id)
+            raise
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._client.cancel(request_id, reason)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self._client.finish(request_id, keep_tokens)
+
+
+class DeltaQueue:
+    """Deltas that their reader has not taken yet. For one event loop, and one reader."""
+
+    def __init__(self) -> None:
+        self._deltas: list[OutputDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: OutputDelta) -> None:
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[OutputDelta]:
+        """All there is, at least one; at most one for each choice."""
+        while not self._deltas:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        if len(deltas) == 1:
+            return deltas
+        by_choice: dict[int, list[OutputDelta]] = {}
+        for delta in deltas:
+            by_choice.setdefault(delta.index, []).append(delta)
+        return [joined(own) for own in by_choice.values()]
+
+
+class EngineStream:
+    """Generations that one reader follows together; they start when it reads."""
+
+    def __init__(self, bridge: StepBridge, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+        self._bridge = bridge
+        self._queue = DeltaQueue()
+        self._has_started = False
+        self._num_left = sum(len(generation.choices) for generation in generations)
+
+    async def take(self) -> list[OutputDelta]:
+        """What is new, at most one delta for each choice; nothing once all of them have ended."""
+        if not self._has_started:
+            self._has_started = True
+            for generation in self.generations:
+                generation.start(self._bridge, self._queue.put)
+        if not self._num_left:
+            return []
+        deltas = await self._queue.take()
+        self._num_left -= sum(delta.finish_reason is not None for delta in deltas)
+        return deltas
+
+    def cancel(self) -> None:
+        for generation in self.generations:
+            generation.cancel()

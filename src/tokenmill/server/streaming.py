@@ -1,0 +1,672 @@
+"""From deltas to the client: what one HTTP request generates, sent whole or as server-sent events.
+
+An endpoint makes a `Call`, gives it a source of deltas (generations of the engine, or an answer of a session) and has a
+`Writer` put them into its own words. Whatever happens on the way, nothing is left running: a client that leaves, in the
+queue, in prefill or in between two tokens, cancels. Sessions' own streams are the exception: they can be resumed, so
+there a client that leaves ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from tokenmill.engine.request import Hints
+from tokenmill.entrypoints.async_llm import AsyncLLM
+from tokenmill.errors import IntegrityError
+from tokenmill.outputs import FinishReason, OutputDelta, RequestOutput, Usage, joined
+from tokenmill.params import SamplingParams
+from tokenmill.pipeline.output import Generation
+from tokenmill.server.config import ServerConfig
+from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
+from tokenmill.server.middleware import Caller, caller_of
+from tokenmill.server.sse import DONE, EventStream, disconnected, event
+from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
+from tokenmill.server.tokens import TokenForms
+from tokenmill.session.explain import message_at
+from tokenmill.session.live import Answer
+from tokenmill.session.service import SessionService
+from tokenmill.text.messages import Message
+from tokenmill.text.workers import TextWorkers
+
+T = TypeVar("T")
+LOOKED_AT, MORE_LOOKED_AT = 1024, 512
+"""Tokens of a prompt up to where it leaves what was known, and beyond, among which the message is looked for."""
+END = "end"
+"""In an event's id, instead of a number of tokens: there is nothing after it."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
+    """Tokens of all of them together, as OpenAI counts them."""
+    prompt = sum(one.prompt_tokens for one in used)
+    completion = sum(one.completion_tokens for one in used)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+# -- where deltas come from -------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """The deltas of a call. Nothing runs before the first `take`."""
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        """Known when there is a delta."""
+        ...
+
+    async def take(self) -> list[OutputDelta]:
+        """What is new, at most one delta for each choice; nothing once all have ended."""
+        ...
+
+    def cancel(self) -> None:
+        """End it: its last deltas say so."""
+        ...
+
+    async def close(self) -> None:
+        """Nobody reads any more: what has not ended is cancelled."""
+        ...
+
+
+class EngineSource:
+    """Generations of an engine."""
+
+    def __init__(self, llm: AsyncLLM, generations: Sequence[Generation]) -> None:
+        self._llm = llm
+        self._stream = llm.open_stream(generations)
+        self.generations = generations
+        self.take = self._stream.take
+        self.cancel = self._stream.cancel
+
+    async def close(self) -> None:
+        self._llm.close_stream(self._stream)
+
+
+class SessionSource:
+    """The answer of a session to new messages. A client that leaves ends it."""
+
+    def __init__(
+        self,
+        sessions: SessionService,
+        session: Callable[[], Awaitable[str]],
+        *,
+        on_end: Callable[[str, bool], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._sessions = sessions
+        self._session = session
+        """Finds or makes the session, when the answer is first asked for: what is never asked for leaves none."""
+        self._on_end = on_end
+        """Told the session's name, and whether there was an answer."""
+        self._options = options
+        self._session_id: str | None = None
+        self._asking: asyncio.Future[Answer] | None = None
+        self._answer: Answer | None = None
+        self._deltas: AsyncIterator[OutputDelta] | None = None
+        self._is_cancelled = False
+        self.generations: Sequence[Generation] = ()
+
+    async def take(self) -> list[OutputDelta]:
+        """Waits until the session has time for it."""
+        if self._deltas is None:
+            self._asking = asyncio.ensure_future(self._ask())
+            self._deltas = (await self._begun(self._asking)).read()
+        delta = await anext(self._deltas, None)
+        return [] if delta is None else [delta]
+
+    async def _ask(self) -> Answer:
+        self._session_id = await self._session()
+        answer = self._answer = await self._sessions.answer(self._session_id, **self._options)
+        self.generations = [answer.generation]
+        return answer
+
+    async def _begun(self, asking: asyncio.Future[Answer]) -> Answer:
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            if self._is_cancelled:  # by its name; whoever reads has not been
+                raise cancelled() from None
+            raise
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._answer is not None:
+            self._answer.cancel()
+        elif self._asking is not None:
+            self._asking.cancel()
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            await stop(self._asking)
+        if self._answer is not None and not self._answer.is_over:
+            self._answer.cancel()
+        if self._on_end is not None and self._session_id is not None:
+            answer = self._answer
+            is_whole = answer is not None and answer.is_over and answer.end is not None and answer.end.is_complete
+            self._on_end(self._session_id, is_whole)
+            self._on_end = None
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """An endpoint's words for a call's deltas. Events are whole."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer without streaming."""
+        ...
+
+    def opening(self) -> bytes:
+        """Before everything else, when there is something to say."""
+        ...
+
+    def delta(self, delta: OutputDelta) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes: ...
+
+
+class OpenCalls:
+    """The calls that run now, by every name that their clients know them by."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+
+    def add(self, call: Call) -> None:
+        self._calls.add(call)
+
+    def remove(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    def of(self, llm: AsyncLLM) -> int:
+        """How many of them use this model."""
+        return sum(call.llm is llm for call in self._calls)
+
+    def cancel(self, name: str, key: str) -> int:
+        """Cancel the calls of this name that were made with the same API key; how many there were."""
+        found = [call for call in self._calls if name in call.names and call.caller.key == key]
+        for call in found:
+            call.cancel()
+        return len(found)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+class Call:
+    """What one HTTP request generates: owns it until the last byte is sent or the client has gone."""
+
+    def __init__(
+        self,
+        http: HttpRequest,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        calls: OpenCalls,
+        texts: TextWorkers,
+        prefix: str,
+        hints: Hints,
+        timeout_s: float,
+    ) -> None:
+        self.caller: Caller = caller_of(http.scope)
+        self.id = f"{prefix}{secrets.token_hex(16)}"
+        self.caller.call_id = self.id
+        self.names = frozenset({self.id, self.caller.request_id})
+        self.created = int(time.time())
+        self.llm = llm
+        self.hints = hints
+        self.timeout_s = timeout_s
+        self._http = http
+        self._config = config
+        self._calls = calls
+        self._texts = texts
+        self._planned: list[Generation] = []
+        self._messages: Sequence[Message] | None = None
+        """What its prompt was made of, if it is a chat's."""
+        self._source: Source | None = None
+        self._is_cancelled = False
+        self._work: asyncio.Future[Any] | None = None
+        """What is no generation, and is cancelled by itself."""
+        self._is_streaming = False
+
+    def __enter__(self) -> Call:
+        self._calls.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_streaming:  # a stream goes on after its endpoint has returned
+            self._calls.remove(self)
+
+    # -- before it runs -----------------------------------------------------------------------------------------------
+
+    async def tokens(self, work: Callable[[], T]) -> T:
+        """Turn what the request says into tokens: on another thread, if that may be much."""
+        num_bytes = self.caller.body_bytes
+        if self._texts.runs_inline(num_bytes):
+            return work()
+        return await self.do(asyncio.ensure_future(self._texts.run(num_bytes, work)))
+
+    def generate(self, prompt: list[int], params: SamplingParams, messages: Sequence[Message] | None = None) -> None:
+        """Add a generation; it starts when it is read. `messages` are what the prompt was made of."""
+        self._messages = messages
+        index = sum(len(generation.choices) for generation in self._planned)
+        more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index}
+        self._planned.append(self.llm.generation(prompt, params, self.next_name, **more))
+
+    @property
+    def next_name(self) -> str:
+        """What the engine is to call the next generation."""
+        return f"{self.id}/{len(self._planned)}"
+
+    def follow(self, source: Source) -> None:
+        """Read the deltas of another source than the engine itself."""
+        self._source = source
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        return self._planned if self._source is None else self._source.generations
+
+    def generation_of(self, delta: OutputDelta) -> Generation:
+        """Which of its generations a delta belongs to."""
+        return self.generations[delta.index // len(self.generations[0].choices)]
+
+    def cancel(self) -> None:
+        """End it, whatever it is doing."""
+        self._is_cancelled = True
+        if self._work is not None:
+            self._work.cancel()
+        if self._source is not None:
+            self._source.cancel()
+
+    def _check_cancelled(self) -> None:
+        """Nothing starts after a cancel."""
+        if self._is_cancelled:
+            raise cancelled()
+
+    # -- its answer ---------------------------------------------------------------------------------------------------
+
+    async def respond(self, writer: Writer, *, stream: bool) -> Response:
+        """The response of its endpoint."""
+        self._check_cancelled()
+        if self._source is None:
+            self._source = EngineSource(self.llm, self._planned)
+        if stream:
+            return await self._streamed(writer, self._source)
+        return JSONResponse(writer.whole(await self._finish(self._source)))
+
+    async def _finish(self, source: Source) -> list[RequestOutput]:
+        """All answers, whole; if one of them fails the others are cancelled."""
+        reading = asyncio.ensure_future(self._all(source))
+        try:
+            await while_there(self._http, reading)
+            return folded(source.generations, reading.result())
+        finally:
+            await stop(reading)
+            await self.close()
+
+    async def _all(self, source: Source) -> list[OutputDelta]:
+        found: list[OutputDelta] = []
+        deltas = await self._begin(source)
+        while deltas:
+            found += deltas
+            for delta in deltas:
+                self.note(delta)
+                if delta.is_failure:
+                    raise _failure(delta)
+            deltas = await source.take()
+        return found
+
+    async def _begin(self, source: Source) -> list[OutputDelta]:
+        """Its first deltas, unless it was cancelled when there was nothing yet that could have been ended."""
+        self._check_cancelled()
+        return await source.take()
+
+    async def _streamed(self, writer: Writer, source: Source) -> EventStream:
+        """The status is sent with the first delta, or after a while without one: from then on errors are events."""
+        first = asyncio.ensure_future(self._begin(source))
+        try:
+            await while_there(self._http, first, timeout_s=self._config.keep_alive_s)
+            if first.done():
+                _raise_if_refused(first.result())
+        except BaseException:
+            await stop(first)
+            await self.close()
+            raise
+        self._is_streaming = True
+        return EventStream(_CallEvents(self, writer, source, first), self._config)
+
+    async def do(self, work: asyncio.Future[T]) -> T:
+        """The result of work that is no generation."""
+        self._check_cancelled()
+        self._work = work
+        try:
+            await while_there(self._http, work)
+            if work.cancelled():
+                self._check_cancelled()
+            return work.result()
+        finally:
+            await stop(work)
+
+    # -- accounts -----------------------------------------------------------------------------------------------------
+
+    def note(self, delta: OutputDelta) -> None:
+        if self.caller.first_token_at is None and delta.token_ids:
+            self.caller.first_token_at = time.monotonic()
+
+    async def close(self) -> None:
+        """It is over: end what still runs, and charge what it has cost."""
+        self._calls.remove(self)
+        source = self._source
+        if source is None:
+            return
+        await source.close()
+        for generation in source.generations:
+            if generation.num_generated or generation.is_finished:
+                self.caller.charge(generation.usage)
+                self._note_difference(generation)
+
+    def _note_difference(self, generation: Generation) -> None:
+        """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
+        divergence = None if generation.cache is None else generation.cache.divergence
+        if self._messages is None or divergence is None or divergence.at > LOOKED_AT:
+            return
+        tokenizer, ids = self.llm.get_tokenizer(), generation.prompt_token_ids
+        place = len(tokenizer.decode(ids[: divergence.at], skip_special=False))
+        text = tokenizer.decode(ids[: divergence.at + MORE_LOOKED_AT], skip_special=False)
+        number = message_at(self._messages, text, place)
+        if number is not None:
+            self.caller.differs_in = (number, str(self._messages[number]["role"]))
+
+
+class _CallEvents:
+    """A call's deltas as a writer's events."""
+
+    def __init__(self, call: Call, writer: Writer, source: Source, first: asyncio.Future[list[OutputDelta]]) -> None:
+        self._call = call
+        self._writer = writer
+        self._source = source
+        self._first: asyncio.Future[list[OutputDelta]] | None = first
+        self._begin = first
+        self._silent: dict[int, OutputDelta] = {}
+        """Of each choice, deltas without text: they are told with the next that has some."""
+        self._is_over = False
+
+    async def take(self) -> bytes:
+        while not self._is_over:
+            try:
+                if piece := await self._next():
+                    return piece
+            except Exception as error:  # the status has been sent: the error goes into the stream
+                told = to_api_error(error)
+                log_failure(told, error)
+                self._call.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
+                self._is_over = True
+                return self._writer.failed(told) + DONE
+        return b""
+
+    async def _next(self) -> bytes:
+        """Events of what is new; of deltas without text there are none yet."""
+        first, self._first = self._first, None
+        deltas = await (self._source.take() if first is None else first)
+        if first is not None:
+            _raise_if_refused(deltas)
+        elif not deltas:
+            self._is_over = True
+            await self._source.close()  # what is stored is there before its client hears of it
+            return self._writer.closing() + DONE
+        piece = b"" if first is None else self._writer.opening()
+        for delta in deltas:
+            self._call.note(delta)
+            if delta.index in self._silent:
+                delta = joined([self._silent.pop(delta.index), delta])
+            if delta.is_failure:
+                return piece + self._failed(delta)
+            if delta.text or delta.finish_reason is not None:
+                piece += self._writer.delta(delta)
+            else:
+                self._silent[delta.index] = delta
+        return piece
+
+    def _failed(self, delta: OutputDelta) -> bytes:
+        """A choice that has failed has no end of its own: the stream has, and it is an error."""
+        piece = self._writer.delta(replace(delta, finish_reason=None)) if delta.text else b""
+        error = _failure(delta)
+        log_failure(error, error)
+        self._call.caller.outcome = Outcome.CANCELLED if error.status == CLIENT_GONE else Outcome.FAILED
+        self._is_over = True
+        return piece + self._writer.failed(error) + DONE
+
+    async def close(self) -> None:
+        await stop(self._begin)
+        await self._call.close()
+
+
+def folded(generations: Sequence[Generation], deltas: Iterable[OutputDelta]) -> list[RequestOutput]:
+    """Whole outputs: the sums of the deltas."""
+    outputs, num_choices = [generation.new_output() for generation in generations], len(generations[0].choices)
+    for delta in deltas:
+        place = delta.index // num_choices
+        generations[place].fold(outputs[place], delta)
+    return outputs
+
+
+def _failure(delta: OutputDelta) -> ApiError:
+    """The error of a choice that has failed."""
+    num_tokens = delta.offset + len(delta.token_ids)
+    error = ended_badly(delta.finish_reason or "", delta.error or delta.finish_reason, num_tokens)
+    if error is None:
+        raise IntegrityError(f"{delta.finish_reason} is no failure")
+    return error
+
+
+def _raise_if_refused(deltas: Sequence[OutputDelta]) -> None:
+    """Raise if one has failed before anything was said: then there is nothing to stream."""
+    if not any(delta.text for delta in deltas):
+        for delta in deltas:
+            if delta.is_failure:
+                raise _failure(delta)
+
+
+# -- sessions' own streams --------------------------------------------------------------------------------------------
+
+
+class AnswerEvents:
+    """The events of a session's answer. Each has an id: a client that was cut off goes on after the last one it saw.
+
+    A client that leaves ends nothing. The answer goes on, and ends by itself if nobody comes back for it.
+    """
+
+    def __init__(self, http: HttpRequest, model: str, forms: TokenForms, session_id: str, answer: Answer) -> None:
+        self._http = http
+        self._caller = caller_of(http.scope)
+        self._caller.call_id = answer.request_id
+        self._answer = answer
+        self._forms = forms
+        self._head = {
+            "id": answer.request_id,
+            "object": "session.chunk",
+            "session_id": session_id,
+            "model": model,
+        }
+        self._deltas: AsyncIterator[OutputDelta] | None = None
+        """None: there is nothing more to read."""
+        self._first: asyncio.Future[OutputDelta] | None = None
+        self._is_over = False
+
+    async def whole(self) -> dict[str, Any]:
+        """Without streaming. A cancelled answer is one; one that has failed is an error."""
+        reading = asyncio.ensure_future(_all_of(self._answer.read()))
+        try:
+            await while_there(self._http, reading)
+            whole = joined(reading.result())
+        finally:
+            await stop(reading)
+        self._note(whole)
+        _raise_if_silent(whole)
+        if (error := _unwanted(whole)) is not None:
+            raise error
+        return {**self._shape(whole), "object": "session.answer"}
+
+    async def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
+        """From a token on; None: from its end. What can be refused is refused before the first byte."""
+        if offset is not None:
+            self._deltas = self._answer.read(offset)
+            first = self._first = asyncio.ensure_future(anext(self._deltas))
+            try:
+                await while_there(self._http, first, config.keep_alive_s)
+                if first.done() and not first.result().offset:
+                    _raise_if_silent(first.result())
+            except BaseException:
+                await stop(first)
+                raise
+        return EventStream(self, config)
+
+    async def take(self) -> bytes:
+        if self._is_over:
+            return b""
+        if self._deltas is None:
+            self._is_over = True
+            return DONE
+        first, self._first = self._first, None
+        delta = await (anext(self._deltas) if first is None else first)
+        self._note(delta)
+        piece = self._event(delta)
+        if delta.finish_reason is not None:
+            self._is_over = True
+            piece += DONE
+        return piece
+
+    async def close(self) -> None:
+        if self._first is not None:
+            await stop(self._first)
+
+    def _note(self, delta: OutputDelta) -> None:
+        """It is read for the caller, on its account."""
+        if delta.token_ids and self._caller.first_token_at is None:
+            self._caller.first_token_at = time.monotonic()
+        if delta.usage is not None:
+            self._caller.charge(delta.usage)
+
+    def _event(self, delta: OutputDelta) -> bytes:
+        shape, place = self._shape(delta), delta.offset + len(delta.token_ids)
+        if (error := _unwanted(delta)) is not None:  # the status has been sent
+            log_failure(error, error)
+            self._caller.outcome = Outcome.FAILED
+            shape |= error.body()
+        is_end = delta.finish_reason is not None
+        return event(shape, event_id=f"{self._answer.request_id}:{END if is_end else place}")
+
+    def _shape(self, delta: OutputDelta) -> dict[str, Any]:
+        scores = delta.logprobs
+        return {
+            **self._head,
+            "text": delta.text,
+            "token_ids": list(delta.token_ids),
+            "offset": delta.offset,
+            "logprobs": None if scores is None else self._forms.for_chat(delta.token_ids, scores),
+            "finish_reason": delta.finish_reason,
+            "usage": None if delta.usage is None else usage_of([delta.usage]),
+            "durable": delta.durable,
+        }
+
+
+async def _all_of(deltas: AsyncIterator[OutputDelta]) -> list[OutputDelta]:
+    return [delta async for delta in deltas]
+
+
+def _unwanted(delta: OutputDelta) -> ApiError | None:
+    """The error of an answer that has failed. That it was cancelled is no failure: somebody wanted it."""
+    is_failure = delta.is_failure and delta.finish_reason != FinishReason.CANCELLED.value
+    return _failure(delta) if is_failure else None
+
+
+def _raise_if_silent(delta: OutputDelta) -> None:
+    """Raise if an answer has failed, or was cancelled, before its first token: then there is nothing to tell."""
+    if delta.is_failure and not delta.token_ids:
+        raise _failure(delta)
+
+
+@dataclass(frozen=True)
+class EventId:
+    """The last event that a client has seen."""
+
+    request_id: str | None
+    """Of the answer; None: whichever is the last one."""
+    offset: int | None
+    """The token after it; None if it was the end."""
+
+    def check(self, answer: Answer) -> None:
+        if self.request_id not in (None, answer.request_id):
+            what = "the session has another answer by now; read it from the beginning, or see its turns"
+            raise ApiError(409, what, code="answer_replaced", param="Last-Event-ID")
+
+
+def read_event_id(header: str | None) -> EventId:
+    """A Last-Event-ID; without one a client has seen nothing."""
+    if header is None:
+        return EventId(None, 0)
+    name, _, place = header.rpartition(":")
+    is_end = place == END
+    if not name or (not is_end and (not place.isdecimal() or len(place) > 9)):
+        raise ApiError(400, "Last-Event-ID is not one of ours", param="Last-Event-ID")
+    return EventId(name, None if is_end else int(place))
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+
+async def in_turn(http: HttpRequest, operation: Awaitable[T]) -> T:
+    """Do something with a session when its turn comes; a client that leaves before that has changed its mind."""
+    doing = asyncio.ensure_future(operation)
+    try:
+        await while_there(http, doing)
+        return doing.result()
+    finally:
+        await stop(doing)
+
+
+async def while_there(http: HttpRequest, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
+    leaving = asyncio.ensure_future(disconnected(http.receive))
+    waited_for: set[asyncio.Future[Any]] = {work, leaving}
+    try:
+        await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            await stop(work)
+            raise ClientGone
+    finally:
+        await stop(leaving)
+
+
+async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; when one fails, or nobody waits any more, the others have ended before this does."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def stop(task: asyncio.Future[Any]) -> None:
+    """Cancel it, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
