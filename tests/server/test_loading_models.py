@@ -186,7 +186,7 @@ def test_models_that_nobody_uses_make_room_and_others_do_not() -> None:
 # -- the suite can fail -----------------------------------------------------------------------------------------------
 
 
-EACH_LOADS_ITS_OWN = PlantedBug("each loads its own", Models, "load", "place.loading is None", "True")
+EACH_LOADS_ITS_OWN = PlantedBug("each loads its own", Models, "load", "entry.loading is None", "True")
 
 
 def test_loading_it_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

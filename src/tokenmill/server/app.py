@@ -147,8 +147,8 @@ class Server(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         models = self.served.models
-        names = ", ".join(place.spec.name for place in models.places)
-        first = ", ".join(place.spec.name for place in models.places if place.spec.at_start) or "nothing yet"
+        names = ", ".join(entry.spec.name for entry in models.entries)
+        first = ", ".join(entry.spec.name for entry in models.entries if entry.spec.at_start) or "nothing yet"
         say(f"loading {first}; {where} answers 503 until then")
         began = time.monotonic()
         loading = asyncio.ensure_future(self._load_first())
@@ -173,16 +173,16 @@ class Server(uvicorn.Server):
 
     async def _load_first(self) -> None:
         """One after the other: each has to fit beside those before it."""
-        for place in self.served.models.places:
-            if place.spec.at_start:
+        for entry in self.served.models.entries:
+            if entry.spec.at_start:
                 try:
-                    await self.served.models.load(place)
+                    await self.served.models.load(entry)
                 except ApiError as error:
                     raise ModelLoadError(error.message) from None
 
     async def _unload_idle(self) -> None:
         """Look now and then for models that nobody uses."""
-        limits = [place.spec.keep_alive_s for place in self.served.models.places]
+        limits = [entry.spec.keep_alive_s for entry in self.served.models.entries]
         given = [limit for limit in limits if limit is not None]
         while given:
             await asyncio.sleep(max(MIN_LOOK_S, min(given) / 4))

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 ANY_NAME = "*"
-"""As a name of the only model of a server: clients may call it what they like."""
+"""As a name of a server's only model: clients may use any name."""
 T = TypeVar("T")
 
 
@@ -55,17 +55,17 @@ class ModelSpec:
     """A model that can be served."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     load: Callable[[], AsyncLLM]
     """Opens it; runs on a thread."""
     fit: Callable[[], Fit] | None = None
-    """What it would take in memory; None: not known before it is loaded."""
+    """Its memory requirements; None if they are unknown before it is loaded."""
     aliases: frozenset[str] = frozenset()
-    """Other names; `ANY_NAME` stands for all that there are."""
+    """Other names; `ANY_NAME` matches every name."""
     keep_alive_s: float | None = None
-    """Unloaded when it was not used for so long; None: never."""
+    """Idle seconds after which it is unloaded; None: never."""
     at_start: bool = True
-    """Loaded when the server starts, or when it is first asked for?"""
+    """Load it at startup, or on first use?"""
 
 
 class State(Enum):
@@ -75,7 +75,7 @@ class State(Enum):
 
 
 class ServedModel:
-    """A model that is loaded: its engine, and the sessions that share it. Made on a thread: its files are read."""
+    """A loaded model: its engine, and the sessions that share it. Created on a thread, as it reads files."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ServedModel:
 
     @property
     def system_fingerprint(self) -> str:
-        """The same as long as the same request gives the same answer: the model's files, and replaced weights."""
+        """Changes when the same request may give another answer: with the model's files, and with replaced weights."""
         version = self.llm.opened.model.weights_version
         return f"{self._fingerprint}_{version}" if version else self._fingerprint
 
@@ -104,15 +104,15 @@ class ServedModel:
         await self.llm.close()
 
 
-class Place:
-    """Where a model is, or will be."""
+class ModelEntry:
+    """A model of the server, loaded or not."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.model: ServedModel | None = None
         self.loading: asyncio.Task[ServedModel] | None = None
         self.num_waiting = 0
-        """Requests that wait for it to load: it is in use as soon as it is loaded."""
+        """Requests that wait for it to load. They count as users, so that it is not unloaded before they run."""
 
     @property
     def state(self) -> State:
@@ -122,7 +122,7 @@ class Place:
 
 
 class Models:
-    """For the event loop's thread."""
+    """All models of a server. Runs on the event loop."""
 
     def __init__(
         self,
@@ -138,68 +138,68 @@ class Models:
         self._limits = limits
         self._store = store
         self._texts = texts
-        self._places: dict[str, Place] = {}
+        self._entries: dict[str, ModelEntry] = {}
         self._names: dict[str, str] = {}
         """Every name and alias -> the model's own name."""
         self._memory = asyncio.Lock()
-        """Around loading and unloading: each is planned with what the others have left."""
+        """Serializes loading and unloading: each is planned with the memory that the others leave free."""
         self._closing = asyncio.Event()
         self.after_change: Callable[[], None] = lambda: None
         """Called on a thread when a model was loaded or unloaded."""
         for spec in specs:
             self.add(spec)
 
-    def add(self, spec: ModelSpec) -> Place:
-        """One more that can be served."""
+    def add(self, spec: ModelSpec) -> ModelEntry:
+        """Add a model."""
         for name in (spec.name, *spec.aliases):
             if name in self._names:
                 raise ConfigError(f"two models are called {name!r}")
             self._names[name] = spec.name
-        place = self._places[spec.name] = Place(spec)
-        if ANY_NAME in self._names and len(self._places) > 1:
-            raise ConfigError(f"the model name {ANY_NAME!r} is for a server with one model, not {len(self._places)}")
-        return place
+        entry = self._entries[spec.name] = ModelEntry(spec)
+        if ANY_NAME in self._names and len(self._entries) > 1:
+            raise ConfigError(f"the model name {ANY_NAME!r} is for a server with one model, not {len(self._entries)}")
+        return entry
 
     # -- which there are ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     @property
-    def places(self) -> list[Place]:
-        return list(self._places.values())
+    def entries(self) -> list[ModelEntry]:
+        return list(self._entries.values())
 
     @property
     def loaded(self) -> list[ServedModel]:
-        return [place.model for place in self._places.values() if place.model is not None]
+        return [entry.model for entry in self._entries.values() if entry.model is not None]
 
-    def place(self, name: str | None) -> Place:
-        """Where the model of this name is; the first one, where none is named."""
-        own = next(iter(self._places)) if name is None else self._names.get(name, self._names.get(ANY_NAME))
+    def entry(self, name: str | None) -> ModelEntry:
+        """The model of this name, loaded or not; the first one if no name is given."""
+        own = next(iter(self._entries)) if name is None else self._names.get(name, self._names.get(ANY_NAME))
         if own is None:
             raise model_not_found(name or "")
-        return self._places[own]
+        return self._entries[own]
 
     async def use(self, name: str | None) -> ServedModel:
-        """The model of this name, for a request; loaded now, if it is not."""
-        place = self.place(name)
-        model = place.model or await self._loaded(place)
+        """The model of this name, for a request; loaded first if it is not."""
+        entry = self.entry(name)
+        model = entry.model or await self._loaded(entry)
         model.last_used = time.monotonic()
         return model
 
-    async def _loaded(self, place: Place) -> ServedModel:
+    async def _loaded(self, entry: ModelEntry) -> ServedModel:
         """A model that is not loaded, once it is. The log says why it could not be loaded; the client is not told."""
-        place.num_waiting += 1
+        entry.num_waiting += 1
         try:
-            return await self._while_open(self.load(place))
+            return await self._while_open(self.load(entry))
         except TokenmillError as error:
-            what = f"{place.spec.name} can't be loaded"
+            what = f"{entry.spec.name} can't be loaded"
             raise ApiError(503, what, "server_error", "model_load_failed", cause=str(error)) from None
         finally:
-            place.num_waiting -= 1
+            entry.num_waiting -= 1
 
     async def _while_open(self, loading: Coroutine[Any, Any, ServedModel]) -> ServedModel:
-        """Whoever still waits for a model when the server stops is told so."""
+        """Fail requests that wait for a model when the server stops."""
         waiting, closing = asyncio.ensure_future(loading), asyncio.ensure_future(self._closing.wait())
         either: set[asyncio.Future[Any]] = {waiting, closing}
         try:
@@ -213,27 +213,27 @@ class Models:
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    async def load(self, place: Place) -> ServedModel:
-        """Load it, unless it is; whoever else wants it waits for the same. An `ApiError` if it does not fit."""
-        if place.model is not None:
-            return place.model
-        if place.loading is None:
-            place.loading = asyncio.create_task(self._load(place), name=f"tokenmill-load-{place.spec.name}")
-        return await asyncio.shield(place.loading)
+    async def load(self, entry: ModelEntry) -> ServedModel:
+        """Load it unless it is loaded; concurrent callers share one load. Raises an `ApiError` if it does not fit."""
+        if entry.model is not None:
+            return entry.model
+        if entry.loading is None:
+            entry.loading = asyncio.create_task(self._load(entry), name=f"tokenmill-load-{entry.spec.name}")
+        return await asyncio.shield(entry.loading)
 
-    async def _load(self, place: Place) -> ServedModel:
+    async def _load(self, entry: ModelEntry) -> ServedModel:
         try:
             async with self._memory:
-                await self._make_room(place.spec)
+                await self._make_room(entry.spec)
                 began = time.monotonic()
-                llm = await asyncio.wrap_future(on_a_thread(place.spec.load))
+                llm = await asyncio.wrap_future(on_a_thread(entry.spec.load))
                 if self._closing.is_set():
                     await llm.close()
                     raise stopping()
                 # On a thread: the model's files are read for its fingerprint.
                 try:
                     shared = (self._limits, self._store, self._texts)
-                    model = await asyncio.to_thread(ServedModel, place.spec, llm, *shared)
+                    model = await asyncio.to_thread(ServedModel, entry.spec, llm, *shared)
                 except BaseException:
                     await llm.close()
                     raise
@@ -241,16 +241,16 @@ class Models:
                     await model.close()
                     raise stopping()
                 model.sessions.watch_idle()
-                place.model = model
-                await asyncio.to_thread(self._telemetry.attach, place.spec.name, llm)
+                entry.model = model
+                await asyncio.to_thread(self._telemetry.attach, entry.spec.name, llm)
                 await asyncio.to_thread(self.after_change)
-                log.info("loaded %s in %.1f s", place.spec.name, time.monotonic() - began)
+                log.info("loaded %s in %.1f s", entry.spec.name, time.monotonic() - began)
                 return model
         finally:
-            place.loading = None
+            entry.loading = None
 
     async def _make_room(self, spec: ModelSpec) -> None:
-        """See whether it fits; models that may be unloaded make room for it."""
+        """Check that it fits; unload idle models that may be unloaded until it does."""
         if spec.fit is None:
             return
         fit = await asyncio.to_thread(spec.fit)
@@ -261,19 +261,19 @@ class Models:
             raise ApiError(507, does_not_fit(spec.name, fit.plan, fit.free_bytes), "server_error", "out_of_memory")
 
     def _unused(self) -> list[ServedModel]:
-        """Models that may go, and that nobody uses: no request, no session."""
+        """Models that may be unloaded and have no requests or sessions."""
         return [one for one in self.loaded if one.spec.keep_alive_s is not None and not self.users(one)]
 
     def users(self, model: ServedModel) -> int:
-        """Requests and sessions of a model."""
-        return self._calls.of(model.llm) + len(model.sessions) + self._places[model.name].num_waiting
+        """Number of requests and sessions of a model."""
+        return self._calls.of(model.llm) + len(model.sessions) + self._entries[model.name].num_waiting
 
     # -- unloading ----------------------------------------------------------------------------------------------------
 
-    async def unload(self, place: Place, *, force: bool = False) -> bool:
-        """Unload it; was it loaded? While it has requests or sessions only by `force`, which ends them."""
+    async def unload(self, entry: ModelEntry, *, force: bool = False) -> bool:
+        """Unload it; was it loaded? With requests or sessions it takes `force`, which ends them."""
         async with self._memory:
-            model = place.model
+            model = entry.model
             if model is None:
                 return False
             if not force and (count := self.users(model)):
@@ -283,14 +283,14 @@ class Models:
             return True
 
     async def _unload(self, model: ServedModel) -> None:
-        self._places[model.name].model = None
+        self._entries[model.name].model = None
         await asyncio.to_thread(self._telemetry.detach, model.name)
         await model.close()
         await asyncio.to_thread(self.after_change)
         log.info("unloaded %s", model.name)
 
     async def unload_idle(self) -> list[str]:
-        """Unload what nobody has used for long enough; their names."""
+        """Unload models that were idle for their `keep_alive_s`; returns their names."""
         names = []
         async with self._memory:
             while idle := self._idle():  # looked at anew each time: requests come meanwhile
@@ -299,7 +299,7 @@ class Models:
         return names
 
     def _idle(self) -> list[ServedModel]:
-        """Models whose time is over; it begins when the last request or session has gone."""
+        """Models that were idle for their `keep_alive_s`, counted from the end of the last request or session."""
         now = time.monotonic()
         for model in self.loaded:
             if self.users(model):
@@ -325,7 +325,7 @@ def does_not_fit(name: str, plan: MemoryPlan, free_bytes: int) -> str:
 
 
 def on_a_thread(work: Callable[[], T]) -> Future[T]:
-    """Do some work on a thread that nobody has to wait for."""
+    """Run some work on a daemon thread: shutdown does not wait for it."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # it can't be cancelled: its result may come when nobody waits any more
 
@@ -353,12 +353,12 @@ DEFAULTS_SHOWN = (
 """Sampling parameters whose defaults `/v1/models` shows."""
 
 
-def describe(place: Place, created: int) -> dict[str, Any]:
+def describe(entry: ModelEntry, created: int) -> dict[str, Any]:
     """A model, as `/v1/models` shows it."""
-    name, model = place.spec.name, place.model
+    name, model = entry.spec.name, entry.model
     about: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "tokenmill", "root": name}
     length = None if model is None else model.llm.max_model_len
-    about |= {"max_model_len": length, "status": place.state.value, "aliases": sorted(place.spec.aliases)}
+    about |= {"max_model_len": length, "status": entry.state.value, "aliases": sorted(entry.spec.aliases)}
     sampling = None if model is None else model.llm.get_default_sampling_params()
     return {**about, "default_sampling_params": sampling and {name: getattr(sampling, name) for name in DEFAULTS_SHOWN}}
 
@@ -367,7 +367,7 @@ def describe(place: Place, created: int) -> dict[str, Any]:
 
 
 def _plain_type(kind: Any) -> Any:
-    """Of a table, that it is one; what is in it is checked by whoever reads it. A whole number is a number, too."""
+    """The type to check in TOML: of a container only that it is one; an integer is a valid float."""
     return (int, float) if kind is float else get_origin(kind) or kind
 
 
@@ -378,7 +378,7 @@ OPTIONS = {
     for name, kind in get_type_hints(EngineOptions).items()
     if name not in ("tokenizer", "config")
 }
-"""Settings that are the engine's."""
+"""Engine settings."""
 
 
 def named(given: str) -> tuple[str, str]:
@@ -392,7 +392,7 @@ def named(given: str) -> tuple[str, str]:
 
 
 def short_name(path: str) -> str:
-    """What a model is called, if nobody says otherwise."""
+    """The default name of a model."""
     return Path(path).name if "/" in path else path
 
 
@@ -429,7 +429,7 @@ def spec(
 
 
 def read_catalogue(path: Path, options: Mapping[str, Any], keep_alive_s: float | None = None) -> list[ModelSpec]:
-    """The models of a TOML file; `options` and `keep_alive_s` hold where it says nothing."""
+    """The models of a TOML file; `options` and `keep_alive_s` are its defaults."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

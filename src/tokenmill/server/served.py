@@ -79,7 +79,7 @@ class Served:
     async def requested_model(self, name: str | None) -> ServedModel:
         """The model that a request of OpenAI's API names, or the only one where it names none."""
         if name is None and not (self.config.default_model and len(self.models) == 1):
-            names = ", ".join(place.spec.name for place in self.models.places)
+            names = ", ".join(entry.spec.name for entry in self.models.entries)
             raise ApiError(400, f"model is missing; this server has {names:.200}", param="model")
         return await self.models.use(name)
 

@@ -45,7 +45,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.get("/models", responses={200: {"model": schemas.ModelList}, **schemas.errors(401, 503)})
     async def list_models() -> Response:
         """The models that can be named, loaded or not."""
-        data = [describe(place, served.started) for place in models.places]
+        data = [describe(entry, served.started) for entry in models.entries]
         return JSONResponse({"object": "list", "data": data})
 
     @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
@@ -53,20 +53,20 @@ def model_routes(served: Served) -> APIRouter:
         """Load a model that the server knows, if it fits. One that is loaded stays as it is."""
         _check_admin(caller_of(http.scope), config)
         await served.models.use(body.model)
-        return JSONResponse(describe(models.place(body.model), served.started))
+        return JSONResponse(describe(models.entry(body.model), served.started))
 
     @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
     async def unload_model(http: Request, body: UnloadModel) -> Response:
         """Unload a model: its memory is free. The next request for it loads it again."""
         _check_admin(caller_of(http.scope), config)
-        place = models.place(body.model)
-        await models.unload(place, force=bool(body.force))
-        return JSONResponse(describe(place, served.started))
+        entry = models.entry(body.model)
+        await models.unload(entry, force=bool(body.force))
+        return JSONResponse(describe(entry, served.started))
 
     @api.get("/models/{name:path}", responses={**about_one, **schemas.errors(401, 404, 503)})
     async def get_model(name: str) -> Response:
         """One of them."""
-        return JSONResponse(describe(models.place(name), served.started)) if name else await list_models()
+        return JSONResponse(describe(models.entry(name), served.started)) if name else await list_models()
 
     return api
 
