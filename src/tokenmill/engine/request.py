@@ -161,10 +161,11 @@ class Request:
         self._array = _checked_array(request_id, self.tokens)
 
     def token_array(self) -> IntArray:
-        """The log as an array; made anew only when it has grown."""
-        if len(self._array) != len(self.tokens):
-            self._array = np.array(self.tokens, dtype=np.int32)
-        return self._array
+        """The log as an array. Only what is new in it is converted: most of a long prompt never changes."""
+        known = len(self._array)
+        if known < len(self.tokens):
+            self._array = np.concatenate([self._array, np.array(self.tokens[known:], dtype=np.int32)])
+        return self._array[: len(self.tokens)]
 
     @property
     def output(self) -> list[int]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tokenmill.contract import ModelInfo
+import numpy as np
+
+from tokenmill.contract import IntArray, ModelInfo
 from tokenmill.engine.request import Hints, Limits, Request, check_request, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import ENDED_WELL, EmbeddingOutput, EmbeddingRequestOutput, End, Usage
@@ -19,7 +21,7 @@ from tokenmill.pipeline.output import Generation
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | IntArray | Mapping[str, Any]
 """A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
@@ -115,7 +117,10 @@ class Intake:
         with self._within_context():
             return self.text.tokenizer.encode(prompt, limit=self._max_model_len)
 
-    def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+    def _checked_ids(self, prompt: Sequence[int] | IntArray) -> list[int]:
+        if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1:
+            ids: list[int] = prompt.tolist()  # of a session's log; `check_request` looks at all of them at once
+            return ids
         if isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is looked at
             raise ContextOverflow(context_overflow(self._max_model_len, len(prompt), 1))
         return list(token_ids("prompt", prompt))
