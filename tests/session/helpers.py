@@ -32,7 +32,8 @@ def make_service(
     depth: int = 0, *, num_workers: int = 1, cells: int = 4096, max_seqs: int = 64, **options: Any
 ) -> SessionService:
     """A service whose engine has so many cells and sequence ids."""
-    model = FakeModel(FakeConfig(vocab_size=258, max_context=1024, block_size=4, depth=depth))
+    sizes = {"vocab_size": 258, "max_context": 1024, **options.pop("model", {})}
+    model = FakeModel(FakeConfig(**sizes, block_size=4, depth=depth))
     config = options.pop("config", EngineConfig(max_num_seqs=min(8, max_seqs)))
     limits = options.pop("limits", SessionLimits(stall_timeout_s=None))
     client = None

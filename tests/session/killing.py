@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.contract import ModelHandle
 from tokenmill.params import SamplingParams
 from tokenmill.session import store as store_module
+from tokenmill.session.log import SharedList
+from tokenmill.session.record import SessionRecord
 from tokenmill.session.store import SessionStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -163,12 +165,14 @@ def acknowledge_what_is_not_committed() -> None:
 
 def write_turns_again() -> None:
     """A planted bug: a turn that is there is written once more."""
-    write = store_module._write_turns
+    write = SessionStore._write
 
-    def twice(connection: Any, name: str, turns: list[str]) -> None:
-        write(connection, name, turns if len(turns) < 4 else [*turns[:-2], *turns[-4:-2], *turns[-2:]])
+    def twice(store: SessionStore, connection: Any, record: SessionRecord, fingerprint: str) -> None:
+        turns = record.turns[:]
+        again = turns if len(turns) < 4 else [*turns[:-2], *turns[-4:-2], *turns[-2:]]
+        write(store, connection, replace(record, turns=SharedList(again)), fingerprint)
 
-    store_module._write_turns = twice
+    SessionStore._write = twice  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.outputs import CacheVerdict, Loss
 from tokenmill.session import keeping
 from tokenmill.session.explain import MOST_TURNS, Cause, KVMark, TurnCost, cost_of, in_words, message_at
-from tokenmill.session.turns import TokenLog, Turn
+from tokenmill.session.log import TokenLog, Turn
 
 LONG = "words " * 20
 
@@ -263,8 +264,7 @@ def test_one_token_without_kv_is_no_eviction(num_same: int, num_cached: int, cau
 
     async def play(service: SessionService) -> None:
         session = service._model().master.find(await new(service))
-        session.log.add(0, list(range(30)), Turn("input", (), 30))
-        session.log.low = num_same
+        session.log = replace(TokenLog().added(0, list(range(30)), Turn("input", (), 30)), low=num_same)
         session.mark = KVMark(20, session.core, 0, 5.0)
         verdict = CacheVerdict(num_cached, loss=Loss(6.0, "room", "other", "", 20))
         asked = ("request", list(range(30)), num_cached, verdict, 0, 7.0, service._model().opened.text.tokenizer)
@@ -288,7 +288,7 @@ BUGS = {
         "nobody is blamed", KVManager, "_note_loss", "None if reason != ROOM else self.serving", "None"
     ): test_an_eviction_is_named_with_when_and_for_whom,
     PlantedBug(
-        "a cut goes unnoticed", TokenLog, "_cut", "self.low = min(self.low, keep)", "pass"
+        "a cut goes unnoticed", TokenLog, "_cut", "min(self.low, keep)", "self.low"
     ): test_an_edit_is_named_with_both_texts_and_the_message,
     PlantedBug(
         "texts from a token too late", PrefixIndex, "divergence",

@@ -12,16 +12,19 @@ from tests.session.tree import Tree, grow, run_within
 from tokenmill.session import record, store
 from tokenmill.session.kv_files import KVFiles
 from tokenmill.session.loaded import LoadedModel
+from tokenmill.session.log import TokenLog, Tokens
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore
-from tokenmill.session.turns import TokenLog
 from tokenmill.session.upkeep import Upkeep
 
 pytestmark = pytest.mark.slow
 
 BUGS = [
-    PlantedBug("forks share one log", TokenLog, "copy", "self.tokens[:], list(self.turns)", "self.tokens, self.turns"),
+    PlantedBug(
+        "forks share one log", Tokens, "extended",
+        "storage.used != self._count or self._count == 0", "self._count == 0",
+    ),
     PlantedBug(
         "a cut keeps one token too many", TokenLog, "cut_at_turn",
         "0 if end is None else end", "0 if end is None else end + 1",
@@ -29,8 +32,8 @@ BUGS = [
     PlantedBug("regenerate repeats itself", Session, "drop_answer", "self.attempt += 1", "self.attempt += 0"),
     PlantedBug(
         "the stop token is not in the log", Session, "take_answer",
-        "self.log.add(len(self.log), token_ids, turn)",
-        "self.log.add(len(self.log), [i for i in token_ids if i != stop], turn)",
+        "self.log.added(len(self.log), token_ids, turn)",
+        "self.log.added(len(self.log), [i for i in token_ids if i != stop], turn)",
     ),
     PlantedBug(
         "an edit keeps the answers after it", Session, "edit", "self.rewind(text, turn, None)", "pass",
@@ -63,7 +66,7 @@ BUGS_OF_STORES = [
         '"DELETE FROM tokens WHERE session = ? AND begin >= ?"', '"DELETE FROM tokens WHERE session = ? AND begin > ?"',
     ),
     PlantedBug(
-        "turns of deleted sessions stay", store, "_delete",
+        "turns of deleted sessions stay", store, "_delete_rows",
         'connection.execute("DELETE FROM turns WHERE session = ?", (name,))', "pass",
     ),
     PlantedBug("KV files of deleted sessions stay", SessionStore, "delete", "self.kv.remove(session_id)", "pass"),

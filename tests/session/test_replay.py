@@ -94,14 +94,14 @@ def test_a_real_decoder_draws_the_same_again(tmp_path: Path) -> None:
 def test_the_first_token_that_differs_is_told(tmp_path: Path) -> None:
     path = save(tmp_path / "one.session")
     data = path.read_bytes()
-    ids = unpack(data, "x", 258).record.tokens
+    ids = unpack(data, "x", 258).record.tokens.array
     where = data.rindex(ids.tobytes())
     with fake() as llm:
         first = next(replay(open_file(path, llm), llm))
         begin = unpack(data, "x", 258).record.turns[0].end
         assert begin is not None
         at = begin + first.num_tokens - 2
-        other = (ids[at] + 1) % 256
+        other = (int(ids[at]) + 1) % 256
         body = data[: where + 4 * at] + other.to_bytes(4, "little") + data[where + 4 * at + 4 : -DIGEST_BYTES]
         path.write_bytes(body + hashlib.sha256(body).digest())
         changed = next(replay(open_file(path, llm), llm))

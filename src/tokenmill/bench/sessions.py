@@ -302,7 +302,7 @@ async def first_token(service: SessionService, num_turns: int, tokens: int, num_
         in_session.append(time.monotonic() - began)
         async for _ in stream:
             pass
-        log = service._model().master.find(name).log.tokens[: history + tokens].tolist()
+        log = service._model().master.find(name).log.tokens.tolist()[: history + tokens]
         cold.append(await stateless(service, log, 1, ("cold", pair)))
         say(f"pair {pair + 1}: {in_session[-1]:.3f} s in its session, {cold[-1]:.3f} s without")
     await service.end_session(name)

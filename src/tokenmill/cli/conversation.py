@@ -28,7 +28,7 @@ class Conversation:
         self.session.commit_input(text)
         output: RequestOutput | None = None
         try:
-            for output in self._llm.stream(self.session.log.tokens, self._params):
+            for output in self._llm.stream(self.session.log.tokens.tolist(), self._params):
                 yield output
         finally:
             if output is not None:

@@ -37,7 +37,7 @@ def begin_answer(
 ) -> Answer:
     """Ask the engine for an answer to a session's log."""
     name = request_id or f"answer-{secrets.token_hex(12)}"
-    generation = loaded.intake.generation(session.log.tokens, params, name, hints, timeout_s)
+    generation = loaded.intake.generation(session.log.tokens.array, params, name, hints, timeout_s)
     live = Answer(
         generation,
         lambda done: _finished(upkeep, loaded, session, done),

@@ -101,8 +101,9 @@ class TurnCost:
 
 def mark_before(session: Session) -> KVMark | None:
     """What a session had of KV before it came from a store or a file: its log up to its last answer."""
-    ends = [turn.end or 0 for turn in session.log.turns if turn.kind == "answer"]
-    return KVMark(ends[-1], session.core, 0, BEFORE) if ends else None
+    turns = session.log.turns
+    last = next((turn for turn in reversed(turns) if turn.kind == "answer"), None)
+    return None if last is None else KVMark(last.end or 0, session.core, 0, BEFORE)
 
 
 def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> None:
@@ -114,7 +115,7 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
         cost = cost_of(session, generation.request_id, *asked)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
         session.mark = KVMark(len(session.log), session.core, weights, now)
-        session.log.note_length()
+        session.log = session.log.marked()
 
 
 def cost_of(
@@ -170,8 +171,8 @@ def _difference(
     for number, turn in enumerate(log.turns):
         begin = log.begin_of(number)
         if begin is not None and turn.end is not None and begin <= at < turn.end:
-            text = tokenizer.decode(log.tokens[begin : turn.end].tolist(), skip_special=False)
-            place = len(tokenizer.decode(log.tokens[begin:at].tolist(), skip_special=False))
+            text = tokenizer.decode(log.tokens.array[begin : turn.end].tolist(), skip_special=False)
+            place = len(tokenizer.decode(log.tokens.array[begin:at].tolist(), skip_special=False))
             message = message_at(turn.messages, text, place)
             role = None if message is None else str(turn.messages[message]["role"])
             return Difference(at, number, message, role, before, now)

@@ -11,14 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import suppress
 
-import numpy as np
-
-from tokenmill.contract import ModelHandle
+from tokenmill.contract import IntArray, ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.errors import TokenmillError
 from tokenmill.session.fingerprint import Fingerprint
@@ -107,7 +104,7 @@ class Keeper:
         if not session.has_saved_kv:
             return
         session.has_saved_kv = False
-        tokens, form = session.log.tokens[:], self._fingerprint.form
+        tokens, form = session.log.tokens.array, self._fingerprint.form
         saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
         is_long = saved is not None and saved.num_tokens >= self.min_kv_tokens
         if saved is not None and is_long and session.state is not SessionState.ENDED:
@@ -147,7 +144,7 @@ class Keeper:
         if found is not None and not session.is_dropped:
             await asyncio.to_thread(self._write_file, session, *found)
 
-    def _write_file(self, session: Session, tokens: array[int], state: bytes) -> None:
+    def _write_file(self, session: Session, tokens: IntArray, state: bytes) -> None:
         """On a thread. A session that ends meanwhile has its file removed: by whoever comes last."""
         self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state, session.used_at)
         if session.is_dropped:
@@ -167,25 +164,21 @@ class Keeper:
 # -- bytes of the engine's --------------------------------------------------------------------------------------------
 
 
-async def export_kv(client: EngineClient, model: ModelHandle, session: Session) -> tuple[array[int], bytes] | None:
+async def export_kv(client: EngineClient, model: ModelHandle, session: Session) -> tuple[IntArray, bytes] | None:
     """KV that the engine has of a session's log: ids and bytes, if it is of weights as they are in the files."""
     found = await asyncio.wrap_future(client.export_kv(session.core, session.session_id))
     # Weights that were replaced are in no file. Looked at afterwards: before, it could have been too early.
     if found is None or model.weights_version != 0:
         return None
-    tokens, state = found
-    return array("i", tokens.tolist()), state
+    return found
 
 
-async def import_kv(
-    client: EngineClient, model: ModelHandle, session: Session, tokens: array[int], state: bytes
-) -> bool:
+async def import_kv(client: EngineClient, model: ModelHandle, session: Session, tokens: IntArray, state: bytes) -> bool:
     """Give a session's KV to its engine core. What does not fit is dropped: the log will be replayed."""
     if model.weights_version != 0:
         return False
-    ids = np.array(tokens, dtype=np.int32)
     try:
-        return await asyncio.wrap_future(client.import_kv(session.core, ids, state, session.hints))
+        return await asyncio.wrap_future(client.import_kv(session.core, tokens.copy(), state, session.hints))
     except TokenmillError:
         return False
 

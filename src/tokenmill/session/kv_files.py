@@ -12,11 +12,12 @@ import os
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenmill.contract import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class KVFiles:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
 
-    def write(self, session_id: str, form: str, tokens: array[int], state: bytes, used_at: float) -> bool:
+    def write(self, session_id: str, form: str, tokens: IntArray, state: bytes, used_at: float) -> bool:
         """Keep the KV of these ids in place of any before, as last used at this Unix time.
 
         KV used less recently is evicted for it, nothing else. False: it could not be kept.
@@ -71,7 +72,7 @@ class KVFiles:
             return False
         return True
 
-    def read(self, session_id: str, form: str, tokens: array[int]) -> SavedKV | None:
+    def read(self, session_id: str, form: str, tokens: IntArray) -> SavedKV | None:
         """KV of a beginning of this log, if there is any that fits."""
         path = self._path(session_id)
         try:
@@ -141,5 +142,5 @@ class KVFiles:
         return self._directory / (hashlib.sha256(session_id.encode()).hexdigest()[:32] + SUFFIX)
 
 
-def _digest(tokens: array[int]) -> bytes:
+def _digest(tokens: IntArray) -> bytes:
     return hashlib.sha256(tokens.tobytes()).digest()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from tokenmill.errors import EngineDead, InvalidRequest, SessionBusy, SessionEnded, SessionNotFound
 from tokenmill.session.session import Session, SessionState
+from tokenmill.text.model_text import ModelText
 from tokenmill.text.workers import TextWorkers
 
 MAX_WAITING = 8
@@ -31,10 +32,16 @@ class TextWork:
     """What of an operation renders and tokenizes."""
 
     workers: TextWorkers
+    text: ModelText
     num_bytes: int
-    """Of the text that is new; what the session has said comes on top."""
+    """Of the text that is new; what is read of the session's history comes on top."""
     work: Callable[[Session], Any]
     """Runs on any thread, with a copy of the session, which the session becomes if it succeeds."""
+
+    def num_bytes_in(self, session: Session) -> int:
+        """About how much text it works on. With a long history never on the event loop: all of it may be rendered."""
+        num_bytes = self.num_bytes + session.num_text_bytes(self.text)
+        return num_bytes if self.workers.runs_inline(session.num_bytes) else max(num_bytes, self.workers.inline_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,7 @@ class Master:
         if command.answer.cancelled():
             return  # whoever asked has gone
         prepare = command.prepare
-        num_bytes = 0 if prepare is None else prepare.num_bytes + session.num_bytes
+        num_bytes = 0 if prepare is None else prepare.num_bytes_in(session)
         if prepare is not None and not prepare.workers.runs_inline(num_bytes):
             session.is_preparing = True
             task = asyncio.create_task(self._prepare(session, command, prepare, num_bytes), name="tokenmill-prepare")

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import struct
-from array import array
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill import __version__
+from tokenmill.contract import IntArray
 from tokenmill.errors import SessionFileError
 from tokenmill.session.fingerprint import Fingerprint
 from tokenmill.session.record import SessionRecord, head_json, read_record, turn_json
@@ -58,7 +58,7 @@ def pack(record: SessionRecord, fingerprint: Fingerprint, num_kv_tokens: int = 0
         "num_kv_tokens": num_kv_tokens,
     }
     written = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    ids = np.frombuffer(record.tokens, dtype=np.int32).astype("<i4").tobytes()
+    ids = record.tokens.array.astype("<i4").tobytes()
     lengths = LENGTHS.pack(VERSION, len(written), len(record.tokens), len(kv))
     body = b"".join((MAGIC, lengths, written, ids, kv))
     return body + hashlib.sha256(body).digest()
@@ -123,7 +123,7 @@ def _sync_directory(directory: Path) -> None:
             os.close(held)
 
 
-def _parts(data: bytes) -> tuple[Any, array[int], bytes]:
+def _parts(data: bytes) -> tuple[Any, IntArray, bytes]:
     start = len(MAGIC) + LENGTHS.size
     if not data.startswith(MAGIC):
         raise SessionFileError("it is no session file" if data else "it is empty")
@@ -144,5 +144,5 @@ def _parts(data: bytes) -> tuple[Any, array[int], bytes]:
         header = json.loads(data[start:ids_at])
     except (ValueError, RecursionError):
         raise SessionFileError("its header is no JSON") from None
-    tokens = array("i", np.frombuffer(data, dtype="<i4", count=num_tokens, offset=ids_at).tolist())
+    tokens = np.frombuffer(data, dtype="<i4", count=num_tokens, offset=ids_at).astype(np.int32)
     return header, tokens, data[kv_at:-DIGEST_BYTES]

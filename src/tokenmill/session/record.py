@@ -6,13 +6,14 @@ The store keeps records, and session files carry them. What is read back is chec
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.params import SamplingParams
+from tokenmill.session.log import Kind, SharedList, TokenLog, Tokens, Turn
 from tokenmill.session.session import (
     OVERFLOW_KEEP,
     LastAnswer,
@@ -25,7 +26,6 @@ from tokenmill.session.session import (
     check_template_options,
     check_title,
 )
-from tokenmill.session.turns import Kind, TokenLog, Turn
 from tokenmill.text.messages import Message, check_messages
 
 Json = dict[str, Any]
@@ -40,12 +40,12 @@ class SessionRecord:
     session_id: str
     head: Json
     """Everything but its log."""
-    tokens: array[int]
-    turns: tuple[Turn, ...]
+    tokens: Tokens
+    turns: SharedList[Turn]
 
 
 def record_of(session: Session) -> SessionRecord:
-    """A snapshot, for the event loop: ids are copied, turns never change."""
+    """A snapshot, for the event loop. Nothing is copied: logs are values."""
     options = session.options
     head = {
         "system": session.system,
@@ -65,7 +65,7 @@ def record_of(session: Session) -> SessionRecord:
         "created_at": session.created_at,
         "used_at": session.used_at,
     }
-    return SessionRecord(session.session_id, head, session.log.tokens[:], tuple(session.log.turns))
+    return SessionRecord(session.session_id, head, session.log.tokens, session.log.turns)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -122,9 +122,7 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
         priority=head["priority"],
     )
     session = Session(record.session_id, core, options, head["system"], now)
-    session.log = TokenLog()
-    session.log.tokens, session.log.turns = record.tokens[:], list(record.turns)
-    session.log.note_length()
+    session.log = TokenLog.of(record.tokens, record.turns)
     session.inbox = head["inbox"]
     session.attempt, session.num_forks = head["attempt"], head["num_forks"]
     session.last_answer = head["last_answer"]
@@ -135,18 +133,18 @@ def restored(record: SessionRecord, core: int, now: float) -> Session:
     return session
 
 
-def read_record(session_id: str, head: Any, turns: Any, tokens: array[int], vocab_size: int) -> SessionRecord:
+def read_record(session_id: str, head: Any, turns: Any, tokens: IntArray, vocab_size: int) -> SessionRecord:
     """A record from what was written; `SessionFileError` says what is wrong with it."""
     try:
         if not isinstance(head, Mapping) or not isinstance(turns, Sequence):
             raise InvalidRequest("it has no head or no turns")
-        outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise InvalidRequest(f"token {outside} is outside the vocabulary of {vocab_size}")
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(outside):
+            raise InvalidRequest(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
         json.dumps([head, turns], ensure_ascii=False).encode()  # what is no valid Unicode could be written nowhere
-        read = tuple(_turn(turn) for turn in turns)
+        read = SharedList([_turn(turn) for turn in turns])
         _check_ends(read, len(tokens))
-        return SessionRecord(session_id, _head(head), tokens, read)
+        return SessionRecord(session_id, _head(head), Tokens(tokens), read)
     except (InvalidRequest, KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise SessionFileError(f"the session can't be read: {what}") from None

@@ -53,9 +53,9 @@ def replay(file: SessionFile, llm: LLM) -> Iterator[Replayed]:
     for number, turn in enumerate(record.turns):
         is_known = begin is not None and turn.end is not None and turn.end > begin
         if turn.kind == "answer" and turn.is_replayable and is_known:
-            recorded = record.tokens[begin : turn.end].tolist()
+            recorded = record.tokens.array[begin : turn.end].tolist()
             params = _as_it_was(replace(sampling, **(turn.changes or {})), len(recorded), turn.finish_reason)
-            (output,) = llm.generate([record.tokens[:begin].tolist()], params)
+            (output,) = llm.generate([record.tokens.array[:begin].tolist()], params)
             yield _compared(number, recorded, output.outputs[0].token_ids)
         begin = turn.end
 

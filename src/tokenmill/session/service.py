@@ -274,7 +274,7 @@ class SessionService:
                 live.undo = partial(session.restore, before)
             return live
 
-        work = TextWork(self._upkeep.texts, num_chars(given), take_in)
+        work = TextWork(self._upkeep.texts, loaded.opened.text, num_chars(given), take_in)
         return await loaded.master.ask(session_id, operation, undo=Answer.cancel, prepare=work)
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[OutputDelta]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
 from tokenmill.params import SamplingParams, token_ids
+from tokenmill.session.log import TokenLog, Turn
 from tokenmill.session.sampling import differences
-from tokenmill.session.turns import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages, num_chars
 from tokenmill.text.model_text import ModelText
@@ -80,6 +80,15 @@ class LastAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedInbox:
+    """What a log becomes with the messages that wait: rendered when they are appended, committed when answered."""
+
+    log: TokenLog
+    inbox: tuple[Message, ...]
+    continuation: Continuation
+
+
+@dataclass(frozen=True, slots=True)
 class _Start:
     """A place at which a conversation could begin."""
 
@@ -111,6 +120,7 @@ class Session:
         "num_forks",
         "options",
         "problem",
+        "rendered",
         "session_id",
         "state",
         "system",
@@ -131,6 +141,8 @@ class Session:
         self.log = TokenLog()
         self.inbox: tuple[Message, ...] = ()
         """Messages that came since the last answer: rendered together when it is asked for."""
+        self.rendered: RenderedInbox | None = None
+        """What the template makes of the inbox, once it is known."""
         self.state = SessionState.IDLE
         self.num_forks = 0
         self.attempt = 0
@@ -180,12 +192,18 @@ class Session:
         options = self.options
         return Hints(key=options.key, priority=options.priority, owner=self.session_id, namespace=options.namespace)
 
+    def num_text_bytes(self, text: ModelText) -> int:
+        """Of what has been said, how much is read to render the next turn; about."""
+        if text.template is None or self.log.has_raw_input:
+            return 0
+        return sum(map(num_chars, self._renderer(text).shown(self.log.messages)))
+
     def snapshot(self) -> tuple[Any, ...]:
-        """Everything that an operation may change, to be put back if it fails."""
-        return self.log.copy(), self.inbox, self.state, self.attempt
+        """Everything that an operation may change, to be put back if it fails. Copies nothing: all of it is values."""
+        return self.log, self.inbox, self.rendered, self.state, self.attempt
 
     def restore(self, before: tuple[Any, ...]) -> None:
-        self.log, self.inbox, self.state, self.attempt = before
+        self.log, self.inbox, self.rendered, self.state, self.attempt = before
 
     def copy(self) -> Session:
         """The same conversation: what is done to it on another thread does not change this one."""
@@ -210,7 +228,7 @@ class Session:
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         checked = copy.deepcopy(check_messages(messages))  # the caller's own may change
         begun = _beginning_of_answer(checked.pop()) if continue_final_message else None
-        before = (self.log, self.inbox)
+        before = self.snapshot()
         self._reopen_input()
         self.inbox = (*(self._opening() if checked else ()), *self.inbox, *checked)
         try:
@@ -218,7 +236,7 @@ class Session:
                 return self._begin_answer(begun, text, max_model_len)
             num_prompt = self._fit(text, max_model_len, 1)
         except BaseException:
-            self.log, self.inbox = before
+            self.restore(before)
             raise
         self.state = SessionState.APPENDING
         return num_prompt
@@ -232,11 +250,10 @@ class Session:
         num_prompt = self._fit(text, max_model_len, 1 + len(ids)) if self.inbox else len(self.log)
         if num_prompt + len(ids) >= max_model_len:
             raise ContextOverflow(context_overflow(max_model_len, num_prompt + len(ids), 1))
-        self.log = self.log.copy()
         if self.inbox:
             self._commit(self._continuation(text))
         turn = Turn("answer", (begun,), num_prompt + len(ids), finish_reason="cut", is_replayable=False)
-        self.log.add(num_prompt, ids, turn)
+        self.log = self.log.added(num_prompt, ids, turn)
         self.state = SessionState.IDLE
         return len(self.log)
 
@@ -244,8 +261,7 @@ class Session:
         """Messages that are in the log and not answered go back to the inbox: more come, and all are one turn."""
         last = self.log.turns[-1] if self.log.turns else None
         if last is not None and last.kind == "input" and last.messages and last.end is not None:
-            self.log = self.log.copy()
-            self.log.cut_at_turn(len(self.log.turns) - 1)
+            self.log = self.log.cut_at_turn(len(self.log.turns) - 1)
             self.inbox = (*last.messages, *self.inbox)
 
     def _opening(self) -> tuple[Message, ...]:
@@ -280,17 +296,23 @@ class Session:
             raise ContextOverflow(context_overflow(max_model_len, total, 1))
         self._commit(waiting)
         turn = Turn("input", (), len(self.log) + len(ids))
-        last = self.log.turns[-1] if self.log.turns else None
-        if last is not None and last.kind == "input" and not last.messages:  # one turn until something else comes
-            self.log.turns.pop()
-        self.log.add(len(self.log), ids, turn)
+        if self.log.turns and self.log.turns[-1].is_raw:  # one turn until something else comes
+            self.log = self.log.continued(ids, turn)
+        else:
+            self.log = self.log.added(len(self.log), ids, turn)
         self.state = SessionState.APPENDING
         return len(self.log)
 
     def _continuation(self, text: ModelText, limit: int | None = None) -> Continuation:
-        # Where something went in as it was, the messages are not all there is: nothing may be rendered anew from them.
-        past = [] if self.log.has_raw_input else self.log.messages
-        return self._renderer(text).extend(self.log.tokens, past, self.inbox, self.log.ended_with, limit)
+        """What the log becomes with the messages that wait. Rendered once for the same log and messages."""
+        known = self.rendered
+        if known is not None and known.log is self.log and known.inbox is self.inbox:
+            return known.continuation
+        # Raw input is in no message, so nothing before it may be rendered again from the messages.
+        past = () if self.log.has_raw_input else self.log.messages
+        step = self._renderer(text).extend(self.log.tokens.array, past, self.inbox, self.log.ended_with, limit)
+        self.rendered = RenderedInbox(self.log, self.inbox, step)
+        return step
 
     def _renderer(self, text: ModelText) -> DeltaRenderer:
         return self.options.renderer or DeltaRenderer(text.chat_template(), **self.options.template_options)
@@ -306,21 +328,20 @@ class Session:
 
     def _commit(self, step: Continuation) -> None:
         if step.ids or step.keep < len(self.log):
-            self.log.add(step.keep, step.ids, Turn("input", self.inbox, step.keep + len(step.ids)))
-        self.inbox = ()
+            turn = Turn("input", self.inbox, step.keep + len(step.ids))
+            self.log = self.log.added(step.keep, step.ids, turn)
+        self.inbox, self.rendered = (), None
 
     def _rebuilt(self, log: TokenLog, text: ModelText) -> TokenLog:
         """A log that was cut to a turn which the template has rewritten since: its messages, rendered anew."""
         if log.is_known:
             return log
-        messages, template = log.messages, text.chat_template()
+        messages, template = list(log.messages), text.chat_template()
         if log.turns[-1].kind == "input":
-            log.rebuild(template.encode(messages, **self.options.template_options))
-            return log
+            return log.rebuilt(template.encode(messages, **self.options.template_options))
         *asked, answer = messages
         said = text.tokenizer.encode(str(answer["content"]), add_special=False)
-        log.rebuild([*template.encode(asked, **self.options.template_options), *said])
-        return log
+        return log.rebuilt([*template.encode(asked, **self.options.template_options), *said])
 
     # -- more than the context holds ----------------------------------------------------------------------------------
 
@@ -398,8 +419,7 @@ class Session:
 
     def _start_at(self, start: _Start, text: ModelText, step: Continuation) -> None:
         if start.turn == len(self.log.turns):
-            self.log, self.inbox = TokenLog(), (*start.messages, *self.inbox)
-            self.log.has_dropped_turns = True
+            self.log, self.inbox = TokenLog(has_dropped_turns=True), (*start.messages, *self.inbox)
             return
         ids = None
         if self._is_exact_from(start, step):
@@ -423,20 +443,28 @@ class Session:
         stop = stop_reason if isinstance(stop_reason, int) else None
         is_replayable = not self.log.turns or self.log.turns[-1].is_replayable
         begin, said = self._answer_so_far()
-        ids = [*self.log.tokens[begin:], *token_ids]
+        ids = [*self.log.tokens.array[begin:].tolist(), *token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
         changes = differences(params, self.options.sampling)
         turn = Turn("answer", (message,), begin + len(ids), stop, finish_reason, changes, is_replayable)
-        self.log.add(len(self.log), token_ids, turn)
+        if self._goes_on:
+            self.log = self.log.continued(token_ids, turn)
+        else:
+            self.log = self.log.added(len(self.log), token_ids, turn)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Is the last turn an answer that was cut short?"""
+        return bool(self.log.turns) and self.log.turns[-1].kind == "answer"
 
     def _answer_so_far(self) -> tuple[int, str]:
-        """Take back the answer that was cut short: where its ids begin, or where they end and what they say."""
-        if not self.log.turns or self.log.turns[-1].kind != "answer":
+        """Of an answer that was cut short: where its ids begin, or where they end and what they say."""
+        if not self._goes_on:
             return len(self.log), ""
         begin = self.log.begin_of(len(self.log.turns) - 1)
-        last = self.log.turns.pop()
-        return (len(self.log), str(last.messages[0]["content"])) if begin is None else (begin, "")
+        said = str(self.log.turns[-1].messages[0]["content"])
+        return (len(self.log), said) if begin is None else (begin, "")
 
     # -- going back ---------------------------------------------------------------------------------------------------
 
@@ -444,18 +472,18 @@ class Session:
         """Forget everything after a turn or a token."""
         if (at_turn is None) == (at_token is None):
             raise InvalidRequest("say at_turn or at_token, one of them")
-        log = self.log.copy()
+        log = self.log
         if at_turn is not None:
-            log.cut_at_turn(whole_number("at_turn", at_turn))
+            log = log.cut_at_turn(whole_number("at_turn", at_turn))
         elif at_token is not None:
-            log.cut_at_token(whole_number("at_token", at_token), self._text_before(at_token, text))
+            log = log.cut_at_token(whole_number("at_token", at_token), self._text_before(at_token, text))
         self.log, self.inbox = self._rebuilt(log, text), ()
         self.state = SessionState.APPENDING if self.is_unanswered else SessionState.IDLE
 
     def _text_before(self, count: int, text: ModelText) -> str:
         """What an answer has said up to a token of the log."""
         begin = max((turn.end for turn in self.log.turns if turn.end is not None and turn.end <= count), default=0)
-        return text.tokenizer.decode(self.log.tokens[begin:count].tolist())
+        return text.tokenizer.decode(self.log.tokens.array[begin:count].tolist())
 
     @property
     def is_unanswered(self) -> bool:
@@ -468,13 +496,13 @@ class Session:
         old = self.log.turns[turn].messages
         if not old or old[-1]["role"] != "user":
             raise InvalidRequest(f"turn {turn} is no message of the user's")
-        before = (self.log, self.inbox, self.state)
+        before = self.snapshot()
         self.rewind(text, turn, None)
         kept = [message for message in old[:-1] if message["role"] != "system" or self.system is None]
         try:
             return self.append([*kept, {**old[-1], "content": content}], text, max_model_len, raw=False)
         except BaseException:
-            self.log, self.inbox, self.state = before
+            self.restore(before)
             raise
 
     def drop_answer(self, text: ModelText) -> None:

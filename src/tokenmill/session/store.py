@@ -23,7 +23,6 @@ import sqlite3
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,9 +32,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tokenmill.engine.prefix import common_prefix
 from tokenmill.errors import ConfigError, NotDurable, TokenmillError
 from tokenmill.session.kv_files import MAX_KV_BYTES, KVFiles
+from tokenmill.session.log import SharedList, Tokens, Turn
 from tokenmill.session.record import SessionRecord, head_json, read_record, turn_json
 
 log = logging.getLogger(__name__)
@@ -100,6 +99,8 @@ class SessionStore:
         self._loading = threading.Lock()
         self._undeleted: set[str] = set()
         """Sessions that have ended, though the disk does not know it yet. Changed by the store's thread only."""
+        self._written: dict[str, tuple[Tokens, SharedList[Turn]]] = {}
+        """What the database has of a session's log, once it was written. Changed by the store's thread only."""
         self.is_read_only = False
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="tokenmill-store", daemon=True)
@@ -119,7 +120,7 @@ class SessionStore:
     def save(self, record: SessionRecord, fingerprint: str) -> Future[None]:
         """Make this the state of a session; done when it is on the disk, `NotDurable` if that failed."""
         self._held.add(record.session_id)
-        return self._post(lambda connection: _write(connection, record, fingerprint))
+        return self._post(lambda connection: self._write(connection, record, fingerprint))
 
     def delete(self, session_id: str) -> Future[None]:
         """The session has ended; done when the disk knows it. On a full disk the reserve is used, and space is freed.
@@ -129,7 +130,7 @@ class SessionStore:
 
         def work(connection: sqlite3.Connection) -> None:
             self.kv.remove(session_id)  # here: to remove a large file takes its time
-            _delete(connection, session_id)
+            self._delete(connection, session_id)
 
         deleting = self._post(work, frees_space=True)
         deleting.add_done_callback(lambda done: self._note_undeleted(session_id, done))
@@ -173,6 +174,30 @@ class SessionStore:
                 self._jobs.put(Job(work, done, frees_space))
         return done
 
+    # -- one session, on the store's thread ---------------------------------------------------------------------------
+
+    def _write(self, connection: sqlite3.Connection, record: SessionRecord, fingerprint: str) -> None:
+        """Write what differs from what is there. Where that is known, only what is new is looked at."""
+        name, known = record.session_id, self._written.get(record.session_id)
+        _write_head(connection, record, fingerprint)
+        if known is None:
+            stored, old = Tokens(_as_numbers(_tokens(connection, name))), _turns(connection, name)
+            new = [_dump(turn_json(turn)) for turn in record.turns]
+            pairs = zip(old, new, strict=False)
+            same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(old), len(new)))
+            new, num_stored = new[same:], len(old)
+        else:
+            (stored, turns), num_stored = known, len(known[1])
+            same = turns.num_shared(record.turns)
+            new = [_dump(turn_json(turn)) for turn in record.turns[same:]]
+        _write_tokens(connection, name, record.tokens, stored)
+        _write_turns(connection, name, new, same, num_stored)
+        self._written[name] = (record.tokens, record.turns)
+
+    def _delete(self, connection: sqlite3.Connection, name: str) -> None:
+        self._written.pop(name, None)
+        _delete_rows(connection, name)
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self, opened: Future[None]) -> None:
@@ -208,6 +233,7 @@ class SessionStore:
         try:
             results = _commit(connection, jobs)
         except Exception as error:
+            self._written.clear()  # some of it may have been written by the jobs, and was rolled back
             if len(jobs) > 1:
                 for job in jobs:
                     self._carry_out(connection, [job])
@@ -228,6 +254,7 @@ class SessionStore:
         try:
             (result,) = _commit(connection, [job])
         except Exception as error:
+            self._written.clear()
             job.done.set_exception(_not_durable(error))
         else:
             if job.frees_space:
@@ -264,7 +291,7 @@ class SessionStore:
 
         def work(connection: sqlite3.Connection) -> None:
             for name in names:
-                _delete(connection, name)
+                self._delete(connection, name)
 
         def note(done: Future[None]) -> None:
             if done.exception() is None:
@@ -463,22 +490,18 @@ def _checkpoint(connection: sqlite3.Connection) -> None:
 # -- one session ------------------------------------------------------------------------------------------------------
 
 
-def _write(connection: sqlite3.Connection, record: SessionRecord, fingerprint: str) -> None:
-    name = record.session_id
+def _write_head(connection: sqlite3.Connection, record: SessionRecord, fingerprint: str) -> None:
     connection.execute(
         "INSERT INTO sessions VALUES (?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET fingerprint = excluded.fingerprint, head = excluded.head, "
         "used_at = excluded.used_at",
-        (name, fingerprint, _dump(head_json(record)), record.head["used_at"]),
+        (record.session_id, fingerprint, _dump(head_json(record)), record.head["used_at"]),
     )
-    _write_tokens(connection, name, record.tokens)
-    _write_turns(connection, name, [_dump(turn_json(turn)) for turn in record.turns])
 
 
-def _write_tokens(connection: sqlite3.Connection, name: str, tokens: array[int]) -> None:
+def _write_tokens(connection: sqlite3.Connection, name: str, tokens: Tokens, stored: Tokens) -> None:
     """Cut what is there where it begins to differ, and add the rest as one piece."""
-    stored, wanted = _as_numbers(_tokens(connection, name)), np.frombuffer(tokens, dtype=np.int32)
-    same = common_prefix(stored, wanted)
+    same = stored.num_same(tokens)
     if same < len(stored):
         connection.execute("DELETE FROM tokens WHERE session = ? AND begin >= ?", (name, same))
         connection.execute(
@@ -486,22 +509,20 @@ def _write_tokens(connection: sqlite3.Connection, name: str, tokens: array[int])
             "WHERE session = ? AND begin < ? AND begin + length(ids) / 4 > ?",
             (same, name, same, same),
         )
-    if same < len(wanted):
-        rest = wanted[same:].astype("<i4").tobytes()
+    if same < len(tokens):
+        rest = tokens.array[same:].astype("<i4").tobytes()
         connection.execute("INSERT INTO tokens VALUES (?, ?, ?)", (name, same, rest))
 
 
-def _write_turns(connection: sqlite3.Connection, name: str, turns: Sequence[str]) -> None:
-    stored = _turns(connection, name)
-    pairs = zip(stored, turns, strict=False)
-    same = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(stored), len(turns)))
-    if same < len(stored):
+def _write_turns(connection: sqlite3.Connection, name: str, turns: Sequence[str], same: int, num_stored: int) -> None:
+    """Keep the first `same` turns that are there, and add these."""
+    if same < num_stored:
         connection.execute("DELETE FROM turns WHERE session = ? AND number >= ?", (name, same))
-    added = [(name, number, turn) for number, turn in enumerate(turns) if number >= same]
+    added = [(name, number, turn) for number, turn in enumerate(turns, same)]
     connection.executemany("INSERT INTO turns VALUES (?, ?, ?)", added)
 
 
-def _delete(connection: sqlite3.Connection, name: str) -> None:
+def _delete_rows(connection: sqlite3.Connection, name: str) -> None:
     connection.execute("DELETE FROM sessions WHERE id = ?", (name,))
     connection.execute("DELETE FROM tokens WHERE session = ?", (name,))
     connection.execute("DELETE FROM turns WHERE session = ?", (name,))
@@ -518,7 +539,7 @@ def _read_all(connection: sqlite3.Connection, fingerprint: str, vocab_size: int)
             continue
         try:
             turns = [json.loads(turn) for turn in _turns(connection, name)]
-            tokens = array("i", _as_numbers(_tokens(connection, name)).tolist())
+            tokens = _as_numbers(_tokens(connection, name))
             # Heads of earlier versions have no times of their own.
             record = read_record(name, {"used_at": used_at, **json.loads(head)}, turns, tokens, vocab_size)
         except (TokenmillError, ValueError) as error:

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tokenmill.engine.request import Hints
 from tokenmill.errors import SessionFileError
 from tokenmill.session.explain import mark_before
@@ -25,7 +27,7 @@ async def exported(loaded: LoadedModel, session_id: str, *, kv: bool) -> bytes:
     record, session = await loaded.master.ask(session_id, lambda one: (record_of(one), one))
     identity = await asyncio.to_thread(lambda: loaded.fingerprint)
     found = await export_kv(loaded.client, loaded.opened.model, session) if kv else None
-    if found is None or found[0] != record.tokens[: len(found[0])]:
+    if found is None or not np.array_equal(found[0], record.tokens.array[: len(found[0])]):
         return await asyncio.to_thread(pack, record, identity)
     return await asyncio.to_thread(pack, record, identity, len(found[0]), found[1])
 
@@ -59,7 +61,7 @@ async def imported(
     )
     session.mark = mark_before(session)
     if is_trusted and file.num_kv_tokens >= MIN_KV_TOKENS and file.fingerprint.form == loaded.fingerprint.form:
-        tokens = file.record.tokens[: file.num_kv_tokens]
+        tokens = file.record.tokens.array[: file.num_kv_tokens]
         try:
             await import_kv(loaded.client, loaded.opened.model, session, tokens, file.kv)
         except BaseException:  # whoever asked has gone

@@ -56,7 +56,7 @@ class Upkeep:
         def change(session: Session, result: T) -> tuple[T, asyncio.Future[bool] | None]:
             return result, self._changed(loaded, session)
 
-        work = TextWork(self.texts, num_bytes, operation)
+        work = TextWork(self.texts, loaded.opened.text, num_bytes, operation)
         result, saving = await loaded.master.ask(session_id, change, prepare=work)
         await until_durable(saving)
         return result

@@ -31,6 +31,7 @@ from tokenmill.text.messages import (
     tool_call_form,
     with_strings,
 )
+from tokenmill.text.separable import is_separable
 from tokenmill.text.tokenizer import Places, Tokenizer, to_utf8
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Rendered", "check_messages"]
@@ -103,6 +104,11 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Template:
         return compile_template(self.source)
+
+    @cached_property
+    def is_separable(self) -> bool:
+        """Does it write each message on its own, so that the middle of a conversation may be left out?"""
+        return is_separable(self.source)
 
     def encode(
         self,

@@ -2,7 +2,9 @@
 
 What a new turn adds is what the template writes now beyond what it wrote before and the answer. Both are rendered and
 compared: templates that rewrite the past (that drop past reasoning, or move the system text into the last turn) are
-found out by the conversation itself. Then the log is cut where it begins to differ, and the rest is computed anew.
+found out by the conversation itself. Then the log is cut where it begins to differ, and the rest is computed again.
+Where the template writes each message on its own (`separable.py`), the beginning and the end of the conversation are
+rendered for that, so that a turn does not cost more in a longer one.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest, TooManyTokens
 from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.messages import QUESTION, Message, check_messages
+from tokenmill.text.separable import shortened
 
 ANSWER = "probe of an answer"
 PROBES: dict[str, tuple[list[Message], str]] = {
@@ -60,7 +66,7 @@ class DeltaRenderer:
 
     def extend(
         self,
-        log: Sequence[int],
+        log: Sequence[int] | IntArray,
         past: Sequence[Message],
         new: Sequence[Message],
         ended_with: int | None,
@@ -72,22 +78,28 @@ class DeltaRenderer:
         known. The log's own ids are kept, unless the template would no longer write their text. `TooManyTokens` if the
         log would have more than `limit`, as soon as that is known.
         """
-        if not log:
+        if not len(log):
             return Continuation(0, self.first_turn([*past, *new], limit))
-        if not past:
+        if not len(past):
             return Continuation(len(log), _after(log, limit, lambda left: self.next_turn(new, ended_with, left)))
-        past, new = check_messages(past), check_messages(new)
-        now = self._template.rendered([*past, *new], **self._options)
-        before = self._text_of_log(past)
+        shown, new = check_messages(self.shown(past)), check_messages(new)
+        now = self._template.rendered([*shown, *new], **self._options)
+        before = self._text_of_log(shown)
         if before is not None and now.text.startswith(before):
             ids = _after(log, limit, lambda left: self._template.encode_rendered(now, len(before), left))
             return Continuation(len(log), self._without_second_end(ids, ended_with))
         if not self._warned:
             self._warned = True
             logger.warning("this chat template rewrites past turns: part of each turn is computed again")
+        if len(shown) < len(past):
+            now = self._template.rendered([*past, *new], **self._options)
         whole = self._template.encode_rendered(now, limit=limit)
         keep = _common_length(log, whole)
         return Continuation(keep, whole[keep:])
+
+    def shown(self, past: Sequence[Message]) -> Sequence[Message]:
+        """The messages of a conversation that tell what new ones add to it: without its middle, if that is safe."""
+        return shortened(past) if self._template.is_separable else past
 
     def next_turn(self, messages: Sequence[Message], ended_with: int | None, limit: int | None = None) -> list[int]:
         """Ids that follow an answer: its end, the new messages, up to where the model answers again.
@@ -148,7 +160,7 @@ class DeltaRenderer:
         return once.startswith(before + answer) and twice.startswith(once + answer)
 
 
-def _after(log: Sequence[int], limit: int | None, encode: Callable[[int | None], list[int]]) -> list[int]:
+def _after(log: Sequence[int] | IntArray, limit: int | None, encode: Callable[[int | None], list[int]]) -> list[int]:
     """Ids that follow a log, where the limit is on both together."""
     if limit is None:
         return encode(None)
@@ -158,7 +170,8 @@ def _after(log: Sequence[int], limit: int | None, encode: Callable[[int | None],
         raise TooManyTokens(len(log) + error.at_least - 1, limit) from None
 
 
-def _common_length(log: Sequence[int], whole: Sequence[int]) -> int:
+def _common_length(log: Sequence[int] | IntArray, whole: Sequence[int]) -> int:
     """How far two lists of ids are the same."""
-    pairs = enumerate(zip(log, whole, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(log), len(whole)))
+    count = min(len(log), len(whole))
+    differ = np.asarray(log[:count], dtype=np.int32) != np.array(whole[:count], dtype=np.int32)
+    return int(differ.argmax()) if differ.any() else count

@@ -25,6 +25,14 @@ def compile_template(source: str) -> Template:
         raise InvalidRequest(f"the chat template is no valid template: {_one_line(error)}") from None
 
 
+def parse_template(source: str) -> nodes.Template:
+    """The template as a tree, or `InvalidRequest` if it is none."""
+    try:
+        return _Environment().parse(source)
+    except Exception as error:
+        raise InvalidRequest(f"the chat template is no valid template: {_one_line(error)}") from None
+
+
 def run_template(template: Template, variables: Mapping[str, Any]) -> str:
     """What the template writes. A template is a program: whatever goes wrong in it is `InvalidRequest`."""
     try:

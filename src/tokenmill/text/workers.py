@@ -66,6 +66,11 @@ class TextWorkers:
         self._long_bytes = 0
         self._is_closed = False
 
+    @property
+    def inline_bytes(self) -> int:
+        """Work on fewer bytes is done right away."""
+        return INLINE_BYTES
+
     @staticmethod
     def runs_inline(num_bytes: int) -> bool:
         """Is a text of this size too short to be worth another thread?"""
