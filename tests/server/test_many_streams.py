@@ -141,16 +141,16 @@ BUGS: list[tuple[PlantedBug, Check]] = [
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
-        PlantedBug("two ends", streaming._CallEvents, "_next", "self._writer.closing() + DONE", "DONE + DONE"),
+        PlantedBug("two ends", streaming._CallEvents, "take", "self._writer.closing() + DONE", "DONE + DONE"),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
         PlantedBug(
             "a piece is lost",
             streaming._CallEvents,
-            "_next",
-            "return piece",
-            "return piece if not deltas or deltas[0].offset % 16 != 15 else b''",
+            "take",
+            "piece += self._writer.delta(delta)",
+            "piece += self._writer.delta(delta) if delta.offset % 16 != 15 else b''",
         ),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),

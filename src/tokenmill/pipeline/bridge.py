@@ -86,42 +86,15 @@ class StepBridge:
         self._client.finish(request_id, keep_tokens)
 
 
-class DeltaQueue:
-    """Deltas that their reader has not taken yet. For one event loop, and one reader."""
-
-    def __init__(self) -> None:
-        self._deltas: list[OutputDelta] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: OutputDelta) -> None:
-        self._deltas.append(delta)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[OutputDelta]:
-        """All there is, at least one; at most one for each choice."""
-        while not self._deltas:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        deltas, self._deltas = self._deltas, []
-        if len(deltas) == 1:
-            return deltas
-        by_choice: dict[int, list[OutputDelta]] = {}
-        for delta in deltas:
-            by_choice.setdefault(delta.index, []).append(delta)
-        return [joined(own) for own in by_choice.values()]
-
-
 class EngineStream:
-    """Generations that one reader follows together; they start when it reads."""
+    """Generations that one reader follows together; they start when it reads. For one event loop."""
 
     def __init__(self, bridge: StepBridge, generations: Sequence[Generation]) -> None:
         self.generations = generations
         self._bridge = bridge
-        self._queue = DeltaQueue()
+        self._deltas: list[OutputDelta] = []
+        """Those that the reader has not taken yet."""
+        self._waiter: asyncio.Future[None] | None = None
         self._has_started = False
         self._num_left = sum(len(generation.choices) for generation in generations)
 
@@ -130,13 +103,35 @@ class EngineStream:
         if not self._has_started:
             self._has_started = True
             for generation in self.generations:
-                generation.start(self._bridge, self._queue.put)
+                generation.start(self._bridge, self._put)
         if not self._num_left:
             return []
-        deltas = await self._queue.take()
-        self._num_left -= sum(delta.finish_reason is not None for delta in deltas)
+        while not self._deltas:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        if len(deltas) > 1:
+            deltas = _merged(deltas)
+        for delta in deltas:
+            self._num_left -= delta.finish_reason is not None
         return deltas
+
+    def _put(self, delta: OutputDelta) -> None:
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self) -> None:
         for generation in self.generations:
             generation.cancel()
+
+
+def _merged(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+    """One delta for each choice."""
+    by_choice: dict[int, list[OutputDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.index, []).append(delta)
+    return [joined(own) for own in by_choice.values()]

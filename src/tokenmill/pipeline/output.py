@@ -97,6 +97,8 @@ class TextStage:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: frozenset[int], index: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._is_plain = not params.stop
+        """Without stop strings, text is given out as soon as it is complete."""
         self._stop_ids = stop_ids
         self._index = index
         self.num_generated = 0
@@ -130,7 +132,10 @@ class TextStage:
             is_stop_token = end is not None and end.finish_reason is FinishReason.STOP and token_id in self._stop_ids
             if not is_stop_token:  # the stop token itself is not text
                 self._num_texts += 1
-                self._take(self._detokenizer.push(token_id))
+                text = self._detokenizer.push(token_id)
+                if self._is_plain and end is None and len(self._ids) == 1 and self._detokenizer.is_whole:
+                    return self._give_token(text)
+                self._take(text)
         if end is not None and self._stops.found is None:
             self._take(self._detokenizer.flush())
             self._text += self._stops.flush()
@@ -142,6 +147,18 @@ class TextStage:
             return self._end(end, stop_token, self.num_settled + len(self._ids))
         settled = self._num_visible()
         return self._give(settled, self._ends[settled - 1] - self._num_given) if settled > self.num_settled else None
+
+    def _give_token(self, text: str) -> OutputDelta:
+        """One token and its text, as most deltas are: no other token waits, and no stop string can take it back."""
+        self._num_chars += len(text)
+        self._num_given = self._num_chars
+        self._ends.append(self._num_chars)
+        offset, self.num_settled = self.num_settled, self.num_settled + 1
+        ids, self._ids = self._ids, []
+        if self._logprobs is None:
+            return OutputDelta(self._index, text, ids, offset)
+        logprobs, self._logprobs = self._logprobs, []
+        return OutputDelta(self._index, text, ids, offset, logprobs)
 
     def num_chars(self, num_tokens: int) -> int:
         """Characters of the text up to the end of so many tokens; those at its very end may have none."""
@@ -189,8 +206,11 @@ class Choice:
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
         """The request's row of a step result."""
         self.is_released = end is not None
-        if not self.stage.has_ended and (delta := self.stage.push(token_id, end, logprobs)) is not None:
-            self._generation.grow(self, delta)
+        delta = None if self.stage.has_ended else self.stage.push(token_id, end, logprobs)
+        if delta is not None and delta.finish_reason is None:
+            self._generation.on_delta(delta)
+        elif delta is not None:
+            self._generation.finish(self, delta)
         if end is not None:
             self._generation.release()
 
@@ -239,7 +259,7 @@ class Generation:
             for i in range(params.n)
         ]
         self._engine: Engine | None = None
-        self._on_delta: Callable[[OutputDelta], None] = lambda _: None
+        self.on_delta: Callable[[OutputDelta], None] = lambda _: None
         self._on_release: Callable[[], None] = lambda: None
 
     # -- its life -----------------------------------------------------------------------------------------------------
@@ -252,7 +272,7 @@ class Generation:
         core: int | None = None,
     ) -> None:
         """Submit its requests. `on_release` is called once, when the engine has let go of all of them."""
-        self._engine, self._on_delta, self._on_release = engine, on_delta, on_release
+        self._engine, self.on_delta, self._on_release = engine, on_delta, on_release
         for choice in self.choices:
             engine.submit(choice.request, choice.push, core)
 
@@ -265,12 +285,12 @@ class Generation:
                 with suppress(EngineDead):  # it is closing: the request has ended or is about to
                     self._engine.cancel(choice.request.request_id, reason)
 
-    def grow(self, choice: Choice, delta: OutputDelta) -> None:
-        """A choice has something new. If that is a stop string, the engine is told to finish its request."""
+    def finish(self, choice: Choice, delta: OutputDelta) -> None:
+        """The last delta of a choice. If a stop string has ended it, the engine is told to finish its request."""
         if self._engine is not None and choice.stage.stop_string is not None and not choice.is_released:
             with suppress(EngineDead):
                 self._engine.finish(choice.request.request_id, choice.stage.num_settled)
-        self._on_delta(replace(delta, usage=self.usage) if self.is_finished else delta)
+        self.on_delta(replace(delta, usage=self.usage) if self.is_finished else delta)
 
     def release(self) -> None:
         """The engine has let go of a request."""

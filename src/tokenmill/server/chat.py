@@ -100,7 +100,8 @@ class ChatWriter:
     def delta(self, delta: OutputDelta) -> bytes:
         """Text, and at the end the finish reason in a chunk of its own, with an empty delta."""
         if self._is_plain and delta.finish_reason is None:
-            return self._plain(delta)
+            before, after = self._around.get(delta.index) or self._plain(delta.index)
+            return before + to_json(delta.text).encode() + after
         used = self._call.generations[0].usage
         if not delta.text:
             return self._chunk(self._choice(delta, {"delta": {}}), used)
@@ -121,14 +122,13 @@ class ChatWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def _plain(self, delta: OutputDelta) -> bytes:
-        around = self._around.get(delta.index)
-        if around is None:
-            mark = "<text>"
-            chunk = self._chunk(self._choice(OutputDelta(delta.index), {"delta": {"content": mark}}), Usage(0, 0))
-            before, _, after = chunk.rpartition(to_json(mark).encode())
-            around = self._around[delta.index] = (before, after)
-        return around[0] + to_json(delta.text).encode() + around[1]
+    def _plain(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and after the text in each plain chunk of a choice."""
+        mark = "<text>"
+        chunk = self._chunk(self._choice(OutputDelta(index), {"delta": {"content": mark}}), Usage(0, 0))
+        before, _, after = chunk.rpartition(to_json(mark).encode())
+        self._around[index] = (before, after)
+        return before, after
 
     def _chunk(self, choice: dict[str, Any], used: Usage, **more: Any) -> bytes:
         made = {**self._head, "choices": [choice], **more}

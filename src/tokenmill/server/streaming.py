@@ -326,8 +326,8 @@ class Call:
         deltas = await self._begin(source)
         while deltas:
             found += deltas
+            self.note(deltas)
             for delta in deltas:
-                self.note(delta)
                 if delta.is_failure:
                     raise _failure(delta)
             deltas = await source.take()
@@ -366,8 +366,9 @@ class Call:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
-    def note(self, delta: OutputDelta) -> None:
-        if self.caller.first_token_at is None and delta.token_ids:
+    def note(self, deltas: Sequence[OutputDelta]) -> None:
+        """When did its first token come?"""
+        if self.caller.first_token_at is None and any(delta.token_ids for delta in deltas):
             self.caller.first_token_at = time.monotonic()
 
     async def close(self) -> None:
@@ -409,49 +410,47 @@ class _CallEvents:
         self._is_over = False
 
     async def take(self) -> bytes:
-        while not self._is_over:
+        piece = b""
+        while not piece and not self._is_over:
             try:
-                if piece := await self._next():
-                    return piece
+                if self._first is None:
+                    deltas = await self._source.take()
+                else:
+                    deltas, self._first = await self._first, None
+                    _raise_if_refused(deltas)
+                    self._call.note(deltas)
+                    piece = self._writer.opening()
+                if not deltas:
+                    await self._source.close()  # what is stored is there before its client hears of it
+                    self._is_over = True
+                    return self._writer.closing() + DONE
+                for delta in deltas:
+                    if self._silent or delta.finish_reason is not None or not delta.text:
+                        piece += self._odd(delta)
+                    else:
+                        piece += self._writer.delta(delta)
             except Exception as error:  # the status has been sent: the error goes into the stream
-                told = to_api_error(error)
-                log_failure(told, error)
-                self._call.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
-                self._is_over = True
-                return self._writer.failed(told) + DONE
-        return b""
-
-    async def _next(self) -> bytes:
-        """Events of what is new; of deltas without text there are none yet."""
-        first, self._first = self._first, None
-        deltas = await (self._source.take() if first is None else first)
-        if first is not None:
-            _raise_if_refused(deltas)
-        elif not deltas:
-            self._is_over = True
-            await self._source.close()  # what is stored is there before its client hears of it
-            return self._writer.closing() + DONE
-        piece = b"" if first is None else self._writer.opening()
-        for delta in deltas:
-            self._call.note(delta)
-            if delta.index in self._silent:
-                delta = joined([self._silent.pop(delta.index), delta])
-            if delta.is_failure:
-                return piece + self._failed(delta)
-            if delta.text or delta.finish_reason is not None:
-                piece += self._writer.delta(delta)
-            else:
-                self._silent[delta.index] = delta
+                return piece + self._fail(error)
         return piece
 
-    def _failed(self, delta: OutputDelta) -> bytes:
-        """A choice that has failed has no end of its own: the stream has, and it is an error."""
-        piece = self._writer.delta(replace(delta, finish_reason=None)) if delta.text else b""
-        error = _failure(delta)
-        log_failure(error, error)
-        self._call.caller.outcome = Outcome.CANCELLED if error.status == CLIENT_GONE else Outcome.FAILED
+    def _odd(self, delta: OutputDelta) -> bytes:
+        """A delta that has an end, has no text, or follows one that has none."""
+        if delta.index in self._silent:
+            delta = joined([self._silent.pop(delta.index), delta])
+        if delta.is_failure:  # it has no end of its own: the stream has, and it is an error
+            text = self._writer.delta(replace(delta, finish_reason=None)) if delta.text else b""
+            return text + self._fail(_failure(delta))
+        if delta.text or delta.finish_reason is not None:
+            return self._writer.delta(delta)
+        self._silent[delta.index] = delta
+        return b""
+
+    def _fail(self, error: Exception) -> bytes:
         self._is_over = True
-        return piece + self._writer.failed(error) + DONE
+        told = to_api_error(error)
+        log_failure(told, error)
+        self._call.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
+        return self._writer.failed(told) + DONE
 
     async def close(self) -> None:
         await stop(self._begin)

@@ -47,6 +47,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while it is part of a character."""
+        if not self._held and (whole := self._next_whole(token)):
+            return whole
         text = self._text_of([*self._held, [token]])
         if text == self._text and self._is_silent(token):
             if self._held:
@@ -61,9 +63,30 @@ class Detokenizer:
         new = self._give(self._num_certain())
         return new + self._forget() if len(self._held) > MOST_BROKEN else new
 
+    def _next_whole(self, token: int) -> str:
+        """The text of a token that follows whole characters and ends with one, as most do; empty if it is no such one.
+
+        The general way comes to the same in more steps.
+        """
+        decode, skip_special, before = self._tokenizer.decode, self._skip_special, self._before
+        text = decode([*self._context, token], skip_special=skip_special)
+        if len(text) <= len(before) or text.endswith(UNFINISHED) or not text.startswith(before):
+            return ""
+        alone = decode([token], skip_special=skip_special)
+        if not alone:
+            return ""
+        self._context = self._last = [token]
+        self._before = alone
+        return text[len(before) :]
+
     def flush(self) -> str:
         """What is still held, as the tokenizer shows it at the end of a text."""
         return self._give_all()
+
+    @property
+    def is_whole(self) -> bool:
+        """Is all text given out?"""
+        return not self._held
 
     @property
     def num_open(self) -> int:
