@@ -18,10 +18,10 @@ from tests.server.wire import Wire, assert_no_leak, held, until
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.server import responses
+from tokenmill.server.api import responses
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.response_store import ResponseStore, StoredResponse
+from tokenmill.server.served import ResponseStore, StoredResponse
 
 PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 12}

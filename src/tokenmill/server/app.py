@@ -26,16 +26,14 @@ from fastapi.routing import APIRoute
 from tokenmill import __version__
 from tokenmill.errors import EngineDead, ModelLoadError
 from tokenmill.server import web
-from tokenmill.server.api import embeddings, operations
+from tokenmill.server.api import chat_completions, completions, embeddings, operations, responses, sessions
 from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.middleware import Middleware, Paths
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.openai_routes import openai_routes
 from tokenmill.server.protocol import GuardedProtocol
 from tokenmill.server.served import Served
-from tokenmill.server.session_routes import RESTORE, session_routes
 from tokenmill.server.telemetry.figures import Endpoints
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
@@ -62,9 +60,11 @@ def create_app(served: Served) -> FastAPI:
     )
     versioned = [
         operations.model_routes(served),
-        openai_routes(served),
+        chat_completions.chat_routes(served),
+        completions.completion_routes(served),
+        responses.response_routes(served),
         embeddings.embedding_routes(served),
-        session_routes(served),
+        sessions.session_routes(served),
         operations.engine_routes(served),
     ]
     at_root = [embeddings.token_routes(served), operations.probe_routes(served)]
@@ -78,7 +78,7 @@ def create_app(served: Served) -> FastAPI:
         Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), str(app.openapi_url)]),
         public=operations.HEALTH | web.assets().keys() if served.config.web else operations.HEALTH,
         endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
-        uploads=frozenset({V1 + RESTORE, RESTORE}),
+        uploads=frozenset({V1 + sessions.RESTORE, sessions.RESTORE}),
     )
     app.add_middleware(Middleware, config=served.config, gate=served.gate, paths=paths, telemetry=served.telemetry)
     for kind, handler in HANDLERS.items():

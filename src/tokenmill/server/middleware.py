@@ -70,7 +70,7 @@ class Caller:
 
     request_id: str
     abort: Callable[[], None]
-    """Drops its connection at once: what is still on its way to the client is not waited for."""
+    """Drops its connection at once: unsent data is discarded."""
     key: str = ""
     """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
@@ -169,7 +169,7 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path, status = scope["path"], CLIENT_GONE
-        caller = scope["state"]["caller"] = Caller(_request_id(scope), scope["state"]["abort"])
+        caller = scope["state"]["caller"] = Caller(_request_id(scope), scope["state"].pop("abort"))
         REQUEST_ID.set(caller.request_id)
 
         async def send_named(message: Message) -> None:

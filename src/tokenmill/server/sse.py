@@ -90,7 +90,7 @@ class EventStream(Response):
                 caller_of(scope).outcome = Outcome.CANCELLED
             await self._events.close()
         if isinstance(watched, TimeoutError):
-            scope["state"]["abort"]()  # what is on its way to a client that takes nothing is not waited for
+            caller_of(scope).abort()
         if isinstance(sent, Exception) and not isinstance(sent, OSError):
             raise sent
 

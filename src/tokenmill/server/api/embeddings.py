@@ -17,8 +17,8 @@ from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server import schemas
+from tokenmill.server.api.completions import Prompt, as_prompts
 from tokenmill.server.bodies import KEY, JsonRoute
-from tokenmill.server.completions import Prompt, as_prompts
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import MOST_IDS

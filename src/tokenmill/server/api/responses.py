@@ -9,18 +9,37 @@ import time
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from tokenmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.server.chat import check_room
+from tokenmill.server import schemas
+from tokenmill.server.api.chat_completions import check_room
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ResponsesRequest, Role
-from tokenmill.server.response_store import ResponseStore, StoredResponse
+from tokenmill.server.served import ResponseStore, Served, StoredResponse
 from tokenmill.server.sse import event
 from tokenmill.server.streaming import Call, SessionSource, folded
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+
+
+def response_routes(served: Served) -> APIRouter:
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["generation"])
+
+    @api.post("/responses", responses=schemas.generated(schemas.ResponseObject))
+    async def create_response(http: Request, body: ResponsesRequest) -> Response:
+        """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
+        model = await served.requested_model(body.model)
+        with served.call(http, body, model, "resp_") as call:
+            writer = await start_response(call, body, model, served.responses, served.config)
+            return await call.respond(writer, stream=bool(body.stream))
+
+    return api
 
 
 async def start_response(

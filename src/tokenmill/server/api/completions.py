@@ -5,17 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
 from tokenmill.pipeline.output import Generation
-from tokenmill.server.chat import check_room
+from tokenmill.server import schemas
+from tokenmill.server.api.chat_completions import check_room
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
+from tokenmill.server.served import Served
 from tokenmill.server.sse import event
 from tokenmill.server.streaming import Call, usage_of
 
 Prompt = str | list[int]
+
+
+def completion_routes(served: Served) -> APIRouter:
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["generation"])
+
+    @api.post("/completions", responses=schemas.generated(schemas.Completion))
+    async def create_completion(http: Request, body: CompletionRequest) -> Response:
+        """What follows a text, or each of several."""
+        model = await served.requested_model(body.model)
+        with served.call(http, body, model, "cmpl-") as call:
+            writer = await start_completions(call, body, model, served.config)
+            return await call.respond(writer, stream=bool(body.stream))
+
+    return api
 
 
 async def start_completions(

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow, TokenmillError
 from tokenmill.server import schemas
+from tokenmill.server.api.responses import as_message
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -27,7 +28,6 @@ from tokenmill.server.requests import (
     SaveSession,
     UpdateSession,
 )
-from tokenmill.server.responses import as_message
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
 from tokenmill.server.telemetry.timeline import cost_json

@@ -6,16 +6,38 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow
 from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
 from tokenmill.pipeline.output import Generation
+from tokenmill.server import schemas
+from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ChatRequest
+from tokenmill.server.served import Served
 from tokenmill.server.sse import event, to_json
 from tokenmill.server.streaming import Call, SessionSource, usage_of
+
+
+def chat_routes(served: Served) -> APIRouter:
+    api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["generation"])
+
+    @api.post("/chat/completions", responses=schemas.generated(schemas.ChatCompletion))
+    async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
+        """An answer to a conversation; with `session_id`, to what is new in one."""
+        model = await served.requested_model(body.model)
+        if body.session_id is not None and served.session(caller_of(http.scope), body.session_id)[0] is not model:
+            raise ApiError(400, "the session is one with another model", param="model")
+        with served.call(http, body, model, "chatcmpl-") as call:
+            return await call.respond(await start_chat(call, body, model, served.config), stream=bool(body.stream))
+
+    return api
 
 
 async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: ServerConfig) -> ChatWriter:
