@@ -1,6 +1,6 @@
 """Count the project's functions on the way of a streamed chat request, from its socket to its last event.
 
-    python tools/trace_request.py [--tokens 256] [--list] [--json]
+    python tools/trace_request.py [--session] [--tokens 256] [--list] [--json]
 
 A server over the fake backend runs in this process and answers on a real socket; every thread has a `sys.setprofile`
 hook from its start. After a warm-up request, one request is recorded. The report has three figures:
@@ -11,7 +11,7 @@ hook from its start. After a warm-up request, one request is recorded. The repor
 - calls per token on the event loop's thread: calls of any of the package's functions, resumed coroutines and
   generators included, as the difference between a request of N and one of 2 N tokens: per-request work cancels out.
 
-The engine is paced, so that each token is an event of its own.
+The engine is paced, so that each token is an event of its own. With `--session` the request is a turn of a session.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -151,36 +152,51 @@ def pace(event: object) -> None:
         time.sleep(STEP_S)
 
 
+SAMPLING = {"ignore_eos": True, "allowed_token_ids": LETTERS, "temperature": 0, "stream": True}
+
+
 def stream_chat(port: int, num_tokens: int) -> int:
     """Stream one chat; the number of events that had a text."""
-    body = {
-        "messages": [{"role": "user", "content": "Name the planets."}],
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "allowed_token_ids": LETTERS,
-        "temperature": 0,
-        "stream": True,
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise SystemExit(f"the server answered {answer.status}: {answer.read()!r:.200}")
-        lines = [line for line in answer.read().split(b"\n") if line.startswith(b"data: {")]
-    finally:
-        connection.close()
+    messages = [{"role": "user", "content": "Name the planets."}]
+    lines = post(port, "/v1/chat/completions", {"messages": messages, "max_tokens": num_tokens, **SAMPLING})
     return sum("content" in json.loads(line[6:])["choices"][0]["delta"] for line in lines) - 1  # one is the role's
 
 
-def measure(num_tokens: int) -> dict[str, Any]:
+def stream_turn(port: int, session: str, num_tokens: int) -> int:
+    """Stream one turn of a session; the number of events that had a text."""
+    lines = post(port, f"/v1/sessions/{session}/generate", {"input": "Hi.", "max_tokens": num_tokens, **SAMPLING})
+    return sum(bool(json.loads(line[6:])["text"]) for line in lines)
+
+
+def new_session(port: int) -> str:
+    (line,) = post(port, "/v1/sessions", {"system": "Answer briefly."})
+    return str(json.loads(line)["id"])
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> list[bytes]:
+    """The answer's JSON: one line, or those of a stream's events."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+    finally:
+        connection.close()
+    if answer.status >= 400:
+        raise SystemExit(f"the server answered {answer.status}: {content!r:.200}")
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    return [line for line in content.split(b"\n") if line.startswith(b"data: {")] if is_stream else [content]
+
+
+def measure(num_tokens: int, *, in_session: bool = False) -> dict[str, Any]:
     recorder = Recorder()
     with serving(recorder) as port:
-        stream_chat(port, num_tokens)
+        stream = partial(stream_turn, port, new_session(port)) if in_session else partial(stream_chat, port)
+        stream(num_tokens)
         traces, events = [], []
         for count in (num_tokens, 2 * num_tokens):
             with recorder.recording() as trace:
-                events.append(stream_chat(port, count))
+                events.append(stream(count))
                 time.sleep(0.1)  # what follows the last byte: the log, the count, the end of the call
             traces.append(trace)
     short, long = traces
@@ -196,6 +212,7 @@ def measure(num_tokens: int) -> dict[str, Any]:
         "distinct_code_objects": len(short.code_objects),
         "calls_per_token_on_loop": round((long.num_on_loop - short.num_on_loop) / num_tokens, 1),
         "functions": short.functions,
+        "called": sorted({function_name(code) for code in short.calls}),
         "per_token": dict(sorted(per_token.items(), key=lambda item: -item[1])),
     }
 
@@ -221,10 +238,11 @@ def show(report: dict[str, Any], *, is_listed: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=256, help="tokens in the recorded answer (default: 256)")
+    parser.add_argument("--session", action="store_true", help="trace a turn of a session instead of a chat")
     parser.add_argument("--list", action="store_true", help="list the functions")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_args()
-    report = measure(arguments.tokens)
+    report = measure(arguments.tokens, in_session=arguments.session)
     if arguments.json:
         json.dump(report, sys.stdout, indent=1)
     else:

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-TOOL = Path(__file__).parent.parent.parent / "tools" / "trace_request.py"
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
 MOST_FUNCTIONS = 230
 """Distinct functions outside the engine and the backend contract."""
 MOST_CALLS_PER_TOKEN = 47
 """Of the package's functions, on the event loop's thread."""
+MOST_TO_KNOW = 45
+"""Functions in the trace by hand."""
 
 
-def test_a_streamed_chat_passes_few_functions() -> None:
-    command = [sys.executable, str(TOOL), "--json", "--tokens", "64"]
-    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+@pytest.fixture(scope="module")
+def report() -> Any:
+    command = [sys.executable, str(ROOT / "tools" / "trace_request.py"), "--json", "--tokens", "64"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
+def test_a_streamed_chat_passes_few_functions(report: Any) -> None:
     assert report["distinct_functions"] <= MOST_FUNCTIONS, "\n".join(report["functions"])
     assert report["calls_per_token_on_loop"] <= MOST_CALLS_PER_TOKEN, report["per_token"]
+
+
+def test_the_trace_in_the_docs_names_what_runs(report: Any) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## A streamed chat, from socket to socket")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| [^|]*\| `([\w.]+)` \|", section, flags=re.MULTILINE)
+    assert 0 < len(named) <= MOST_TO_KNOW
+    assert [name for name in named if name not in report["called"]] == []

@@ -89,13 +89,17 @@ class Hinted(Body):
         return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
 
 
+# The document's bounds would be floats, which round these up to values that are not allowed.
+Seed = Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED), WithJsonSchema({"type": "integer"})]
+
+
 class Shared(Hinted):
     """What all endpoints that generate understand."""
 
     stream: Flag = None
     temperature: Number | None = None
     top_p: Number | None = None
-    seed: Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: Stop = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
