@@ -323,6 +323,10 @@ class ServerProcess:
         self._process = process
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
