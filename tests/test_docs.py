@@ -12,7 +12,7 @@ import pytest
 from tests.generated_docs import pages
 from tests.server.serving import child
 from tokenmill import errors
-from tokenmill.engine.lifecycle import ENDINGS
+from tokenmill.engine.request import ENDINGS
 from tokenmill.server.errors import to_api_error
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
-from tokenmill.engine.lifecycle import ENDINGS, FINISHED, TRANSITIONS, RequestState
+from tokenmill.engine.request import ENDINGS, FINISHED, TRANSITIONS, RequestState
 from tokenmill.engine.timeline import Timelines
 from tokenmill.errors import IllegalTransition
 from tokenmill.outputs import FinishReason

@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.engine.workload import play, workload
 from tests.planting import PlantedBug, plant
-from tokenmill.engine import kv_manager, plan, policies, prefix, queue, results, rows, scheduler
+from tokenmill.engine import kv_manager, plan, policies, prefix, results, rows, scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ BUGS = [
         "a class does not age", policies.Order, "started", "self._last_start[_class_of(request)] = tick", "pass"
     ),
     PlantedBug(
-        "a deadline rings late", queue.Deadlines, "ringing", "self._alarms[0][0] <= now", "self._alarms[0][0] < now"
+        "a deadline rings late", policies.Deadlines, "ringing", "self._alarms[0][0] <= now", "self._alarms[0][0] < now"
     ),
     PlantedBug(
         "the first prompt is the victim",
@@ -95,7 +95,7 @@ BUGS = [
     ),
     PlantedBug(
         "the queue's tokens leak",
-        queue.WaitingQueue,
+        policies.WaitingQueue,
         "remove",
         "self.num_tokens -= self._lengths.pop(request.arrival)",
         "pass",

@@ -11,10 +11,8 @@ from tests.conformance.test_state_machine import HypothesisChooser
 from tests.conformance.torch_subject import make_deterministic
 from tests.engine.helpers import request
 from tests.engine.workload import play, workload
-from tokenmill.engine.lifecycle import RequestState
-from tokenmill.engine.policies import FairShare
-from tokenmill.engine.queue import Deadlines
-from tokenmill.engine.request import Request
+from tokenmill.engine.policies import Deadlines, FairShare
+from tokenmill.engine.request import Request, RequestState
 from tokenmill.outputs import FinishReason
 
 pytestmark = pytest.mark.slow

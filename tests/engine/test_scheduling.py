@@ -24,10 +24,9 @@ from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
-from tokenmill.engine.lifecycle import RequestState
 from tokenmill.engine.plan import Draft
-from tokenmill.engine.queue import Deadlines
-from tokenmill.engine.request import Request
+from tokenmill.engine.policies import Deadlines
+from tokenmill.engine.request import Request, RequestState
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.outputs import FinishReason
 

@@ -15,7 +15,7 @@ from tests.planting import PlantedBug, plant
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
-from tokenmill.engine import events, stats, view
+from tokenmill.engine import events, view
 from tokenmill.engine.client import EngineClient, InlineClient, ThreadClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import (
@@ -29,6 +29,7 @@ from tokenmill.engine.events import (
     TickEvent,
 )
 from tokenmill.engine.process import ProcessClient
+from tokenmill.engine.rows import RunningRows
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import Unsupported
 from tokenmill.outputs import GeneratedToken, StepResult
@@ -138,8 +139,8 @@ BUGS = [
                "(ParkedChange.PARKED, ParkedChange.SHORTENED)", "(ParkedChange.PARKED,)"),
     PlantedBug("preempted requests are lost", view.CoreView, "_change", "event.phase is Phase.PREEMPTED", "False"),
     PlantedBug("nobody is ever generating", view.CoreView, "_change", "'generating'", "'prefilling'"),
-    PlantedBug("steps in flight are counted", stats, "slot_views",
-               "rows.num_collected(in_flight)", "rows.num_computed"),
+    PlantedBug("steps in flight are counted", RunningRows, "views",
+               "self.num_collected(in_flight)", "self.num_computed"),
     PlantedBug("cells are told only with steps", EngineCore, "_tell_cells", "free != self._told_cells", "False"),
     PlantedBug("what is released is not told", events.EventBus, "emit", "list(self._subscribers)",
                "([] if getattr(event, 'change', None) is ParkedChange.RELEASED else list(self._subscribers))"),
@@ -242,7 +243,7 @@ def test_a_client_lets_cores_be_followed(kind: str) -> None:
     views: dict[int, CoreView] = {}
 
     def make(core: int) -> Any:
-        def follow_from(snapshot: stats.CoreSnapshot) -> CoreView:
+        def follow_from(snapshot: events.CoreSnapshot) -> CoreView:
             views[core] = CoreView(snapshot)
             return views[core]
 
@@ -270,7 +271,7 @@ def test_a_view_survives_the_death_of_its_core() -> None:
     heard: list[Event] = []
     views: list[CoreView] = []
 
-    def make(snapshot: stats.CoreSnapshot) -> CoreView:
+    def make(snapshot: events.CoreSnapshot) -> CoreView:
         views.append(CoreView(snapshot))
         return views[0]
 

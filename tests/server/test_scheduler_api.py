@@ -17,8 +17,8 @@ from tests.server.wire import Wire, chat_body, chat_request, held, until, wait_f
 from tokenmill.backends.fake import FaultKind
 from tokenmill.cli.frame import frame
 from tokenmill.cli.live_state import LiveState
+from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.request import Hints
-from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.params import SamplingParams
 from tokenmill.server.config import hash_key
 from tokenmill.server.telemetry.live import LiveCore, Names, Reader, snapshot_from, snapshot_json

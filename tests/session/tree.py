@@ -22,8 +22,7 @@ from tests.session.twin import MAX_TOKENS, Disk, HeldClock, Twin
 from tokenmill import SessionService
 from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.config import EngineConfig
-from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, StartEvent
-from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.engine.events import CoreSnapshot, Event, ParkedChange, ParkedEvent, StartEvent
 from tokenmill.errors import AnswerLost, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits

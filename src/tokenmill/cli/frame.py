@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tokenmill.cli.live_state import Core, Eviction, LiveState, Tick
-from tokenmill.engine.stats import CoreSnapshot, SlotView
+from tokenmill.engine.events import CoreSnapshot, SlotView
 from tokenmill.server.telemetry.figures import RateView
 from tokenmill.server.telemetry.live import by_session
 

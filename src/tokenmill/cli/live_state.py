@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.engine.events import CoreSnapshot
 from tokenmill.server.telemetry.figures import RateView
 from tokenmill.server.telemetry.live import LiveCore
 

@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import CoreSnapshot, CoreStats
 from tokenmill.engine.interrupts import deferred_interrupts
 from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink, Sinks
 from tokenmill.engine.request import Hints, Request
-from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, StepResult
 

@@ -3,7 +3,8 @@
     add / cancel ──> Scheduler ──StepPlan──> Executor ──Sampled──> Results ──> StepResult
 
 At depth 1 a step is submitted before the one before it is collected, so that planning and bookkeeping happen while the
-device computes. A step that fails is undone, and its requests are run alone (`isolation.py`).
+device computes. A step that fails is undone, and its requests are run alone, one by one, to find
+the one that makes it fail (`Isolation`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,35 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tokenmill.config import EngineConfig
-from tokenmill.contract import Backend, IntArray, ModelInfo, Sampled
-from tokenmill.engine.events import CellsEvent, EventBus, FailedStepEvent, StartEvent, TickEvent
-from tokenmill.engine.executor import Executor, Submitted
-from tokenmill.engine.isolation import Isolation, Suspect
+from tokenmill.contract import (
+    Backend,
+    DecodeOutput,
+    Forward,
+    IntArray,
+    ModelInfo,
+    Sampled,
+    Sampler,
+    SampleRows,
+    Sampling,
+)
+from tokenmill.engine.events import (
+    CellsEvent,
+    CoreSnapshot,
+    CoreStats,
+    EventBus,
+    FailedStepEvent,
+    SlotView,
+    StartEvent,
+    TickEvent,
+)
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import GREEDY, Draw, Hints, Limits, Request
+from tokenmill.engine.rows import RunningRows
 from tokenmill.engine.scheduler import Scheduler
-from tokenmill.engine.stats import CoreSnapshot, CoreStats, SlotView, slot_views
 from tokenmill.errors import (
     BackendError,
     ConfigError,
@@ -35,6 +55,112 @@ from tokenmill.errors import (
     StaleKV,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason, StepResult
+from tokenmill.sampling.state import SamplingState
+
+NOTHING = Sampled(np.zeros(0, dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A step on its way."""
+
+    plan: StepPlan
+    forward: Forward
+    sampling: Sampling | None
+    """None where no row of the step gets a token."""
+
+
+class Executor:
+    """Runs plans on a backend: two launches, one wait. The sampler reads the state of the plan's rows at launch."""
+
+    def __init__(self, backend: Backend, sampling: SamplingState) -> None:
+        self.backend = backend
+        self._sampling = sampling
+
+    def submit(self, plan: StepPlan) -> Submitted:
+        """Launch the forward pass and the sampling; returns at once. Raises what `Backend.forward` raises."""
+        forward = self.backend.forward(plan.batch)
+        if not len(plan.sampled_rows):
+            return Submitted(plan, forward, None)
+        try:
+            rows = SampleRows(plan.logits_rows, plan.sampled_rows, self._sampler(plan))
+            return Submitted(plan, forward, self.backend.sample(forward, rows))
+        except Exception as error:
+            # The forward has been launched and can't be undone from here.
+            raise ForwardFailed(f"sampling failed: {type(error).__name__}: {error}", fatal=True) from error
+
+    def _sampler(self, plan: StepPlan) -> Sampler | None:
+        """None where every row takes its largest logit, which a backend does by itself."""
+        if self._sampling.is_plain_greedy[plan.sampled_rows].all():
+            return None
+        from tokenmill.sampling.sampler import StepSampler  # needs torch, which greedy decoding on numpy does not
+
+        return StepSampler(self._sampling, plan.sampled_rows, plan.positions)
+
+    def collect(self, step: Submitted) -> Sampled:
+        """Wait for what the step drew, one id for each of the plan's sampled rows."""
+        if step.sampling is None:
+            self.backend.collect(step.forward)
+            return NOTHING
+        return self.backend.collect(step.sampling)
+
+    def outputs(self, step: Submitted) -> DecodeOutput | None:
+        """All logits and hidden rows of a collected step, if its plan has prompts to score or to pool."""
+        return self.backend.collect(step.forward) if step.plan.scores or step.plan.pools else None
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+MAX_FAILURES_IN_A_ROW = 2
+"""Requests that may fail alone, one after the other, before the engine itself is given up."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A request of a step that failed, and how many tokens it had in it."""
+
+    request: Request
+    num_tokens: int
+
+
+class Isolation:
+    """Who is still to be run alone, and how many have failed that way in a row."""
+
+    def __init__(self) -> None:
+        self.num_failed_steps = 0
+        self._suspects: deque[Suspect] = deque()
+        self._failures_in_a_row = 0
+
+    def suspect(self, plan: StepPlan, rows: RunningRows) -> None:
+        """A step failed: any of its requests may be the reason."""
+        self.num_failed_steps += 1
+        for row, lease, count in zip(plan.rows, plan.leases, plan.counts, strict=True):
+            request = rows.requests[row]
+            if request is not None and rows.lease[row] == lease:
+                self._suspects.append(Suspect(request, int(count)))
+
+    def next(self) -> Suspect | None:
+        """The next one to run alone; those that have ended meanwhile are let go."""
+        while self._suspects:
+            suspect = self._suspects.popleft()
+            if not suspect.request.is_finished:
+                return suspect
+        return None
+
+    def note_success(self) -> None:
+        self._failures_in_a_row = 0
+
+    def note_failure(self, error: BackendError) -> None:
+        """A request failed alone. That is its own fault; two in a row are the engine's, and the error is raised."""
+        if isinstance(error, ForwardFailed):
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise error
+
+    def clear(self) -> None:
+        self._suspects.clear()
+
 
 CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.ERROR, FinishReason.SHUTDOWN})
 """Why a caller may cancel a request."""
@@ -358,7 +484,7 @@ class EngineCore:
 
     def slots(self) -> list[SlotView]:
         """What each row is doing right now."""
-        return slot_views(self.scheduler.rows, [flight.step.plan for flight in self._in_flight])
+        return self.scheduler.rows.views(flight.step.plan for flight in self._in_flight)
 
     def snapshot(self) -> CoreSnapshot:
         """All that events tell of, as it is right now: where a view begins."""

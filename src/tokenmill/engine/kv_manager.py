@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tokenmill.contract import Batch, Capabilities, IntArray, KVMemory
-from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent
+from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent, ParkedTokens, ParkedView
 from tokenmill.engine.prefix import Entry, Match, Namespace, PrefixIndex, common_prefix
 from tokenmill.engine.request import Hints, Request
-from tokenmill.engine.stats import ParkedTokens, ParkedView
 from tokenmill.errors import IntegrityError, InvalidOperation, OutOfKV
 from tokenmill.outputs import CacheVerdict, Divergence, Loss
 

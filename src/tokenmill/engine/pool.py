@@ -21,9 +21,8 @@ from typing import TypeVar
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore, check_cancel
-from tokenmill.engine.events import EventBus, Subscriber
+from tokenmill.engine.events import CoreSnapshot, CoreStats, EventBus, Subscriber
 from tokenmill.engine.request import Hints, Request, check_request
-from tokenmill.engine.stats import CoreSnapshot, CoreStats
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
 

@@ -1,22 +1,42 @@
 """`RunningRows`: the running requests as arrays, one row each, so that a tick costs no Python per request.
 
-A row is also the request's row in the backend's token table. Each time a row is given to a request it gets a new lease
-number; a plan remembers the leases it was made for, so what comes back for a row that has changed hands is ignored.
+The arrays of a step are built from them (`make_plan`). A row is also the request's row in the backend's token table.
+Each time a row is given to a request it gets a new lease number; a plan remembers the leases it was made for, so what
+comes back for a row that has changed hands is ignored.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.contract import IntArray
-from tokenmill.engine.plan import StepPlan
+from tokenmill.contract import Batch, IntArray, Output
+from tokenmill.engine.events import SlotState, SlotView
+from tokenmill.engine.plan import Draft, PromptRows, StepPlan
 from tokenmill.engine.request import NO_ROW, Request
+from tokenmill.errors import IntegrityError
+from tokenmill.params import Pooling
 
 FREE = 0
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive tokens of one row, and what is wanted of them."""
+
+    row: int
+    begin: int
+    batch: Batch
+    num_scored: int
+    """The first so many keep their logits, to score the prompt."""
+    num_pooled: int
+    """The last so many keep their hidden states, for the prompt's embedding."""
+    draws: bool
+    """Its last token is the last one known, and a new one is drawn."""
 
 
 class RunningRows:
@@ -124,10 +144,117 @@ class RunningRows:
             names = [name if stays else None for name, stays in zip(names, still.tolist(), strict=True)]
         return tuple(names)
 
+    def views(self, in_flight: Iterable[StepPlan] = ()) -> list[SlotView]:
+        """What each row is doing; the steps in flight have not been computed."""
+        views = []
+        computed = self.num_collected(in_flight)
+        for row, request in enumerate(self.requests):
+            if request is None:
+                views.append(SlotView(row, "idle"))
+                continue
+            state: SlotState = "prefilling" if self.awaits_token[row] else "generating"
+            hints = request.hints
+            lengths = int(self.num_tokens[row]), int(computed[row])
+            views.append(SlotView(row, state, request.request_id, *lengths, hints.key, hints.owner))
+        return views
+
     def input_tokens(self, rows: IntArray) -> IntArray:
         """The next token of rows that owe one: known, or named by the row in which a step in flight samples it."""
         tokens: IntArray = np.where(self.pending[rows] > 0, -1 - rows, self.last_token[rows])
         return tokens
+
+    # -- the next step: a draft as arrays, without Python per decode token ---------------------------------------------
+
+    def decode_batch(self, index: IntArray) -> Batch:
+        """One token for each of these rows."""
+        return Batch(
+            token=self.input_tokens(index),
+            pos=self.num_computed[index],
+            seq_ids=self.seq[index][:, None],
+            output=np.ones(len(index), dtype=np.uint8),
+        )
+
+    def make_plan(self, draft: Draft, tick: int) -> StepPlan:
+        """The draft as arrays: decode tokens first, then the chunks. The draft must not be empty."""
+        decodes = draft.decodes
+        all_rows = sampled = decodes
+        counts, logits_rows = self.ones[: len(decodes)], self.in_order[: len(decodes)]
+        scores: tuple[PromptRows, ...] = ()
+        pools: tuple[PromptRows, ...] = ()
+        batch = self.decode_batch(decodes) if len(decodes) else None
+        if batch is None or draft.chunks:
+            chunks = [self._chunk(row, count) for row, count in draft.chunks.items()]
+            batch = _join(batch, chunks)
+            all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
+            counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
+            completed, completed_logits, scores = self._logits_of(chunks, len(decodes))
+            pools = self._hidden_of(chunks)
+            sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
+            logits_rows = np.concatenate([logits_rows, np.array(completed_logits, dtype=np.int32)])
+        leases = self.lease[all_rows]
+        return StepPlan(
+            tick=tick,
+            batch=batch,
+            rows=all_rows,
+            leases=leases,
+            counts=counts,
+            sampled_rows=sampled,
+            logits_rows=logits_rows,
+            sampled_leases=leases if sampled is all_rows else self.lease[sampled],
+            positions=self.num_tokens[sampled] + self.pending[sampled],
+            num_decode=len(decodes),
+            scores=scores,
+            pools=pools,
+            attention=draft.attention,
+            decode_attention=draft.decode_attention,
+        )
+
+    def _chunk(self, row: int, count: int) -> _Chunk:
+        request, begin = self.requests[row], int(self.num_computed[row])
+        if request is None:
+            raise IntegrityError(f"row {row} has a chunk but no request")
+        is_last = begin + count == int(self.num_tokens[row])
+        num_scored = max(min(count, request.num_prompt - 1 - begin), 0) if request.wants_scores else 0
+        num_pooled = count if request.pooling is Pooling.MEAN else int(is_last and request.pooling is Pooling.LAST)
+        draws = is_last and request.pooling is None
+        output = np.zeros(count, dtype=np.uint8)
+        output[:num_scored] = Output.LOGITS
+        output[count - num_pooled :] = Output.HIDDEN
+        if draws:
+            output[-1] = Output.LOGITS
+        batch = Batch(
+            token=np.array(request.tokens[begin : begin + count], dtype=np.int32),
+            pos=np.arange(begin, begin + count, dtype=np.int32),
+            seq_ids=np.full((count, 1), self.seq[row], dtype=np.int32),
+            output=output,
+        )
+        return _Chunk(row, begin, batch, num_scored, num_pooled, draws)
+
+    def _logits_of(
+        self, chunks: list[_Chunk], first_logits: int
+    ) -> tuple[list[int], list[int], tuple[PromptRows, ...]]:
+        """Where the logits of the chunks lie: rows that get a token, the logits rows they draw from, and the scores."""
+        completed, logits_rows, scores, at = [], [], [], first_logits
+        for chunk in chunks:
+            if chunk.num_scored:
+                logits = slice(at, at + chunk.num_scored)
+                scores.append(PromptRows(chunk.row, int(self.lease[chunk.row]), chunk.begin, logits))
+            at += int(np.count_nonzero(chunk.batch.output == Output.LOGITS))
+            if chunk.draws:
+                completed.append(chunk.row)
+                logits_rows.append(at - 1)
+        return completed, logits_rows, tuple(scores)
+
+    def _hidden_of(self, chunks: list[_Chunk]) -> tuple[PromptRows, ...]:
+        """Where the hidden states of the chunks lie, for those whose embeddings are wanted."""
+        pools, at = [], 0
+        for chunk in chunks:
+            if chunk.num_pooled:
+                position = chunk.begin + len(chunk.batch) - chunk.num_pooled
+                hidden = slice(at, at + chunk.num_pooled)
+                pools.append(PromptRows(chunk.row, int(self.lease[chunk.row]), position, hidden))
+                at += chunk.num_pooled
+        return tuple(pools)
 
     # -- what a step does to them -------------------------------------------------------------------------------------
 
@@ -165,3 +292,13 @@ def _as_index(plan: StepPlan, rows: IntArray) -> IntArray | slice:
     if plan.num_prefill or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
+
+
+def _join(decodes: Batch | None, chunks: list[_Chunk]) -> Batch:
+    parts = [*([decodes] if decodes is not None else []), *(chunk.batch for chunk in chunks)]
+    return Batch(
+        token=np.concatenate([part.token for part in parts]),
+        pos=np.concatenate([part.pos for part in parts]),
+        seq_ids=np.concatenate([part.seq_ids for part in parts]),
+        output=np.concatenate([part.output for part in parts]),
+    )

@@ -16,16 +16,13 @@ from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import IntArray, ModelInfo
-from tokenmill.engine.batching import decode_batch, make_plan
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import WEIGHTS, KVManager
-from tokenmill.engine.lifecycle import ENDINGS, RequestState, check_transition
 from tokenmill.engine.plan import Draft, StepPlan
-from tokenmill.engine.policies import Order
+from tokenmill.engine.policies import Deadlines, Order, WaitingQueue
 from tokenmill.engine.prefix import Match
-from tokenmill.engine.queue import Deadlines, WaitingQueue
-from tokenmill.engine.request import NO_ROW, Request, check_request
+from tokenmill.engine.request import ENDINGS, NO_ROW, Request, RequestState, check_request, check_transition
 from tokenmill.engine.results import Results
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
@@ -211,7 +208,7 @@ class Scheduler:
         """Promise cells to the rows if they can be had, evicting parked KV; the exact need is asked only when tight."""
         cells = len(rows) * self.kv.cells_for(1)
         if self.kv.free() < cells:
-            cells = self.kv.needed(decode_batch(self.rows, rows))
+            cells = self.kv.needed(self.rows.decode_batch(rows))
             if not self.kv.make_room(cells):
                 return False
         draft.give_decodes(rows, cells, float(self.rows.num_computed[rows].sum()))
@@ -368,7 +365,7 @@ class Scheduler:
         """Make the plan, and count its tokens as computed."""
         if draft.num_tokens == 0:
             return None
-        plan = make_plan(self.rows, draft, self.tick)
+        plan = self.rows.make_plan(draft, self.tick)
         self.rows.submit(plan)
         return plan
 
@@ -381,7 +378,7 @@ class Scheduler:
         num_computed = int(self.rows.num_computed[request.row])
         draft = Draft(count)
         draft.give_chunk(request.row, min(count, len(request.tokens) - num_computed), 0, num_computed)
-        cells = self.kv.needed(make_plan(self.rows, draft, self.tick).batch)
+        cells = self.kv.needed(self.rows.make_plan(draft, self.tick).batch)
         while not self.kv.make_room(cells):
             others = [other for other in self.order.sort(self.rows.running(), self.tick) if other is not request]
             self._preempt(others[-1])

@@ -14,15 +14,19 @@ import numpy as np
 from tokenmill.contract import IntArray
 from tokenmill.engine.events import (
     CellsEvent,
+    CoreSnapshot,
     Event,
     ParkedChange,
     ParkedEvent,
+    ParkedTokens,
+    ParkedView,
     Phase,
     RequestEvent,
+    SlotView,
     StartEvent,
     TickEvent,
+    WaitingView,
 )
-from tokenmill.engine.stats import CoreSnapshot, ParkedTokens, ParkedView, SlotView, WaitingView
 
 Rows = IntArray | Sequence[int]
 MOST_STEPS = 64

@@ -13,9 +13,9 @@ from typing import Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
+from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.pool import MakeSubscriber
 from tokenmill.engine.request import Hints
-from tokenmill.engine.stats import CoreSnapshot
 from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.engine.lifecycle import ENDINGS
+from tokenmill.engine.request import ENDINGS
 from tokenmill.errors import (
     AnswerLost,
     ContextOverflow,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.engine.events import CoreSnapshot
 from tokenmill.errors import SessionNotFound
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas

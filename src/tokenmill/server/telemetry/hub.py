@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from tokenmill.engine.stats import CoreSnapshot
+from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.timeline import Timeline
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import EngineDead, Unsupported

@@ -19,17 +19,21 @@ from typing import Any
 
 from tokenmill.engine.events import (
     CellsEvent,
+    CoreSnapshot,
     Event,
     FailedStepEvent,
     ParkedChange,
     ParkedEvent,
+    ParkedTokens,
+    ParkedView,
     Phase,
     RequestEvent,
+    SlotView,
     StartEvent,
     TickEvent,
+    WaitingView,
 )
 from tokenmill.engine.request import NO_ROW
-from tokenmill.engine.stats import CoreSnapshot, ParkedTokens, ParkedView, SlotView, WaitingView
 from tokenmill.engine.timeline import Timeline, Timelines
 from tokenmill.engine.view import CoreView
 from tokenmill.outputs import FinishReason
