@@ -8,8 +8,9 @@ on KV memory is taken from the engine: how much of a prompt was cached, and that
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.cost_model import FIRST_CHUNK, WINDOW
@@ -76,6 +77,8 @@ class Ledger:
     num_arrived: int = 0
     has_failed: bool = False
     """A step has failed: what is run alone, and computed again, is not written down here."""
+    leased_for: Request | None = None
+    """The request in whose name room was made and a sequence leased, of the latest."""
     started: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended: dict[str, FinishReason | None] = field(default_factory=dict)
@@ -86,6 +89,17 @@ class Ledger:
         self._add, self._schedule = scheduler.add, scheduler.schedule
         scheduler.add = self.add  # type: ignore[method-assign]
         scheduler.schedule = self.schedule  # type: ignore[method-assign]
+        for verb in ("start", "fork"):
+            setattr(self.engine.kv, verb, self._noting(getattr(self.engine.kv, verb)))
+
+    def _noting(self, lease: Callable[..., Any]) -> Callable[..., Any]:
+        """The verb, which takes the request last; who it was is noted."""
+
+        def noting(*given: Any) -> Any:
+            self.leased_for = given[-1]
+            return lease(*given)
+
+        return noting
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -136,7 +150,7 @@ class Ledger:
         if event.phase is Phase.PREFILL:
             self.started.append(event.request_id)
             account.row, account.computed, account.has_started = event.row, event.num_computed, True
-            account.was_served = self.engine.kv.serving is account.request
+            account.was_served = self.leased_for is account.request
             account.last_turn = self.last_start[account.cls] = self.tick
         elif event.phase is Phase.PREEMPTED:
             self.preempted.append(event.request_id)
@@ -239,7 +253,7 @@ class Ledger:
         for one in self._ordered(self._waiting(accounts))[:free_rows]:
             if started and started[0].name == one.name:
                 new = started.pop(0)
-                assert new.was_served, f"room was made for {self.engine.kv.serving}, not for {new}"
+                assert new.was_served, f"room was made for {self.leased_for}, not for {new}"
                 if count := self._chunk(step, new):
                     step.give(new, count)
             elif one.request.waits_on is not None:

@@ -93,6 +93,8 @@ class Shelf:
     leased: dict[int, Running] = field(default_factory=dict)
     losses: dict[str, tuple[int, str, str | None, str]] = field(default_factory=dict)
     """Session -> tokens lost since it last ran; why, to whom and whose request that was, of the latest."""
+    by: Request | None = None
+    """The request that the verb in progress makes room for."""
     base: int = 0
     num_evicted: int = 0
     told: list[Told] = field(default_factory=list)
@@ -198,7 +200,8 @@ class Shelf:
 
     # -- verbs that start and end -------------------------------------------------------------------------------------
 
-    def start(self, result: tuple[int, int] | None, match: Match, owner: str | None) -> None:
+    def start(self, result: tuple[int, int] | None, match: Match, request: Request) -> None:
+        self.by, owner = request, request.hints.owner
         entry = self._item_or_running(match.entry)
         own = self._held_by(owner)
         if own is not None and entry is not None and own is not entry:
@@ -246,7 +249,8 @@ class Shelf:
         if self._reuses:
             self.leased[seq] = Running(tuple(tokens.tolist()), *about)
 
-    def fork(self, result: int | None, source: int, length: int) -> None:
+    def fork(self, result: int | None, source: int, length: int, request: Request) -> None:
+        self.by = request
         if not self._can_copy_parts and length != self.blocks.length.get(source, 0):
             assert result is None
         elif self._lease(result):
@@ -288,7 +292,7 @@ class Shelf:
 
     def import_(self, result: bool, tokens: IntArray, _: bytes, hints: Hints) -> None:
         cells = -(-len(tokens) // self.blocks.size) * self.blocks.size
-        assert self.engine.kv.serving is None, "no request has asked for it"
+        self.by = None  # no request has asked for it
         if not self._reuses or not self._make_room(cells, None):
             assert not result
         elif self._lease(result) and result:
@@ -305,7 +309,8 @@ class Shelf:
 
     # -- verbs that give KV up ----------------------------------------------------------------------------------------
 
-    def make_room(self, result: bool, cells: int, keep: Entry | None = None) -> None:
+    def make_room(self, result: bool, cells: int, by: Request | None, keep: Entry | None = None) -> None:
+        self.by = by
         assert result == self._make_room(cells, self._item_or_running(keep))
         assert not result or self.blocks.free() >= cells
 
@@ -339,11 +344,13 @@ class Shelf:
             self._shorten(self.plain[0], excess)
 
     def resync(self, _: None) -> None:
+        self.by = None
         for item in self._items():
             if self.blocks.length.get(item.seq, 0) != len(item.tokens):
                 self._evict(item, FAILURE)
 
-    def evict_all(self, _: None, reason: str = ROOM) -> None:
+    def evict_all(self, _: None, reason: str = ROOM, by: Request | None = None) -> None:
+        self.by = by
         for item in self._items():
             self._evict(item, reason)
 
@@ -356,7 +363,7 @@ class Shelf:
         self._lose(item, len(item.tokens), reason)
 
     def _lose(self, item: Item, num_tokens: int, reason: str) -> None:
-        by = self.engine.kv.serving if reason == ROOM else None
+        by = self.by if reason == ROOM else None
         if item.owner is not None:
             total = num_tokens + self.losses.get(item.owner, (0,))[0]
             names = (None, "") if by is None else (by.request_id, by.hints.key)
@@ -371,7 +378,7 @@ class Shelf:
         self._expect(change, item)
 
     def _expect(self, change: ParkedChange, item: Item) -> None:
-        by = self.engine.kv.serving if change in (ParkedChange.EVICTED, ParkedChange.SHORTENED) else None
+        by = self.by if change in (ParkedChange.EVICTED, ParkedChange.SHORTENED) else None
         names = (item.owner, item.key, None if by is None else by.request_id, "" if by is None else by.hints.key)
         self.expected.append((change, item.seq, len(item.tokens), *names))
 

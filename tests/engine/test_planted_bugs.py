@@ -63,13 +63,17 @@ BUGS = [
     PlantedBug(
         "stop token before its time",
         results.Results,
-        "_end_if_complete",
-        "len(request.tokens) - request.num_prompt > limits.min_new_tokens",
+        "_completed_by",
+        "len(request.tokens) - request.num_prompt > request.limits.min_new_tokens",
         "len(request.tokens) - request.num_prompt > 0",
     ),
     PlantedBug("cells promised twice", scheduler.Scheduler, "_make_room_before", "draft.cells + cells", "0"),
     PlantedBug(
-        "parked KV trusted after a loss", kv_manager.KVManager, "resync", "self._evict(parked, FAILURE)", "pass"
+        "parked KV trusted after a loss",
+        kv_manager.KVManager,
+        "resync",
+        "self._evict(parked, FAILURE, by=None)",
+        "pass",
     ),
     PlantedBug("running KV trusted after a loss", scheduler.Scheduler, "resync", "self.kv.length", "int"),
     PlantedBug(

@@ -285,7 +285,7 @@ def test_which_message_a_character_lies_in() -> None:
 
 BUGS = {
     PlantedBug(
-        "nobody is blamed", KVManager, "_note_loss", "None if reason != ROOM else self.serving", "None"
+        "nobody is blamed", KVManager, "_note_loss", "by is None", "True"
     ): test_an_eviction_is_named_with_when_and_for_whom,
     PlantedBug(
         "a cut goes unnoticed", TokenLog, "_cut", "min(self.low, keep)", "self.low"

@@ -367,7 +367,7 @@ class EngineCore:
         self._last_tick = plan.tick
         if self.events.is_heard:
             self._tell_tick(plan, now, flight.schedule_s, step_s)
-        self.scheduler.results.update(plan, sampled, self._executor.outputs(flight.step))
+        self.scheduler.update(plan, sampled, self._executor.outputs(flight.step))
 
     # -- events -------------------------------------------------------------------------------------------------------
 

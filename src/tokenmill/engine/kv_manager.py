@@ -33,8 +33,8 @@ MOST_CANDIDATES = 256
 
 
 @dataclass(eq=False)
-class Parked:
-    """KV that nobody is running: a sequence and the tokens it holds."""
+class ParkedSequence:
+    """Cached KV of no running request: a sequence and the tokens it holds."""
 
     entry: Entry
     key: str
@@ -67,18 +67,16 @@ class KVManager:
         self._reuse = reuse
         self._free_seqs = list(range(capabilities.max_seqs - 1, -1, -1))
         self._leased: dict[int, Entry | None] = {}
-        self._plain: OrderedDict[int, Parked] = OrderedDict()
-        self._sessions: OrderedDict[int, Parked] = OrderedDict()
+        self._plain: OrderedDict[int, ParkedSequence] = OrderedDict()
+        self._sessions: OrderedDict[int, ParkedSequence] = OrderedDict()
         """By least recent use, both."""
-        self._held: dict[Hashable, Parked] = {}
+        self._held: dict[Hashable, ParkedSequence] = {}
         """By holder."""
         self._base = 0
         """What the dearest parked sequence cost that was given up for its id: see `_cheapest`."""
         self._losses: OrderedDict[str, Loss] = OrderedDict()
         """What sessions have lost since they last ran, latest first to go."""
         self._since = events.clock()
-        self.serving: Request | None = None
-        """The request that room is made for now; None where it is made for none."""
 
     # -- why ----------------------------------------------------------------------------------------------------------
 
@@ -92,10 +90,10 @@ class KVManager:
         is_found = self._reuse and self._capabilities.partial_cp
         return CacheVerdict(num_cached, divergence, loss, self._since, is_found)
 
-    def _note_loss(self, parked: Parked, num_tokens: int, reason: str) -> None:
+    def _note_loss(self, parked: ParkedSequence, num_tokens: int, reason: str, by: Request | None) -> None:
+        """Remember what a session lost, and to which request, if it made room for one."""
         if parked.owner is None:
             return
-        by = None if reason != ROOM else self.serving
         before = self._losses.pop(parked.owner, None)
         total = num_tokens + (before.num_tokens if before is not None else 0)
         name, key = (None, "") if by is None else (by.request_id, by.hints.key)
@@ -118,24 +116,24 @@ class KVManager:
         is_usable = length == len(own.entry.tokens) if whole_only else length > 0
         return replace(match, entry=own.entry) if is_usable and length == match.length else match
 
-    def start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
+    def start(self, match: Match, request: Request) -> tuple[int, int] | None:
         """Lease a sequence that holds the match: (sequence, tokens it holds). None if no sequence id can be had."""
-        leased = self._start(match, owner)
-        self._keep_few_parked()  # now, so that the new request gets their cells
+        leased = self._start(match, request)
+        self._keep_few_parked(request)  # now, so that the new request gets their cells
         return leased
 
-    def _start(self, match: Match, owner: str | None) -> tuple[int, int] | None:
-        entry = match.entry
+    def _start(self, match: Match, request: Request) -> tuple[int, int] | None:
+        entry, owner = match.entry, request.hints.owner
         self._leave_behind(match, owner)
         if entry is None:
-            seq = self._lease()
+            seq = self._lease(request)
             return None if seq is None else (seq, 0)
         if entry.parked and match.length == len(entry.tokens) and self._parked(entry.seq).owner in (None, owner):
             return self._take_over(entry, match.length, ParkedChange.TAKEN)
-        seq = self._lease(unless=entry)
+        seq = self._lease(request, unless=entry)
         if seq is None and entry.parked:
-            self._note_evicted(self._parked(entry.seq), ROOM)
-            return self._take_over(entry, match.length, ParkedChange.EVICTED)
+            self._note_evicted(self._parked(entry.seq), ROOM, request)
+            return self._take_over(entry, match.length, ParkedChange.EVICTED, request)
         if seq is None:
             return None
         self.touch(entry)
@@ -150,9 +148,9 @@ class KVManager:
             if own.entry.namespace == match.entry.namespace and _begins(matched, own.entry.tokens):
                 self._give_up(own, ParkedChange.REPLACED)
 
-    def _take_over(self, entry: Entry, length: int, change: ParkedChange) -> tuple[int, int]:
+    def _take_over(self, entry: Entry, length: int, change: ParkedChange, by: Request | None = None) -> tuple[int, int]:
         """Go on with a parked sequence itself instead of a copy."""
-        self._unpark(entry.seq, change)
+        self._unpark(entry.seq, change, by)
         self._leased[entry.seq] = None
         if not self._trim(entry.seq, length):
             self.kv.seq_rm(entry.seq)
@@ -166,11 +164,11 @@ class KVManager:
             self.index.insert(entry)
             self._leased[seq] = entry
 
-    def fork(self, source: int, length: int) -> int | None:
-        """Lease a sequence that holds the first `length` tokens of a leased one. None if it can't be had."""
+    def fork(self, source: int, length: int, request: Request) -> int | None:
+        """Lease a sequence for a request that holds the first `length` tokens of a leased one. None: no id is left."""
         if not self._capabilities.partial_cp and length != self.length(source):
             return None
-        seq = self._lease()
+        seq = self._lease(request)
         if seq is not None:
             self.kv.seq_cp(source, seq, 0, length)
         return seq
@@ -205,12 +203,12 @@ class KVManager:
         for replaced in self._replaced_by(entry, self._held.get(holder)):
             self._give_up(replaced, ParkedChange.REPLACED)
         self.index.insert(entry)
-        parked = Parked(entry, hints.key, holder, self._base)
+        parked = ParkedSequence(entry, hints.key, holder, self._base)
         (self._plain if hints.owner is None else self._sessions)[seq] = parked
         self._held[holder] = parked
         self._tell(parked, ParkedChange.PARKED)
 
-    def _covering(self, entry: Entry, own: Parked | None = None) -> Parked | None:
+    def _covering(self, entry: Entry, own: ParkedSequence | None = None) -> ParkedSequence | None:
         """Parked KV that makes a parked entry superfluous: its holder's own, or of a plain one any plain request's."""
         if own is not None and own.entry.namespace == entry.namespace and self._covers(own.entry, entry):
             return own
@@ -220,7 +218,7 @@ class KVManager:
                 return self._plain[other.seq]
         return None
 
-    def _replaced_by(self, entry: Entry, own: Parked | None) -> list[Parked]:
+    def _replaced_by(self, entry: Entry, own: ParkedSequence | None) -> list[ParkedSequence]:
         """Parked KV that a parked entry makes superfluous: its holder's, and of a plain one that of other prompts."""
         replaced = [own] if own is not None else []
         if entry.owner is None:
@@ -243,10 +241,10 @@ class KVManager:
 
     def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
         """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
-        self.serving = None
-        if not self._reuse or not self._capabilities.state_bytes or not self.make_room(self._cells(len(tokens))):
+        is_possible = self._reuse and self._capabilities.state_bytes
+        if not is_possible or not self.make_room(self._cells(len(tokens)), by=None):
             return False
-        seq = self._lease()
+        seq = self._lease(by=None)
         if seq is None:
             return False
         try:
@@ -287,8 +285,11 @@ class KVManager:
         block = self.kv.block_size
         return (1 + -(-(num_tokens - 1) // block)) * block
 
-    def make_room(self, cells: int, keep: Entry | None = None) -> bool:
-        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough."""
+    def make_room(self, cells: int, by: Request | None, keep: Entry | None = None) -> bool:
+        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough.
+
+        `by` is the request that needs them, if one does: whoever loses KV is told.
+        """
         free = self.kv.free()
         if free >= cells:
             return True
@@ -298,10 +299,10 @@ class KVManager:
             victim = self._oldest(keep)
             if victim is None:
                 return False
-            self._shorten(victim, cells - self.kv.free())
+            self._shorten(victim, cells - self.kv.free(), by)
         return True
 
-    def _keep_few_parked(self) -> None:
+    def _keep_few_parked(self, by: Request) -> None:
         """Where parked KV slows everybody down, plain requests' goes beyond a limit when somebody starts.
 
         Sessions' stays: to compute a conversation again costs more than it slows the others down.
@@ -310,38 +311,38 @@ class KVManager:
         if most is None:
             return
         while (excess := self.kv.exclusive(self._plain.keys()) - most) > 0:
-            self._shorten(next(iter(self._plain.values())), excess)
+            self._shorten(next(iter(self._plain.values())), excess, by)
 
     def _cells(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv.block_size) * self.kv.block_size
 
-    def _shorten(self, parked: Parked, cells: int) -> None:
+    def _shorten(self, parked: ParkedSequence, cells: int, by: Request | None) -> None:
         """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""
         keep = len(parked.entry.tokens) - cells
         before = self.kv.free()
         if keep <= 0 or not self._trim(parked.seq, keep):
-            self._evict(parked)
+            self._evict(parked, ROOM, by)
             return
         entry = parked.entry
         lost = len(entry.tokens) - keep
         self.index.remove(entry)
         entry.tokens = entry.tokens[:keep]
         self.index.insert(entry)
-        self._note_loss(parked, lost, ROOM)
+        self._note_loss(parked, lost, ROOM, by)
         if self.kv.free() == before or self._covering(entry) is not None:
-            self._evict(parked)
+            self._evict(parked, ROOM, by)
         else:
-            self._tell(parked, ParkedChange.SHORTENED)
+            self._tell(parked, ParkedChange.SHORTENED, by)
 
-    def _all_parked(self) -> Iterator[Parked]:
+    def _all_parked(self) -> Iterator[ParkedSequence]:
         """In the order in which cells are taken from them: plain requests' first, each by least recent use."""
         yield from self._plain.values()
         yield from self._sessions.values()
 
-    def _oldest(self, keep: Entry | None = None) -> Parked | None:
+    def _oldest(self, keep: Entry | None = None) -> ParkedSequence | None:
         return next((parked for parked in self._all_parked() if parked.entry is not keep), None)
 
-    def _cheapest(self) -> tuple[Parked, int] | None:
+    def _cheapest(self) -> tuple[ParkedSequence, int] | None:
         """The parked sequence whose id is worth least, with its cost: the tokens that only it holds.
 
         Those that others hold all of go first, then plain requests'. A cost counts from the highest one paid when the
@@ -354,22 +355,21 @@ class KVManager:
         found, lost = min(costs, key=lambda cost: (cost[1] > 0, cost[0].owner is not None, cost[0].base + cost[1]))
         return found, found.base + lost
 
-    def _evict(self, parked: Parked, reason: str = ROOM) -> None:
-        self._note_evicted(parked, reason)
-        self._give_up(parked, ParkedChange.EVICTED)
+    def _evict(self, parked: ParkedSequence, reason: str, by: Request | None) -> None:
+        self._note_evicted(parked, reason, by)
+        self._give_up(parked, ParkedChange.EVICTED, by)
 
-    def _note_evicted(self, parked: Parked, reason: str) -> None:
+    def _note_evicted(self, parked: ParkedSequence, reason: str, by: Request | None) -> None:
         self.num_evicted += 1
-        self._note_loss(parked, len(parked.entry.tokens), reason)
+        self._note_loss(parked, len(parked.entry.tokens), reason, by)
 
-    def _give_up(self, parked: Parked, change: ParkedChange) -> None:
-        self._unpark(parked.seq, change)
+    def _give_up(self, parked: ParkedSequence, change: ParkedChange, by: Request | None = None) -> None:
+        self._unpark(parked.seq, change, by)
         self._free(parked.seq)
 
-    def _tell(self, parked: Parked, change: ParkedChange) -> None:
+    def _tell(self, parked: ParkedSequence, change: ParkedChange, by: Request | None = None) -> None:
         if self._events.is_heard:
             length = len(parked.entry.tokens)
-            by = self.serving if change in (ParkedChange.EVICTED, ParkedChange.SHORTENED) else None
             self._events.emit(
                 ParkedEvent(
                     self._events.clock(),
@@ -386,7 +386,7 @@ class KVManager:
 
     # -- sequence ids -------------------------------------------------------------------------------------------------
 
-    def _lease(self, unless: Entry | None = None) -> int | None:
+    def _lease(self, by: Request | None, unless: Entry | None = None) -> int | None:
         """A sequence id, for which parked KV may go. None if there is none, or `unless` is the KV that would go."""
         if not self._free_seqs:
             found = self._cheapest()
@@ -396,7 +396,7 @@ class KVManager:
             self._base = max(self._base, cost)
             if victim.entry is unless:
                 return None
-            self._evict(victim)
+            self._evict(victim, ROOM, by)
         seq = self._free_seqs.pop()
         self._leased[seq] = None
         return seq
@@ -410,14 +410,14 @@ class KVManager:
         if entry is not None:
             self.index.remove(entry)
 
-    def _parked(self, seq: int) -> Parked:
+    def _parked(self, seq: int) -> ParkedSequence:
         return self._plain[seq] if seq in self._plain else self._sessions[seq]
 
-    def _unpark(self, seq: int, change: ParkedChange) -> None:
+    def _unpark(self, seq: int, change: ParkedChange, by: Request | None = None) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
         del self._held[parked.holder]
         self.index.remove(parked.entry)
-        self._tell(parked, change)
+        self._tell(parked, change, by)
 
     def _trim(self, seq: int, length: int) -> bool:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)
@@ -428,7 +428,7 @@ class KVManager:
         """Steps were lost after the fact: drop parked KV that no longer holds what it says."""
         for parked in list(self._all_parked()):
             if self.length(parked.seq) != len(parked.entry.tokens):
-                self._evict(parked, FAILURE)
+                self._evict(parked, FAILURE, by=None)
 
     @property
     def num_parked(self) -> int:
@@ -451,10 +451,10 @@ class KVManager:
         parked = sorted(self._all_parked(), key=lambda one: one.seq)
         return tuple(ParkedView(one.seq, len(one.entry.tokens), one.owner, one.key) for one in parked)
 
-    def evict_all(self, reason: str = ROOM) -> None:
+    def evict_all(self, reason: str = ROOM, by: Request | None = None) -> None:
         """Give up all parked KV."""
         while (victim := self._oldest()) is not None:
-            self._evict(victim, reason)
+            self._evict(victim, reason, by)
 
     def check_integrity(self) -> None:
         """Every sequence id is free, leased or parked; parked KV is as long as its tokens, and none is superfluous."""

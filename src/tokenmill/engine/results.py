@@ -1,10 +1,9 @@
-"""`Results`: from what a step drew to what callers are told. The other half of the scheduler's tick."""
+"""`Results`: from what a step drew to what callers are told. The other half of the scheduler's tick, which owns it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +20,15 @@ from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
 
 
-class Finish(Protocol):
-    """Ends a request and gives back what it held: the scheduler's part."""
+@dataclass(frozen=True)
+class Completed:
+    """A request that a step has completed; to end it, and give back what it holds, is the scheduler's part."""
 
-    def __call__(
-        self,
-        request: Request,
-        reason: FinishReason,
-        token: int | None = None,
-        error: str | None = None,
-        logprobs: TokenLogprobs | None = None,
-    ) -> None: ...
+    request: Request
+    reason: FinishReason
+    token: int | None = None
+    error: str | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class _Crowd:
@@ -52,11 +49,10 @@ _NOBODY = _Crowd(0, np.zeros(0, dtype=np.int32), [])
 class Results:
     """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
 
-    def __init__(self, rows: RunningRows, sampling: SamplingState, events: EventBus, finish: Finish) -> None:
+    def __init__(self, rows: RunningRows, sampling: SamplingState, events: EventBus) -> None:
         self._rows = rows
         self._sampling = sampling
         self._events = events
-        self._finish = finish
         self._pending = StepResult([], [], None, {})
         self._crowd = _NOBODY
         self._ending: set[str] = set()
@@ -104,22 +100,23 @@ class Results:
         pending.request_ids.extend(names)
         pending.token_ids.extend(tokens)
 
-    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
-        """Give the sampled tokens to their requests, and end those that are complete.
-
-        `outputs` are all of the step's, where the plan has prompts to score or to pool.
-        """
+    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None) -> list[Completed]:
+        """Give the sampled tokens to their requests; the requests that are complete with them."""
+        completed: list[Completed] = []
         if outputs is not None:
             self._score_prompts(plan, outputs.logits)
-            self._pool_prompts(plan, outputs.hidden)
+            completed = self._pool_prompts(plan, outputs.hidden)
         rows, ids, still = self._rows.settle(plan, sampled.ids)
         if self._rows.awaits_token[rows].any():
             self._note_first_tokens(rows, plan.tick)
-        self._hand_out(rows, ids, self._logprobs(rows, sampled, still) if sampled.extras else None)
+        completed += self._hand_out(rows, ids, self._logprobs(rows, sampled, still) if sampled.extras else None)
         if self._sampling.has_rules[rows].any():
-            self._advance_rules(rows, ids)
+            self._advance_rules(rows, ids, {one.request.row for one in completed})
+        return completed
 
-    def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None) -> None:
+    def _hand_out(
+        self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None
+    ) -> list[Completed]:
         """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
 
         The loops over all rows that a decode step has: every look-up in them shows in `python -m benchmarks.engine`.
@@ -135,7 +132,7 @@ class Results:
         ending: list[int] = may_end.nonzero()[0].tolist()
         if not ending:
             self._add(crowd.names, tokens, logprobs)
-            return
+            return []
         going_on = (~may_end).nonzero()[0].tolist()
         told = [None] * len(tokens) if logprobs is None else logprobs
         self._add(
@@ -143,8 +140,15 @@ class Results:
             [tokens[place] for place in going_on],
             None if logprobs is None else [logprobs[place] for place in going_on],
         )
+        completed = []
         for place in ending:
-            self._end_if_complete(crowd.requests[place], tokens[place], told[place])
+            request, token, its = crowd.requests[place], tokens[place], told[place]
+            one = self._completed_by(request, token, its)
+            if one is not None:
+                completed.append(one)
+            else:
+                self._add([request.request_id], [token], None if its is None else [its])
+        return completed
 
     def _crowd_of(self, rows: IntArray) -> _Crowd:
         """Whoever is in these rows; from one decode step to the next it is mostly the same."""
@@ -155,18 +159,16 @@ class Results:
             crowd = self._crowd = _Crowd(num_changes, rows, requests)
         return crowd
 
-    def _end_if_complete(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _completed_by(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Completed | None:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""
-        limits = request.limits
         if token == BAD_ROW:
             request.tokens.pop()
-            self._finish(request, FinishReason.ERROR, error="the model gave logits that are not finite")
-        elif token in request.stop_ids and len(request.tokens) - request.num_prompt > limits.min_new_tokens:
-            self._finish(request, FinishReason.STOP, token, logprobs=logprobs)
-        elif len(request.tokens) >= self._rows.limit[request.row]:
-            self._finish(request, FinishReason.LENGTH, token, logprobs=logprobs)
-        else:
-            self._add([request.request_id], [token], None if logprobs is None else [logprobs])
+            return Completed(request, FinishReason.ERROR, error="the model gave logits that are not finite")
+        if token in request.stop_ids and len(request.tokens) - request.num_prompt > request.limits.min_new_tokens:
+            return Completed(request, FinishReason.STOP, token, logprobs=logprobs)
+        if len(request.tokens) >= self._rows.limit[request.row]:
+            return Completed(request, FinishReason.LENGTH, token, logprobs=logprobs)
+        return None
 
     def _score_prompts(self, plan: StepPlan, logits: FloatArray) -> None:
         for scores in plan.scores:
@@ -179,8 +181,9 @@ class Results:
             count = request.draw.params.prompt_logprobs or 0
             request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
 
-    def _pool_prompts(self, plan: StepPlan, hidden: FloatArray) -> None:
+    def _pool_prompts(self, plan: StepPlan, hidden: FloatArray) -> list[Completed]:
         """Add hidden states to the embeddings they belong to; a prompt that is through has its embedding."""
+        completed = []
         for pool in plan.pools:
             request = self._still_there(pool)
             if request is None:
@@ -194,23 +197,18 @@ class Results:
                 request.pooled = total if request.pooled is None else request.pooled + total
                 request.num_pooled += len(rows)
             if end == request.num_prompt and request.pooled is not None:
-                self._end_embedding(request, (request.pooled / request.num_pooled).astype(np.float32))
-
-    def _end_embedding(self, request: Request, embedding: FloatArray) -> None:
-        request.pooled = None
-        if not np.isfinite(embedding).all():
-            self._finish(request, FinishReason.ERROR, error="the model gave hidden states that are not finite")
-            return
-        request.embedding = embedding.tolist()
-        self._finish(request, FinishReason.STOP)
+                embedding = (request.pooled / request.num_pooled).astype(np.float32)
+                request.pooled = None
+                completed.append(_embedded(request, embedding))
+        return completed
 
     def _still_there(self, rows: PromptRows) -> Request | None:
         """The request that the rows were computed for, if it still runs."""
         return self._rows.requests[rows.row] if self._rows.lease[rows.row] == rows.lease else None
 
-    def _advance_rules(self, rows: IntArray, ids: IntArray) -> None:
+    def _advance_rules(self, rows: IntArray, ids: IntArray, completed: set[int]) -> None:
         for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-            if self._sampling.has_rules[row] and self._rows.requests[row] is not None:
+            if self._sampling.has_rules[row] and row not in completed:
                 self._sampling.advance(row, token)
 
     def _logprobs(self, rows: IntArray, sampled: Sampled, still: NDArray[np.bool_]) -> list[TokenLogprobs | None]:
@@ -228,3 +226,10 @@ class Results:
             if request is not None:
                 self._events.phase(request, Phase.DECODE, tick)
         self._rows.awaits_token[rows] = False
+
+
+def _embedded(request: Request, embedding: FloatArray) -> Completed:
+    if not np.isfinite(embedding).all():
+        return Completed(request, FinishReason.ERROR, error="the model gave hidden states that are not finite")
+    request.embedding = embedding.tolist()
+    return Completed(request, FinishReason.STOP)

@@ -9,13 +9,13 @@ whole story.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
-from tokenmill.contract import IntArray, ModelInfo
+from tokenmill.contract import DecodeOutput, IntArray, ModelInfo, Sampled
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import WEIGHTS, KVManager
@@ -31,6 +31,14 @@ from tokenmill.sampling.state import SamplingState
 
 SCORED_CHUNK = 64
 """Prompt tokens a step while they are scored: the logits of all of them are kept at once."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Whether a waiting request fits, and what KV it starts from if it does."""
+
+    is_enough: bool
+    match: Match
 
 
 class Scheduler:
@@ -54,7 +62,7 @@ class Scheduler:
         self.tick = 0
         self._arrivals = 0
         self._events = events
-        self.results = Results(self.rows, self.sampling, events, self.finish)
+        self.results = Results(self.rows, self.sampling, events)
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
@@ -142,7 +150,6 @@ class Scheduler:
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
         """One token for each request that needs one; when KV is short, the last in order makes room for the others."""
-        self.kv.serving = self.rows.requests[int(rows[0])] if len(rows) else None
         while len(rows) and not self._has_room_for_decodes(draft, rows):
             victim = self.order.sort(self.rows.running(), self.tick)[-1]
             rows = rows[rows != victim.row]
@@ -157,12 +164,11 @@ class Scheduler:
         for place, request in enumerate(behind):
             if request.row == NO_ROW:  # made room for one before it
                 continue
-            self.kv.serving = request
             count = self._chunk(draft, request, int(self.rows.num_computed[request.row]))
             if count == 0:
                 return
             cells = self.kv.cells_for(count)
-            if self._make_room_before(draft, cells, behind[place + 1 :]):
+            if self._make_room_before(draft, cells, request, behind[place + 1 :]):
                 draft.give_chunk(request.row, count, cells, int(self.rows.num_computed[request.row]))
 
     def _admit(self, draft: Draft) -> None:
@@ -177,7 +183,6 @@ class Scheduler:
             free_rows -= 1  # for itself, or kept for it while it waits for its prefix
             if self._keeps_waiting(request):
                 continue
-            self.kv.serving = request
             match = self._match(request)
             if self._is_worth_waiting(request, match):
                 continue
@@ -195,11 +200,10 @@ class Scheduler:
             request, num_computed = self.rows.requests[row], int(self.rows.num_computed[row])
             if request is None or draft.budget == 0:
                 return
-            self.kv.serving = request
             whole = min(self._most(request, num_computed), draft.chunks[row] + draft.budget)
             more = whole - draft.chunks[row]
             cells = self.kv.cells_for(whole) - self.kv.cells_for(draft.chunks[row])
-            if more > 0 and self.kv.make_room(draft.cells + cells):
+            if more > 0 and self.kv.make_room(draft.cells + cells, request):
                 draft.give_chunk(row, more, cells, num_computed + draft.chunks[row])
 
     # -- parts of the tick --------------------------------------------------------------------------------------------
@@ -209,15 +213,15 @@ class Scheduler:
         cells = len(rows) * self.kv.cells_for(1)
         if self.kv.free() < cells:
             cells = self.kv.needed(self.rows.decode_batch(rows))
-            if not self.kv.make_room(cells):
+            if not self.kv.make_room(cells, self.rows.requests[int(rows[0])]):
                 return False
         draft.give_decodes(rows, cells, float(self.rows.num_computed[rows].sum()))
         return True
 
-    def _make_room_before(self, draft: Draft, cells: int, later: list[Request]) -> bool:
+    def _make_room_before(self, draft: Draft, cells: int, request: Request, later: list[Request]) -> bool:
         """Room for a chunk: evict parked KV, then preempt those behind it in order. Never one that decodes."""
-        while not self.kv.make_room(draft.cells + cells):
-            victims = [request for request in later if request.row != NO_ROW]
+        while not self.kv.make_room(draft.cells + cells, request):
+            victims = [other for other in later if other.row != NO_ROW]
             if not victims:
                 return False
             self._preempt(victims[-1])
@@ -259,17 +263,19 @@ class Scheduler:
 
     def _start(self, draft: Draft, request: Request, match: Match, promised: int) -> bool:
         """Give a waiting request a sequence, a row and its first chunk; False if there is no room for it."""
-        match_that_fits = self._make_room_for(draft, request, match, promised)
-        if match_that_fits is None:
+        room = self._make_room_for(draft, request, match, promised)
+        if not room.is_enough:
             return False
         divergence = self.kv.divergence(request)  # before what it goes on with is taken out of the index
-        leased = self._lease(request, match_that_fits)
+        leased = self._lease(request, room.match)
         if leased is None:
             return False
         seq, num_computed = leased
-        if num_computed < match_that_fits.length and not self._make_room_for(draft, request, Match(), promised):
-            self.kv.release(seq)
-            return False
+        if num_computed < room.match.length:
+            room = self._make_room_for(draft, request, Match(), promised)
+            if not room.is_enough:
+                self.kv.release(seq)
+                return False
         if request.state is RequestState.WAITING:
             request.verdict = self.kv.verdict(request, num_computed, divergence)
         self._run(request, seq, num_computed)
@@ -278,8 +284,8 @@ class Scheduler:
             draft.give_chunk(request.row, count, self.kv.cells_for(count), num_computed)
         return True
 
-    def _make_room_for(self, draft: Draft, request: Request, match: Match, promised: int) -> Match | None:
-        """Room for the whole prompt beside what was promised: with the match, or by evicting it, too. None: no room."""
+    def _make_room_for(self, draft: Draft, request: Request, match: Match, promised: int) -> Room:
+        """Make room for the whole prompt beside what was promised: keep the match, or else evict it, too."""
         block, num_running = self.kv.kv.block_size, self.rows.num_running
         margin = self.config.admission_margin * block * num_running
         for candidate in (match, Match()):
@@ -287,12 +293,12 @@ class Scheduler:
             is_shared = request.hints.fork_of or (candidate.entry is not None and not candidate.entry.parked)
             shared = block if is_shared else 0
             cells = self.kv.cells_for(len(request.tokens) - candidate.length) + shared
-            if self.kv.make_room(draft.cells + promised + margin + cells, keep=candidate.entry):
-                return candidate
+            if self.kv.make_room(draft.cells + promised + margin + cells, request, keep=candidate.entry):
+                return Room(is_enough=True, match=candidate)
         if num_running:
-            return None
-        self.kv.evict_all()
-        return Match()
+            return Room(is_enough=False, match=Match())
+        self.kv.evict_all(by=request)
+        return Room(is_enough=True, match=Match())
 
     def _lease(self, request: Request, match: Match) -> tuple[int, int] | None:
         """A sequence for the request, with as much of its prefix as can be had: (sequence, tokens)."""
@@ -305,10 +311,10 @@ class Scheduler:
         ):
             length = min(int(self.rows.num_computed[source.row]), len(source.tokens), len(request.tokens) - 1)
             if length > match.length and source.tokens[:length] == request.tokens[:length]:
-                seq = self.kv.fork(int(self.rows.seq[source.row]), length)
+                seq = self.kv.fork(int(self.rows.seq[source.row]), length, request)
                 if seq is not None:
                     return seq, length
-        return self.kv.start(match, request.hints.owner)
+        return self.kv.start(match, request)
 
     def _run(self, request: Request, seq: int, num_computed: int) -> None:
         """The request leaves the queue and gets a row."""
@@ -379,12 +385,20 @@ class Scheduler:
         draft = Draft(count)
         draft.give_chunk(request.row, min(count, len(request.tokens) - num_computed), 0, num_computed)
         cells = self.kv.needed(self.rows.make_plan(draft, self.tick).batch)
-        while not self.kv.make_room(cells):
+        while not self.kv.make_room(cells, request):
             others = [other for other in self.order.sort(self.rows.running(), self.tick) if other is not request]
             self._preempt(others[-1])
         return self._seal(draft)
 
-    # -- steps that did not happen ------------------------------------------------------------------------------------
+    # -- steps that came back, and steps that did not happen ----------------------------------------------------------
+
+    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
+        """The step's results: tokens go to their requests, and those that are complete end.
+
+        `outputs` are all of the step's, where the plan has prompts to score or to pool.
+        """
+        for one in self.results.update(plan, sampled, outputs):
+            self.finish(one.request, one.reason, one.token, one.error, one.logprobs)
 
     def undo(self, plan: StepPlan) -> None:
         """The step could not be submitted: its tokens are to be computed again."""
@@ -392,7 +406,6 @@ class Scheduler:
 
     def drop_kv(self) -> None:
         """All KV is worthless: the weights were replaced. Running requests start anew from their logs."""
-        self.kv.serving = None
         for request in self.rows.running():
             self._preempt(request)
             if request.verdict is not None and not request.output:  # what it started from was worth nothing

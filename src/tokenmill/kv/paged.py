@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -345,27 +345,31 @@ class PagedKV:
         if batch.seq_ids.max() >= self.capabilities.max_seqs:
             raise InvalidBatch(f"sequence {batch.seq_ids.max()} is not below max_seqs {self.capabilities.max_seqs}")
         segments = cut_into_segments(batch)
-        left: dict[int, int] = {}
+        left: Mapping[int, int] = {}
         if len(segments) == 1:
-            return PagedPlan((self._demand(self.tables, segments[0], left),), self._steps + 1)
+            demand, _ = self._demand(self.tables, segments[0], left)
+            return PagedPlan((demand,), self._steps + 1)
         # A later segment depends on what the earlier ones do, so they are tried on a copy with room for all.
         trial = self.tables.copy_with_spare(2 * len(batch))
         demands = []
         for segment in segments:
-            demand = self._demand(trial, segment, left)
+            demand, left = self._demand(trial, segment, left)
             blocks = trial.pool.take(demand.num_blocks)
             _place(trial, demand, blocks)
             demands.append(demand)
         return PagedPlan(tuple(demands), self._steps + 1)
 
-    def _demand(self, tables: BlockTables, segment: Segment, left: dict[int, int]) -> Demand:
+    def _demand(
+        self, tables: BlockTables, segment: Segment, left: Mapping[int, int]
+    ) -> tuple[Demand, Mapping[int, int]]:
+        """The blocks a segment takes, and the blocks that the batch has left for copies once it is placed."""
         end, held = tables.end[segment.lead], tables.num_blocks[segment.lead]
         self._check(tables, segment, end)
         length = end - tables.base[segment.lead]
         grow = -(-(length + segment.count) // tables.block_size) - held
-        copy = _must_copy(tables, segment, length % tables.block_size, held, left)
+        copy, left = _must_copy(tables, segment, length % tables.block_size, held, left)
         num_copies = int(np.count_nonzero(copy))
-        return Demand(segment, end, held, grow, copy, num_copies, int(grow.sum()) + num_copies)
+        return Demand(segment, end, held, grow, copy, num_copies, int(grow.sum()) + num_copies), left
 
     def _check(self, tables: BlockTables, segment: Segment, end: IntArray) -> None:
         expected = end if segment.is_one_each else tables.end[segment.token_lead] + segment.token_rank
@@ -442,21 +446,21 @@ def _read_state(state: bytes) -> tuple[int, int, memoryview]:
 
 
 def _must_copy(
-    tables: BlockTables, segment: Segment, offset: IntArray, held: IntArray, left: dict[int, int]
-) -> BoolArray:
+    tables: BlockTables, segment: Segment, offset: IntArray, held: IntArray, left_before: Mapping[int, int]
+) -> tuple[BoolArray, Mapping[int, int]]:
     """Which groups have to copy the block they write into: because others hold it, or because others left it.
 
-    `offset` is where in its last block each group ends (0: with it), `held` the number of its blocks. `left` says, for
-    each block that a group of this batch has left for a copy, how far that group's cells reach in it. If the batch
-    fails the group returns, so nobody may have written over them.
+    `offset` is where in its last block each group ends (0: with it), `held` the number of its blocks. `left_before`
+    says, for each block that a group of this batch has left for a copy, how far that group's cells reach in it. If the
+    batch fails the group returns, so nobody may have written over them. Returned, too: those left after this segment.
     """
     if tables.block_size == 1:  # a cell is written once
-        return np.zeros(len(segment.lead), dtype=bool)
+        return np.zeros(len(segment.lead), dtype=bool), left_before
     last_block = tables.table[segment.lead, held - 1]
     copy: BoolArray = (offset != 0) & (tables.pool.refs[last_block] > segment.holders)
-    if left:
-        copy |= (offset != 0) & np.isin(last_block, list(left))
-    refs_left: dict[int, int] = {}
+    if left_before:
+        copy |= (offset != 0) & np.isin(last_block, list(left_before))
+    left, refs_left = dict(left_before), dict[int, int]()
     for i in copy.nonzero()[0]:
         block, holders, reach = int(last_block[i]), int(segment.holders[i]), int(offset[i])
         refs = refs_left.get(block, int(tables.pool.refs[block]))
@@ -464,7 +468,7 @@ def _must_copy(
         if copy[i]:
             refs_left[block] = refs - holders
             left[block] = max(reach, left.get(block, 0))
-    return copy
+    return copy, left
 
 
 def _place(tables: BlockTables, demand: Demand, blocks: IntArray) -> IntArray:
