@@ -23,11 +23,10 @@ import torch
 from benchmarks.gpu_workloads import Job, Workload, first_token, run, workloads
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.cuda.backend import CudaBackend
-from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+from tokenmill.backends.torch.cuda.layers import CudaDecoder, Switches
 from tokenmill.backends.torch.cuda.model import CudaModel
-from tokenmill.backends.torch.cuda.switches import Switches
 from tokenmill.backends.torch.families.names import HF_NAMES, num_values
-from tokenmill.backends.torch.memory import FP8
+from tokenmill.backends.torch.footprint import FP8
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.backends.torch.weights import DecoderWeights
 from tokenmill.bench import bench_parser

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of, save
 from tests.parity.gguf_files import put, write
 from tokenmill import open_model
-from tokenmill.backends.torch import opening
+from tokenmill.backends.torch import loader as opening
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.errors import ModelLoadError
 

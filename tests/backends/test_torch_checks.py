@@ -12,7 +12,7 @@ import torch
 
 from tests.parity.checkpoints import save
 from tokenmill import open_model
-from tokenmill.backends.torch.memory import free_bytes
+from tokenmill.backends.torch.footprint import free_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.errors import ConfigError, InvalidOperation
 

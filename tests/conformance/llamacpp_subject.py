@@ -24,10 +24,9 @@ from tests.parity.gguf_files import permuted
 from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
 from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
 from tokenmill.backends.llamacpp.backend import LlamaBackend, LlamaStep
-from tokenmill.backends.llamacpp.memory import LlamaMemory
-from tokenmill.backends.llamacpp.model import LlamaModel
+from tokenmill.backends.llamacpp.mirror import LlamaMemory
+from tokenmill.backends.llamacpp.model import LlamaModel, open_path
 from tokenmill.backends.llamacpp.native import NativeContext
-from tokenmill.backends.llamacpp.opening import open_path
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.conformance.subjects import Cells, Subject
 from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
-from tokenmill.backends.torch.backend import TorchBackend, TorchStep
+from tokenmill.backends.torch.backend import DenseBackend, TorchBackend, TorchStep
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
@@ -39,7 +39,7 @@ SMALL_ONES = ("gate", "up", "down")
 FloatArray = NDArray[np.float64]
 
 
-class Faults(TorchBackend):
+class Faults(TorchBackend):  # type: ignore[type-arg]
     """A torch backend that can be told to fail, as the fake one. To be mixed into one of them."""
 
     faults: FaultPlan
@@ -115,9 +115,13 @@ def make_decoder(vocab_size: int, max_context: int, windows: tuple[int | None, .
     return Decoder(config, weights)
 
 
+class FaultyDenseBackend(Faults, DenseBackend):  # type: ignore[misc]
+    """A dense backend that can be told to fail."""
+
+
 def make(config: FakeConfig, deterministic: bool = False) -> Faults:
     decoder = make_decoder(config.vocab_size, config.max_context, config.windows)
-    return make_backend(Faults, decoder, config, deterministic)
+    return make_backend(FaultyDenseBackend, decoder, config, deterministic)
 
 
 def make_backend(kind: type[Faults], decoder: Decoder, config: FakeConfig, deterministic: bool = False) -> Faults:

@@ -14,7 +14,7 @@ from tests.parity.checkpoints import save
 from tests.parity.gguf_files import write
 from tokenmill import LLM, open_model
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.native.library import library
+from tokenmill.backends.torch.native.bindings import library
 from tokenmill.cli.main import app
 from tokenmill.contract.backend import cells_for
 from tokenmill.entrypoints.fit import limits_for, plan_fit

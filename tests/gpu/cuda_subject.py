@@ -11,8 +11,7 @@ from tests.conformance.subjects import Subject
 from tests.conformance.torch_subject import TOLERANCE, Faults, hidden_oracle, make_backend, make_decoder, oracle
 from tokenmill.backends.fake import FakeConfig
 from tokenmill.backends.torch.cuda.backend import CudaBackend
-from tokenmill.backends.torch.cuda.decoder import CudaDecoder
-from tokenmill.backends.torch.cuda.switches import Switches
+from tokenmill.backends.torch.cuda.layers import CudaDecoder, Switches
 from tokenmill.backends.torch.weights import DecoderWeights
 
 

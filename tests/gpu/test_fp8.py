@@ -12,7 +12,7 @@ from tests.gpu.card import needs_card
 from tests.gpu.test_engine import engine_of, prompts, request, run
 from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
-from tokenmill.backends.torch.memory import FP8
+from tokenmill.backends.torch.footprint import FP8
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError
@@ -67,7 +67,7 @@ def test_an_engine_runs_on_it(tmp_path: Path) -> None:
 
 
 def test_large_numbers_stay_numbers() -> None:
-    from tokenmill.backends.torch.cuda.kernels.islands import turn_and_store
+    from tokenmill.kernels.islands import turn_and_store
 
     qkv = torch.full((1, 3 * 64), 3e4, device="cuda", dtype=torch.bfloat16)
     keys, values = (torch.zeros(4, 1, 64, device="cuda", dtype=torch.uint8).view(FP8) for _ in range(2))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.gpu.card import DEVICE, HAS_CARD, needs_kernels
 from tests.gpu.paged import Shape, attended, error, paged
-from tokenmill.backends.torch.memory import FP8
+from tokenmill.backends.torch.footprint import FP8
 
 pytestmark = needs_kernels()
 
@@ -44,7 +44,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 def test_decode_attention() -> None:
-    from tokenmill.backends.torch.cuda.kernels.decode_attention import decode_attention
+    from tokenmill.kernels.paged_attention import decode_attention
 
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
@@ -68,7 +68,7 @@ def test_decode_attention() -> None:
 
 
 def test_prefill_attention() -> None:
-    from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES, by_block, prefill_attention
+    from tokenmill.kernels.paged_attention import QUERIES, by_block, prefill_attention
 
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
@@ -98,7 +98,7 @@ def test_prefill_attention() -> None:
 
 
 def test_norm_and_gate() -> None:
-    from tokenmill.backends.torch.cuda.kernels.islands import gate, norm
+    from tokenmill.kernels.islands import gate, norm
 
     for width in (48, 1024, 3584):
         x, weight = torch.randn(5, width, device=DEVICE), torch.randn(width, device=DEVICE)
@@ -111,7 +111,7 @@ def test_norm_and_gate() -> None:
 
 
 def test_embedding_of_known_and_of_sampled_tokens() -> None:
-    from tokenmill.backends.torch.cuda.kernels.islands import embed
+    from tokenmill.kernels.islands import embed
 
     table = torch.randn(30, 1500, device=DEVICE)
     out = torch.full((4, 1500), torch.nan, device=DEVICE)
@@ -120,8 +120,8 @@ def test_embedding_of_known_and_of_sampled_tokens() -> None:
 
 
 def test_turn_and_store() -> None:
-    from tokenmill.backends.torch.cuda.kernels.islands import turn_and_store
     from tokenmill.backends.torch.rope import rotate, rotations
+    from tokenmill.kernels.islands import turn_and_store
 
     for num_heads, num_kv, dim, normed in ((28, 4, 128, False), (16, 8, 128, True), (6, 2, 8, True), (5, 1, 80, False)):
         qkv = torch.randn(4, num_heads + 2 * num_kv, dim, device=DEVICE)
@@ -145,7 +145,7 @@ def test_turn_and_store() -> None:
 
 
 def test_product_with_one_row() -> None:
-    from tokenmill.backends.torch.cuda.kernels.one_row import one_row_product
+    from tokenmill.kernels.islands import one_row_product
 
     for width, num_out in ((48, 20), (1024, 66), (3584, 12)):
         x, weight, bias = (torch.randn(*size, device=DEVICE) for size in ((1, width), (num_out, width), (num_out,)))
@@ -162,7 +162,7 @@ def test_product_with_one_row() -> None:
 
 
 def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
-    from tokenmill.backends.torch.cuda.kernels.drawing import largest
+    from tokenmill.kernels.drawing import largest
 
     logits = torch.randn(4, 9001, device=DEVICE).to(torch.bfloat16)
     logits[0, [77, 5000, 8999]] = 50.0
@@ -182,7 +182,7 @@ def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 
 
 def test_drawing() -> None:
-    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
     from tokenmill.sampling.philox import uniforms
 
@@ -205,7 +205,7 @@ def test_drawing() -> None:
 
 def test_drawing_in_order_of_likelihood() -> None:
     """Top-k, top-p and min-p against a full sort: the same ids, also among equal logits."""
-    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
     from tokenmill.sampling.philox import uniforms
 
@@ -236,7 +236,7 @@ def test_drawing_in_order_of_likelihood() -> None:
 
 def test_draws_in_order_of_likelihood_have_the_right_frequencies() -> None:
     """100,000 draws from one row with top-p 0.9 and a temperature: chi-squared of what the filters keep."""
-    from tokenmill.backends.torch.cuda.kernels.drawing import draw
+    from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
 
     vocab, num_draws = 1000, 100_000 if HAS_CARD else 500

@@ -48,12 +48,12 @@ def test_too_much_is_refused_with_numbers(tmp_path: Path) -> None:
 def test_what_is_planned_for_a_step_is_what_it_takes() -> None:
     """`tokenmill fit` can run none, so it works it out."""
     from benchmarks.gpu import SHAPES, random_model
-    from tokenmill.backends.torch.cuda.memory import step_bytes
-    from tokenmill.backends.torch.cuda.switches import Switches
+    from tokenmill.backends.torch.cuda.layers import Switches
+    from tokenmill.backends.torch.footprint import cuda_step_bytes
 
     for name in SHAPES:
         model = random_model(name, Switches())
-        planned, taken = step_bytes(SHAPES[name], 8192, 256, 2), model.step_bytes
+        planned, taken = cuda_step_bytes(SHAPES[name], 8192, 256, 2), model.step_bytes
         assert 0.9 * taken < planned < 1.4 * taken, (name, planned, taken)
         model.close()
         del model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill.backends.torch.native.library import Pool, library
+from tokenmill.backends.torch.native.bindings import Pool, library
 
 VARIANTS = ("plain", "avx2", "avx512vnni")
 

@@ -19,9 +19,9 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, reference, save
 from tests.parity.gguf_files import write
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.native.backend import NativeDecoder
+from tokenmill.backends.torch.native.bindings import INT4, INT8, library
 from tokenmill.backends.torch.native.build import FLAGS, BuildFailed, build
-from tokenmill.backends.torch.native.decoder import NativeDecoder
-from tokenmill.backends.torch.native.library import INT4, INT8, library
 from tokenmill.backends.torch.native.packing import as_kind
 from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError, InvalidOperation
@@ -205,7 +205,7 @@ def test_a_second_model_has_as_many_threads_as_the_first(tmp_path: Path) -> None
 
 def test_the_kernels_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("native qwen3", tmp_path / "model.gguf", "qwen3", gguf.GGMLQuantizationType.Q8_0)
-    monkeypatch.setattr("tokenmill.backends.torch.opening.library", lambda: None)
+    monkeypatch.setattr("tokenmill.backends.torch.loader.library", lambda: None)
     model = open_model(str(path), device="cpu")
     assert isinstance(model, TorchModel)
     assert not isinstance(model.decoder, NativeDecoder)

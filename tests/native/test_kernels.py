@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tokenmill.backends.torch.native.library import (
+from tokenmill.backends.torch.native.bindings import (
     INT4,
     INT8,
     DecoderStruct,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.agreement import compare_forms, in_chunks, perplexity
 from tokenmill import open_model
-from tokenmill.backends.torch.native.library import library
+from tokenmill.backends.torch.native.bindings import library
 from tokenmill.contract import ModelHandle
 from tokenmill.text.model_text import open_text
 

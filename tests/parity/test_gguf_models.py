@@ -16,9 +16,9 @@ from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of, s
 from tests.parity.gguf_files import put, write
 from tokenmill import open_model
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.torch.gguf_source import config_of, dequantise
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.rope import frequencies
+from tokenmill.backends.torch.sources import config_of, dequantise
 from tokenmill.errors import ModelLoadError
 
 FILES = [

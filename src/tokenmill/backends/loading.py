@@ -2,10 +2,15 @@
 
 An opener looks at the name and either gives a handle or None, so a new kind of model joins with one call of
 `register_opener` and no change anywhere else.
+
+Which backend opens a file is what the caller said, or a short rule (docs/llamacpp.md): a Hugging Face directory, and a
+GGUF file of an architecture that the torch backend has, go to torch, the faster of the two wherever both can do a model
+(docs/benchmarks.md). Every other GGUF file goes to llama.cpp.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,7 +18,38 @@ from typing import Any, Protocol
 
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.contract.backend import BackendLimits, MemoryPlan, ModelHandle
-from tokenmill.errors import ConfigError, ModelNotFound
+from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
+
+TORCH_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""GGUF architectures of the torch backend."""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    backend: str
+    why: str
+
+
+def choose_backend(path: Path, asked: str) -> BackendChoice:
+    """`ModelLoadError` if it takes a package that is not there."""
+    choice = _by_rule(path) if asked == "auto" else BackendChoice(asked, "as asked for")
+    if choice.backend == "llamacpp" and importlib.util.find_spec("llama_cpp") is None:
+        reason = "" if asked == "llamacpp" else f"{path}: {choice.why}; "
+        raise ModelLoadError(f"{reason}the llamacpp backend needs llama-cpp-python: pip install 'tokenmill[llamacpp]'")
+    return choice
+
+
+def _by_rule(path: Path) -> BackendChoice:
+    if path.is_dir():
+        return BackendChoice("torch", "a directory")
+    from tokenmill.backends.gguf_file import GGUFFile
+
+    file = GGUFFile(path)
+    architecture = file.get("general.architecture")
+    if architecture not in TORCH_ARCHITECTURES and isinstance(architecture, str):
+        return BackendChoice("llamacpp", f"{architecture} is not one of torch's {', '.join(TORCH_ARCHITECTURES)}")
+    return BackendChoice("torch", f"{architecture} is one of torch's architectures")
+
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +143,6 @@ class ModelDescription(Protocol):
 
 def describe_model(model: str, **options: Any) -> ModelDescription:
     """Read a model's headers; nothing is loaded. Options: see `LoadOptions`."""
-    from tokenmill.backends.choosing import choose_backend
     from tokenmill.backends.library import find_model
 
     path = find_model(model)
@@ -115,10 +150,10 @@ def describe_model(model: str, **options: Any) -> ModelDescription:
         raise ModelNotFound(f"no model {model!r}: it is no directory, no .gguf file and no name of a model")
     load_options = _load_options(options)
     if choose_backend(path, load_options.backend).backend == "llamacpp":
-        from tokenmill.backends.llamacpp.opening import describe as describe_for_llamacpp
+        from tokenmill.backends.llamacpp.model import describe as describe_for_llamacpp
 
         return describe_for_llamacpp(path, load_options)
-    from tokenmill.backends.torch.opening import describe
+    from tokenmill.backends.torch.loader import describe
 
     return describe(path, load_options)
 
@@ -150,7 +185,6 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
         return None
     if options.backend == "fake":
         raise ConfigError(f"backend 'fake' can't open {model}; use auto, torch or llamacpp")
-    from tokenmill.backends.choosing import choose_backend
 
     choice = choose_backend(path, options.backend)
     log.info("%s: backend %s (%s)", path.name, choice.backend, choice.why)
@@ -159,10 +193,10 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
 
 def _open_with(backend: str, path: Path, options: LoadOptions) -> ModelHandle:
     if backend == "llamacpp":
-        from tokenmill.backends.llamacpp.opening import open_path as open_for_llamacpp
+        from tokenmill.backends.llamacpp.model import open_path as open_for_llamacpp
 
         return open_for_llamacpp(path, options)
-    from tokenmill.backends.torch.opening import open_path  # torch takes seconds to import
+    from tokenmill.backends.torch.loader import open_path  # torch takes seconds to import
 
     return open_path(path, options)
 

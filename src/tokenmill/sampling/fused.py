@@ -27,6 +27,6 @@ def fused_draw(device: torch.device) -> FusedDraw | None:
     """None where `ops` is all there is."""
     if device.type != "cuda":
         return None
-    from tokenmill.backends.torch.cuda.kernels.drawing import draw  # needs triton
+    from tokenmill.kernels.drawing import draw  # needs triton
 
     return draw

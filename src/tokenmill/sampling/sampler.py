@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmill.backends.torch.largest import largest
-from tokenmill.backends.torch.upload import upload
 from tokenmill.contract import BAD_ROW, IntArray, Sampled, unpack_mask
+from tokenmill.kernels.device import largest, upload
 from tokenmill.sampling import ops
 from tokenmill.sampling.fused import DRAW_FIELDS, FusedDraw, fused_draw
 from tokenmill.sampling.philox import uniforms

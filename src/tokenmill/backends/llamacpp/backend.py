@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenmill.backends.llamacpp.memory import LlamaMemory
+from tokenmill.backends.llamacpp.mirror import LlamaMemory
 from tokenmill.backends.llamacpp.native import NO_ROWS
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
 from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Sampled, SampleRows

@@ -1,15 +1,20 @@
-"""`LlamaModel`: a GGUF file loaded by llama.cpp, once for any number of contexts."""
+"""`LlamaModel`: a GGUF file loaded by llama.cpp, once for any number of contexts, and its tokenizer, `LlamaVocab`."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import llama_cpp as llama
+
 from tokenmill.backends.llamacpp.backend import LlamaBackend
-from tokenmill.backends.llamacpp.header import Header, num_states
-from tokenmill.backends.llamacpp.memory import LlamaMemory
+from tokenmill.backends.llamacpp.header import Header, LlamaOptions, num_states, parked_cells, read_header, read_options
+from tokenmill.backends.llamacpp.mirror import LlamaMemory
 from tokenmill.backends.llamacpp.native import (
     MAX_SEQS,
     ContextSettings,
@@ -17,13 +22,90 @@ from tokenmill.backends.llamacpp.native import (
     NativeModel,
     has_slow_flash_attention,
 )
-from tokenmill.backends.llamacpp.options import LlamaOptions
-from tokenmill.backends.llamacpp.parking import parked_cells
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
-from tokenmill.backends.llamacpp.vocab import LlamaVocab
+from tokenmill.backends.loading import LoadOptions
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.contract.backend import KV_SHARE, MemoryPlan, free_host_bytes
-from tokenmill.errors import Unsupported
+from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
+from tokenmill.progress import ProgressLine
+
+CHUNK = 1 << 16
+"""Ids that become Python's at a time."""
+
+
+class LlamaVocab:
+    """Bytes to ids and back. Any thread; of use as long as the model is open."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._vocab = model.vocab
+
+    @cached_property
+    def size(self) -> int:
+        return int(llama.llama_vocab_n_tokens(self._vocab))
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Every token that ends a generation."""
+        return frozenset(i for i in range(self.size) if llama.llama_vocab_is_eog(self._vocab, i))
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """Text of each control token -> its id."""
+        control = (i for i in range(self.size) if llama.llama_vocab_is_control(self._vocab, i))
+        return {llama.llama_vocab_get_text(self._vocab, i).decode("utf-8", errors="replace"): i for i in control}
+
+    @cached_property
+    def uses_expressions(self) -> bool:
+        """Does it cut texts by regular expressions first?"""
+        return bool(llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE)
+
+    @cached_property
+    def keeps_text(self) -> bool:
+        """Is every byte of a text in one of its tokens, unless the vocabulary lacks the byte?"""
+        kinds = (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM, llama.LLAMA_VOCAB_TYPE_RWKV)
+        takes_spaces = llama.LLAMA_TOKEN_ATTR_LSTRIP | llama.LLAMA_TOKEN_ATTR_RSTRIP
+        return llama.llama_vocab_type(self._vocab) in kinds and not any(
+            llama.llama_vocab_get_attr(self._vocab, i) & takes_spaces for i in range(self.size)
+        )
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Ids of a text; with `parse_special`, the texts of special tokens in it become those."""
+        room = len(text) + 8
+        ids = (ctypes.c_int32 * room)()
+        count = llama.llama_tokenize(self._vocab, text, len(text), ids, room, add_special, parse_special)
+        if count < 0:  # more ids than bytes: this is how many
+            ids = (ctypes.c_int32 * -count)()
+            count = llama.llama_tokenize(self._vocab, text, len(text), ids, -count, add_special, parse_special)
+        found: list[int] = []
+        for start in range(0, count, CHUNK):  # other threads run in between
+            found += ids[start : min(start + CHUNK, count)]
+        return found
+
+    def detokenize(self, ids: list[int], *, skip_special: bool) -> bytes:
+        """The bytes that ids stand for."""
+        given = (ctypes.c_int32 * len(ids))(*ids)
+        room = 16 * len(ids) + 64
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(room)
+            count = llama.llama_detokenize(self._vocab, given, len(ids), buffer, room, skip_special, not skip_special)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+        raise AssertionError("llama.cpp has changed its mind about the length of a text")
+
+    def piece(self, token: int) -> bytes:
+        """What one token stands for inside a text; empty if there is no such token."""
+        if not 0 <= token < self.size:
+            return b""
+        room = 64
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(room)
+            count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, True)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+        raise AssertionError("llama.cpp has changed its mind about the length of a token")
+
 
 USUAL_KV_BYTES = 1 << 30
 """KV memory that nobody asked for takes no more than this, or than four whole conversations: llama.cpp takes all of
@@ -148,3 +230,86 @@ class LlamaModel:
 
 def _num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+PERCENT = 100
+
+
+def open_path(path: Path, options: LoadOptions) -> LlamaModel:
+    """Load the model in a GGUF file."""
+    chosen = _checked(path, options)
+    header = read_header(path, chosen)
+    _check_memory(path, header, chosen)
+    with ProgressLine(f"loading {path.name} into llama.cpp", PERCENT) as progress:
+        native = NativeModel(
+            path,
+            use_mmap=chosen.use_mmap,
+            use_mlock=chosen.use_mlock,
+            n_gpu_layers=chosen.n_gpu_layers,
+            repack=chosen.repack,
+            progress=lambda share: progress.update(int(PERCENT * share)),
+        )
+    if not native.generates:
+        native.close()
+        raise ModelLoadError(f"{path}: {header.architecture} is an encoder, which can't go on with a text")
+    log.info("%s: %s, as it is in its file, by llama.cpp", path.name, native.description)
+    return LlamaModel(path, native, header, chosen)
+
+
+class LlamaDescription:
+    """What is known of a model from its file's header."""
+
+    block_size = 1
+    form = "it is in its file, by llama.cpp"
+
+    def __init__(self, path: Path, options: LoadOptions) -> None:
+        self._options = _checked(path, options)
+        self._header = read_header(path, self._options)
+
+    @property
+    def max_context(self) -> int:
+        return self._header.max_context
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._header.kv_bytes_per_token
+
+    @property
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        return self._header.memory(limits, num_rows, self._options)
+
+
+def describe(path: Path, options: LoadOptions) -> LlamaDescription:
+    """Read a model's header. Nothing is loaded."""
+    return LlamaDescription(path, options)
+
+
+def _checked(path: Path, options: LoadOptions) -> LlamaOptions:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; llama.cpp takes a .gguf file")
+    if options.dtype != "auto":
+        raise ConfigError(f"dtype {options.dtype!r}: llama.cpp takes weights as they are in their file")
+    if options.deterministic:
+        raise ConfigError("deterministic: llama.cpp's arithmetic depends on the batch; use the torch backend")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {options.device!r} is not known to llama.cpp; use auto, cpu or cuda")
+    extra = {"n_gpu_layers": 0, **options.extra} if options.device == "cpu" else options.extra
+    return read_options(extra)
+
+
+def _check_memory(path: Path, header: Header, options: LlamaOptions) -> None:
+    """Cells that were asked for must fit; llama.cpp would take them page by page until the system ends the process."""
+    if options.n_ctx is None:
+        return
+    needed, free = options.n_ctx * header.kv_bytes_per_token, free_host_bytes()
+    if needed > free:
+        fits = free // header.kv_bytes_per_token
+        raise ModelLoadError(
+            f"{path}: KV memory of n_ctx {options.n_ctx:,} needs {needed / MIB:,.0f} MiB, but only "
+            f"{free / MIB:,.0f} are free; n_ctx {fits:,} would fit"
+        )

@@ -1,29 +1,30 @@
 """`TorchBackend`: the contract on torch tensors. The rules are `PagedBackend`'s; this is the computing.
 
-As it is here it runs on the CPU, where what is launched is done; `cuda/backend.py` has what a card adds.
+It is generic in its decoder and in what it keeps of a step. `HostBackend` runs on the CPU, where what is launched is
+done: `DenseBackend` here on torch, `native/backend.py` on our C library. `cuda/backend.py` has what a card adds.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenmill.backends.torch.attention import AttentionMaker, GatherAttention
+from tokenmill.backends.torch.attention import ROWS, AttentionMaker, GatherAttention, TiledAttention
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.invariant import ROWS, TiledAttention
+from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.largest import largest
-from tokenmill.backends.torch.upload import upload
 from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
 from tokenmill.contract.backend import SampleRows, unpack_mask
 from tokenmill.errors import ForwardFailed
+from tokenmill.kernels.device import largest, upload
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
@@ -31,7 +32,7 @@ from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 class TorchStep(PagedStep):
     """A submitted step."""
 
-    def __init__(self, owner: TorchBackend, batch: Batch, number: int) -> None:
+    def __init__(self, owner: TorchBackend[Any, Any], batch: Batch, number: int) -> None:
         super().__init__(owner, batch, number)
         self.logits_parts: list[Tensor] = []
         self.hidden_parts: list[Tensor] = []
@@ -59,14 +60,16 @@ class AnyDecoder(Protocol):
     def normed(self, hidden: Tensor) -> Tensor: ...
 
 
-class TorchBackend(PagedBackend[TorchStep]):
-    """One KV memory over shared weights."""
+D = TypeVar("D", bound=AnyDecoder)
+S = TypeVar("S", bound=TorchStep)
 
-    _decoder: Any
+
+class TorchBackend(PagedBackend[S], Generic[D, S]):
+    """One KV memory over shared weights."""
 
     def __init__(
         self,
-        decoder: AnyDecoder,
+        decoder: D,
         kv: PagedKV,
         storage: TorchKV,
         gate: WeightsGate,
@@ -79,65 +82,108 @@ class TorchBackend(PagedBackend[TorchStep]):
         self._storage = storage
         self._device = decoder.device
         self._num_threads = num_threads
-        self._deterministic = kv.capabilities.deterministic
-        self._ubatch_size = ROWS if self._deterministic else ubatch_size
-        make = TiledAttention if self._deterministic else GatherAttention
-        self._attention: AttentionMaker = partial(make, windows=decoder.config.windows)
+        self._ubatch_size = ubatch_size
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int64, device=self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> TorchStep:
+    def forward(self, batch: Batch) -> S:
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)  # every backend sets its own: it is the process's, in part
         return super().forward(batch)
 
-    def _begin(self, batch: Batch, number: int) -> TorchStep:
-        return TorchStep(self, batch, number)
-
-    def _run(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray) -> None:
+    def _run(self, step: S, batch: Batch, segment: Segment, slots: IntArray) -> None:
         try:
             for ubatch in self._ubatches(segment.tokens):
                 self._compute(step, batch, segment, slots, ubatch)
         except (RuntimeError, MemoryError) as error:
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=self._is_lost(error)) from error
 
-    def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
-        """All of some tokens."""
-        hidden = self._hidden(batch, segment, slots, ubatch)
-        self._note_bad_numbers(hidden)
-        self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
+    @abstractmethod
+    def _compute(self, step: S, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
+        """Compute some tokens, and keep the logits and hidden rows that they ask for."""
 
     def _is_lost(self, error: Exception) -> bool:  # noqa: ARG002
         """Is the backend of no use after such an error?"""
         return False
-
-    def _note_bad_numbers(self, hidden: Tensor) -> None:
-        """A token whose state is no number has left such keys and values."""
-        if not self._storage.holds_bad_numbers:
-            self._storage.holds_bad_numbers = not bool(hidden.sum().isfinite())
-
-    def _launched(self, step: TorchStep) -> None:
-        """What is launched here is done."""
 
     def _ubatches(self, tokens: slice) -> Iterator[Ubatch]:
         for begin in range(tokens.start, tokens.stop, self._ubatch_size):
             end = min(begin + self._ubatch_size, tokens.stop)
             yield Ubatch(slice(begin, end), slice(begin - tokens.start, end - tokens.start))
 
-    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
-        token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
-        lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
-        count = len(token)
-        if self._deterministic:
-            # The tile is filled up with its last token, computed and stored once more where it is.
-            token, pos, lead, slot = (np.pad(one, (0, ROWS - count), mode="edge") for one in (token, pos, lead, slot))
-        attention = self._attention(self._storage, self._kv.tables, lead, pos)
-        hidden: Tensor = self._decoder.hidden(
-            self._tokens(token), self._to_device(pos), self._to_device(slot), self._storage, attention
+    # -- sampling and waiting -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _sample(self, step: S, rows: SampleRows, mask: Mask | None) -> Sampled:
+        logits = self._all_logits(step)
+        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
+            logits = logits[self._to_device(rows.logits_row)]
+        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
+        # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
+        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(0, self._vocab_size - 1)
+        return sampled
+
+    def _ids(self, ids: Any) -> Tensor:
+        """Ids on the device, from a sampler that worked there or on the host."""
+        return torch.as_tensor(ids, dtype=torch.int64, device=self._device)
+
+    def _output(self, step: S) -> DecodeOutput:
+        hidden = _joined(step.hidden_parts, self._decoder.config.hidden_size)
+        return DecodeOutput(
+            self._all_logits(step).float().cpu().numpy(), step.output_ids, hidden.cpu().numpy(), step.hidden_ids
         )
-        return hidden[:count]
+
+    def _on_host(self, sampled: Sampled) -> Sampled:
+        extras = {name: _to_host(value) for name, value in sampled.extras.items()}
+        return Sampled(_to_host(sampled.ids).astype(np.int32), extras)
+
+    def _free(self) -> None:
+        self._storage.keys.clear()
+        self._storage.values.clear()
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _all_logits(self, step: S) -> Tensor:
+        if len(step.logits_parts) != 1:
+            step.logits_parts = [_joined(step.logits_parts, self._vocab_size)]
+        return step.logits_parts[0]
+
+    def _tokens(self, token: IntArray) -> Tensor:
+        """The tokens on the device, those named by a row of the token table looked up there."""
+        tokens = self._to_device(token)
+        if (token < 0).any():
+            return torch.where(tokens < 0, self._last_sampled[(-1 - tokens).clamp(min=0)], tokens)
+        return tokens
+
+    def _to_device(self, numbers: np.ndarray) -> Tensor:
+        return upload(numbers.astype(np.int64), self._device)
+
+
+class HostBackend(TorchBackend[D, TorchStep]):
+    """On the CPU: what is launched is done."""
+
+    def _begin(self, batch: Batch, number: int) -> TorchStep:
+        return TorchStep(self, batch, number)
+
+    def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
+        hidden = self._hidden(batch, segment, slots, ubatch)
+        self._note_bad_numbers(hidden)
+        self._keep_outputs(step, hidden, batch.output[ubatch.tokens])
+
+    @abstractmethod
+    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
+        """[tokens, hidden]: the last layer's output, still to be normed."""
+
+    @abstractmethod
+    def _logits(self, normed: Tensor) -> Tensor:
+        """[rows, vocab] in float32."""
+
+    def _note_bad_numbers(self, hidden: Tensor) -> None:
+        """A token whose state is no number has left such keys and values."""
+        if not self._storage.holds_bad_numbers:
+            self._storage.holds_bad_numbers = not bool(hidden.sum().isfinite())
 
     def _keep_outputs(self, step: TorchStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
         """Logits and hidden rows of the tokens that ask for them; the others are not even normed."""
@@ -154,63 +200,51 @@ class TorchBackend(PagedBackend[TorchStep]):
             part = normed if len(chosen) == len(wanted) else normed[self._to_device(chosen)]
             parts.append(self._logits(part) if flag is Output.LOGITS else part.float())
 
+    def _launched(self, step: TorchStep) -> None:
+        """What is launched here is done."""
+
+    def _wait(self, step: TorchStep) -> None:
+        """What is launched here is done."""
+
+
+class DenseBackend(HostBackend[Decoder]):
+    """Dense weights on torch; where a row's result must not depend on its batch, in tiles of one shape."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        storage: TorchKV,
+        gate: WeightsGate,
+        *,
+        ubatch_size: int,
+        num_threads: int,
+    ) -> None:
+        self._deterministic = kv.capabilities.deterministic
+        ubatch_size = ROWS if self._deterministic else ubatch_size
+        super().__init__(decoder, kv, storage, gate, ubatch_size=ubatch_size, num_threads=num_threads)
+        make = TiledAttention if self._deterministic else GatherAttention
+        self._attention: AttentionMaker = partial(make, windows=decoder.config.windows)
+
+    def _hidden(self, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> Tensor:
+        token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
+        lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
+        count = len(token)
+        if self._deterministic:
+            # The tile is filled up with its last token, computed and stored once more where it is.
+            token, pos, lead, slot = (np.pad(one, (0, ROWS - count), mode="edge") for one in (token, pos, lead, slot))
+        attention = self._attention(self._storage, self._kv.tables, lead, pos)
+        hidden = self._decoder.hidden(
+            self._tokens(token), self._to_device(pos), self._to_device(slot), self._storage, attention
+        )
+        return hidden[:count]
+
     def _logits(self, normed: Tensor) -> Tensor:
         count, rows = len(normed), normed
         if self._deterministic:
             rows = normed.new_zeros(ROWS, normed.shape[1])
             rows[:count] = normed
-        logits: Tensor = self._decoder.logits(rows)
-        return logits[:count]
-
-    # -- sampling and waiting -----------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
-        logits = self._all_logits(step)
-        if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
-            logits = logits[self._to_device(rows.logits_row)]
-        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
-        # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(0, self._vocab_size - 1)
-        return sampled
-
-    def _ids(self, ids: Any) -> Tensor:
-        """Ids on the device, from a sampler that worked there or on the host."""
-        return torch.as_tensor(ids, dtype=torch.int64, device=self._device)
-
-    def _wait(self, step: TorchStep) -> None:
-        """What is launched here is done."""
-
-    def _output(self, step: TorchStep) -> DecodeOutput:
-        hidden = _joined(step.hidden_parts, self._decoder.config.hidden_size)
-        return DecodeOutput(
-            self._all_logits(step).float().cpu().numpy(), step.output_ids, hidden.cpu().numpy(), step.hidden_ids
-        )
-
-    def _on_host(self, sampled: Sampled) -> Sampled:
-        extras = {name: _to_host(value) for name, value in sampled.extras.items()}
-        return Sampled(_to_host(sampled.ids).astype(np.int32), extras)
-
-    def _free(self) -> None:
-        self._storage.keys.clear()
-        self._storage.values.clear()
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _all_logits(self, step: TorchStep) -> Tensor:
-        if len(step.logits_parts) != 1:
-            step.logits_parts = [_joined(step.logits_parts, self._vocab_size)]
-        return step.logits_parts[0]
-
-    def _tokens(self, token: IntArray) -> Tensor:
-        """The tokens on the device, those named by a row of the token table looked up there."""
-        tokens = self._to_device(token)
-        if (token < 0).any():
-            return torch.where(tokens < 0, self._last_sampled[(-1 - tokens).clamp(min=0)], tokens)
-        return tokens
-
-    def _to_device(self, numbers: np.ndarray) -> Tensor:
-        return upload(numbers.astype(np.int64), self._device)
+        return self._decoder.logits(rows)[:count]
 
 
 def greedy(logits: Tensor, mask: Mask | None) -> Sampled:

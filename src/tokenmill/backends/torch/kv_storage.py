@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.rope import rotate, rotations
-from tokenmill.backends.torch.upload import upload
 from tokenmill.contract import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
+from tokenmill.kernels.device import upload
 
 BLOCK_SIZE = 16
 """Cells that are handed out together, unless told otherwise."""

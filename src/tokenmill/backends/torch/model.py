@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.backends.torch.backend import TorchBackend
+from tokenmill.backends.torch.attention import rows_are_independent
+from tokenmill.backends.torch.backend import DenseBackend, TorchBackend
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
-from tokenmill.backends.torch.invariant import rows_are_independent
+from tokenmill.backends.torch.footprint import Form, free_bytes, plan
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
-from tokenmill.backends.torch.memory import Form, free_bytes, plan
-from tokenmill.backends.torch.native.decoder import NativeBackend, NativeDecoder
+from tokenmill.backends.torch.native.backend import NativeBackend, NativeDecoder
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.contract.backend import KV_SHARE, MemoryPlan
 from tokenmill.errors import ConfigError, InvalidOperation
@@ -82,7 +82,7 @@ class TorchModel:
     def block_size(self) -> int:
         return self._block_size
 
-    def new_backend(self, limits: BackendLimits) -> TorchBackend:
+    def new_backend(self, limits: BackendLimits) -> TorchBackend[Any, Any]:
         kv, storage = self._new_memory(limits)
         if isinstance(self.decoder, NativeDecoder):
             num_threads = limits.num_threads or self._num_threads
@@ -91,7 +91,7 @@ class TorchModel:
             )
         # The order of additions may depend on the number of threads, so that is the model's own where it must not vary.
         asked = None if self._deterministic else limits.num_threads
-        return TorchBackend(
+        return DenseBackend(
             self.decoder,
             kv,
             storage,

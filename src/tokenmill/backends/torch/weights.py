@@ -11,13 +11,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import ROPE_FREQS, Shape, in_file, shapes
-from tokenmill.backends.torch.matmul import Linear
 from tokenmill.backends.torch.native.packing import Quantised
 from tokenmill.errors import InvalidOperation, ModelLoadError
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Rows times a weight matrix."""
+
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class TensorSource(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,73 @@ from torch import Tensor
 
 from tokenmill.backends.torch.attention import Attention, GatherAttention
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
-from tokenmill.backends.torch.cuda.attention import PagedAttention, PagedLayers
-from tokenmill.backends.torch.cuda.decoder import CudaDecoder
-from tokenmill.backends.torch.cuda.graphs import DecodeGraphs, DecodeShape
-from tokenmill.backends.torch.cuda.inputs import DecodeInputs, StepInputs, capacity, mixed_inputs
-from tokenmill.backends.torch.cuda.kernels import drawing
-from tokenmill.backends.torch.cuda.kernels.prefill_attention import QUERIES
-from tokenmill.backends.torch.cuda.transfer import InputBuffer, download
-from tokenmill.backends.torch.cuda.turns import GraphOutputs, OutputTurns
+from tokenmill.backends.torch.cuda.graphs import DecodeGraphs, DecodeShape, GraphOutputs, OutputTurns
+from tokenmill.backends.torch.cuda.inputs import DecodeInputs, InputBuffer, StepInputs, capacity, download, mixed_inputs
+from tokenmill.backends.torch.cuda.layers import CudaDecoder
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
 from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
+from tokenmill.kernels import drawing
+from tokenmill.kernels.paged_attention import QUERIES, by_block, decode_attention, num_splits_for, prefill_attention
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import WeightsGate
+
+
+class PagedLayers:
+    """What attention reads in each layer, worked out once for a KV memory."""
+
+    def __init__(self, kv: TorchKV, windows: Sequence[int | None]) -> None:
+        self.keys, self.values = kv.keys, kv.values
+        self.block_size = kv.block_size
+        self.windows = windows
+        self.blocks = [_blocks(*cells, kv.block_size) for cells in zip(kv.keys, kv.values, strict=True)]
+        device = kv.keys[0].device
+        self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self.keys, self.values = [], []
+        self.blocks.clear()
+
+
+def _blocks(keys: Tensor, values: Tensor, block_size: int) -> tuple[Any, Any] | None:
+    blocks = by_block(keys, block_size), by_block(values, block_size)
+    return None if blocks[0] is None else blocks
+
+
+class PagedAttention:
+    """An `Attention`. What it launches depends on the step's shapes alone, so a graph can hold it."""
+
+    def __init__(self, layers: PagedLayers, inputs: StepInputs) -> None:
+        self._layers = layers
+        self._inputs = inputs
+        self._num_splits = 1
+        if inputs.singles is not None:
+            num_kv = layers.keys[0].shape[1]
+            self._num_splits = num_splits_for(len(inputs.singles.row), num_kv, layers.num_processors)
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        layers = self._layers
+        keys, values = layers.keys[layer], layers.values[layer]
+        block_size, window = layers.block_size, layers.windows[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        width, singles, longs = self._inputs.width, self._inputs.singles, self._inputs.longs
+        if longs is not None:
+            prefill_attention(
+                q, keys, values, layers.blocks[layer], out,
+                longs.order, longs.begin, longs.count, longs.index, longs.first,
+                longs.tile_run, longs.tile_offset, longs.tables, width,
+                block_size=block_size, window=window,
+            )  # fmt: skip
+        if singles is not None:
+            decode_attention(
+                q, keys, values, out,
+                singles.row, singles.last, singles.first, singles.tables, width,
+                block_size=block_size, window=window, num_splits=self._num_splits,
+            )  # fmt: skip
+        return out
+
 
 LOGITS_ALONE = np.uint8(Output.LOGITS)
 LARGEST_GRAPH = 512
@@ -49,10 +103,8 @@ class CudaStep(TorchStep):
         self._done.synchronize()
 
 
-class CudaBackend(TorchBackend):
+class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
     """One KV memory over shared weights."""
-
-    _decoder: CudaDecoder
 
     def __init__(
         self,
@@ -99,19 +151,16 @@ class CudaBackend(TorchBackend):
         """After a failed kernel a CUDA context is lost; running out of memory leaves it as it was."""
         return not isinstance(error, torch.OutOfMemoryError)
 
-    def _launched(self, step: TorchStep) -> None:
-        assert isinstance(step, CudaStep)
+    def _launched(self, step: CudaStep) -> None:
         step.mark_launched(self._stream)
 
-    def _wait(self, step: TorchStep) -> None:
-        assert isinstance(step, CudaStep)
+    def _wait(self, step: CudaStep) -> None:
         try:
             step.wait()
         except RuntimeError as error:
             raise ForwardFailed(f"{type(error).__name__}: {error}", fatal=True) from error
 
-    def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
-        assert isinstance(step, CudaStep)
+    def _compute(self, step: CudaStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
         token, pos = batch.token[ubatch.tokens], batch.pos[ubatch.tokens]
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         output = batch.output[ubatch.tokens]
@@ -165,7 +214,7 @@ class CudaBackend(TorchBackend):
     def _gathering(self, lead: IntArray, pos: IntArray) -> Attention:
         return GatherAttention(self._storage, self._kv.tables, lead, pos, self._decoder.config.windows)
 
-    def _keep_outputs(self, step: TorchStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
+    def _keep_outputs(self, step: CudaStep, hidden: Tensor, output: NDArray[np.uint8]) -> None:
         """Logits and hidden rows; `hidden` has a row for each token that asks for one of them or both."""
         flags = output[output != 0]
         for flag, parts in ((Output.LOGITS, step.logits_parts), (Output.HIDDEN, step.hidden_parts)):
@@ -181,8 +230,7 @@ class CudaBackend(TorchBackend):
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _sample(self, step: TorchStep, rows: SampleRows, mask: Mask | None) -> Sampled:
-        assert isinstance(step, CudaStep)
+    def _sample(self, step: CudaStep, rows: SampleRows, mask: Mask | None) -> Sampled:
         logits = self._all_logits(step)
         if len(rows.logits_row) != len(logits) or not _are_equal(rows.logits_row, self._in_order[: len(logits)]):
             logits = logits[self._to_device(rows.logits_row)]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from tokenmill.backends.torch.cuda.backend import CudaBackend
-from tokenmill.backends.torch.cuda.decoder import CudaDecoder
-from tokenmill.backends.torch.cuda.kernels.decode_attention import TILE
-from tokenmill.backends.torch.cuda.memory import KV_SHARE, UBATCH_SIZE, more_rows_bytes, peak_bytes
-from tokenmill.backends.torch.memory import FP8
+from tokenmill.backends.torch.cuda.layers import CudaDecoder
+from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, more_rows_bytes
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.contract import BackendLimits, StepSizes
+from tokenmill.contract import BackendLimits, Batch, Output, StepSizes
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ConfigError
+from tokenmill.kernels.paged_attention import TILE
+
+KV_SHARE = 0.95
+"""Of what is free beside the largest step, how much KV may take by default. The rest is for what nobody has counted."""
 
 
 class CudaModel(TorchModel):
@@ -44,8 +48,24 @@ class CudaModel(TorchModel):
     def step_bytes(self) -> int:
         """What the largest step takes beside weights and KV: measured once, by running one."""
         if self._peak_bytes is None:
-            self._peak_bytes = peak_bytes(self)
+            self._peak_bytes = self._measure_step()
         return self._peak_bytes
+
+    def _measure_step(self) -> int:
+        """Bytes of the largest step beyond weights and KV, found by running it."""
+        num_tokens = min(self.ubatch_size, NUM_ROWS * self.info.max_context)
+        gc.collect()  # else what others have left might be freed meanwhile
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        num_cells = num_tokens + 2 * NUM_ROWS * self.block_size
+        limits = BackendLimits(num_cells=num_cells, max_seqs=NUM_ROWS, ubatch_size=num_tokens)
+        with self.new_backend(limits) as backend:
+            kv_bytes = backend.kv_bytes
+            backend.decode(_largest_batch(num_tokens))
+            peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        return int(peak - before - kv_bytes)
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
         planned = super().memory(limits, num_rows)
@@ -72,3 +92,12 @@ class CudaModel(TorchModel):
             num_threads=limits.num_threads or self._num_threads,
             num_running=limits.num_running,
         )
+
+
+def _largest_batch(num_tokens: int) -> Batch:
+    """All tokens that a step may have, in as many sequences as may run."""
+    token = np.arange(num_tokens, dtype=np.int32)
+    seq = token % NUM_ROWS
+    output = np.zeros(num_tokens, dtype=np.uint8)
+    output[-NUM_ROWS:] = Output.LOGITS
+    return Batch(token=np.zeros_like(token), pos=token // NUM_ROWS, seq_ids=seq[:, None], output=output)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.backends.torch.native.library import BLOCK_BYTES, GROUP, INT4, INT8, ROWS, address
+from tokenmill.backends.torch.native.bindings import BLOCK_BYTES, GROUP, INT4, INT8, ROWS, address
 
 Floats = NDArray[np.float32]
 FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})

@@ -1,4 +1,4 @@
-"""What a model of the torch backend takes in memory: from its configuration, before it is loaded."""
+"""The memory footprint of a model of the torch backend: from its configuration, before it is loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import in_file, num_values, shapes
-from tokenmill.backends.torch.native.library import INT4, INT8
+from tokenmill.backends.torch.native.bindings import INT4, INT8
+from tokenmill.backends.torch.native.packed_weights import KV_DTYPE, MERGED, Native
 from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
-from tokenmill.backends.torch.native.weights import KV_DTYPE, MERGED, Native
 from tokenmill.backends.torch.weights import TensorSource
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan, free_host_bytes
@@ -100,3 +100,34 @@ def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) ->
 def free_bytes(device: torch.device) -> int:
     """Memory that can be had on a device."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()
+
+
+# -- on a card --------------------------------------------------------------------------------------------------------
+
+UBATCH_SIZE = 8192
+"""Tokens computed at once on a card, at least: it needs many to be busy."""
+GATED_BYTES = 160 << 20
+"""Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
+NUM_TURNS = 2
+"""Buffers for the logits of decode steps; other steps have their own."""
+WORKSPACE_BYTES = 32 << 20
+"""cuBLAS's."""
+NUM_ROWS = 256
+"""Sequences of the step that is measured, each of which wants logits."""
+
+
+def cuda_step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: int) -> int:
+    """What `CudaModel.step_bytes` will measure, before there is a model: so many tokens, and rows of logits."""
+    num_tokens = max(num_tokens, UBATCH_SIZE)
+    qkv = config.query_size + 2 * config.kv_size
+    state = 2 * config.hidden_size  # itself, and normed
+    layer = num_tokens * (state + max(qkv + config.query_size, config.intermediate_size))
+    gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
+    logits = (NUM_TURNS + 1) * NUM_ROWS * config.vocab_size
+    more_rows = more_rows_bytes(config, num_rows, itemsize)
+    return itemsize * (layer + logits) + gated + WORKSPACE_BYTES + more_rows
+
+
+def more_rows_bytes(config: DecoderConfig, num_rows: int, itemsize: int) -> int:
+    """Of logits, beyond the rows of the step that is measured."""
+    return itemsize * (NUM_TURNS + 1) * max(0, num_rows - NUM_ROWS) * config.vocab_size

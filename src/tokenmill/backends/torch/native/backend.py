@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.attention import runs_of
-from tokenmill.backends.torch.backend import TorchBackend, Ubatch
+from tokenmill.backends.torch.backend import HostBackend, Ubatch
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.native.library import Matrix, Pool, StepStruct, address
-from tokenmill.backends.torch.native.weights import KV_DTYPE, NativeWeights
+from tokenmill.backends.torch.native.bindings import Matrix, Pool, StepStruct, address
+from tokenmill.backends.torch.native.packed_weights import KV_DTYPE, NativeWeights
 from tokenmill.backends.torch.rope import frequencies, rotations
 from tokenmill.contract import Batch, IntArray
 from tokenmill.kv.paged import PagedKV, Segment
@@ -73,10 +73,8 @@ class NativeDecoder:
         return y
 
 
-class NativeBackend(TorchBackend):
+class NativeBackend(HostBackend[NativeDecoder]):
     """One KV memory over shared weights. A step's layers are one call of the library."""
-
-    _decoder: NativeDecoder
 
     def __init__(
         self,
@@ -90,7 +88,6 @@ class NativeBackend(TorchBackend):
     ) -> None:
         # What torch still does here is small: threads of its own would only be in the way.
         super().__init__(decoder, kv, storage, gate, ubatch_size=ubatch_size, num_threads=1)
-        self._ubatch_size = ubatch_size
         self._pool = Pool(decoder.lib, num_threads)
         self._scratch = np.empty(0, dtype=np.uint8)
         self._cells = [np.array([one.data_ptr() for one in tensors], dtype=np.uintp)

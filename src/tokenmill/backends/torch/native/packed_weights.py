@@ -14,7 +14,16 @@ from torch import Tensor
 
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import in_file, shapes
-from tokenmill.backends.torch.native.library import BLOCK_BYTES, INT4, INT8, ROWS, DecoderStruct, Layer, Matrix, address
+from tokenmill.backends.torch.native.bindings import (
+    BLOCK_BYTES,
+    INT4,
+    INT8,
+    ROWS,
+    DecoderStruct,
+    Layer,
+    Matrix,
+    address,
+)
 from tokenmill.backends.torch.native.packing import Floats, Quantised, as_kind, num_groups, pack, packed_bytes
 from tokenmill.errors import InvalidOperation, ModelLoadError
 

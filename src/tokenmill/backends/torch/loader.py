@@ -14,19 +14,26 @@ import torch
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.cuda.memory import step_bytes
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
-from tokenmill.backends.torch.gguf_source import GGUFSource, config_of
+from tokenmill.backends.torch.footprint import (
+    FP8,
+    Form,
+    cuda_step_bytes,
+    free_bytes,
+    kv_bytes,
+    kv_dtype,
+    plan,
+    weight_bytes,
+)
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
-from tokenmill.backends.torch.memory import FP8, Form, free_bytes, kv_bytes, kv_dtype, plan, weight_bytes
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.native.decoder import NativeDecoder
-from tokenmill.backends.torch.native.library import INT4, INT8, library
-from tokenmill.backends.torch.native.weights import Native, NativeWeights, can_hold
+from tokenmill.backends.torch.native.backend import NativeDecoder
+from tokenmill.backends.torch.native.bindings import INT4, INT8, library
+from tokenmill.backends.torch.native.packed_weights import Native, NativeWeights, can_hold
 from tokenmill.backends.torch.rope import check_rope
-from tokenmill.backends.torch.safetensors_source import SafetensorsSource
+from tokenmill.backends.torch.sources import GGUFSource, SafetensorsSource, config_of
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan
@@ -81,12 +88,12 @@ def _model_kind(device: torch.device) -> type[TorchModel]:
 def _decoder_kind(device: torch.device) -> type[Decoder]:
     if device.type != "cuda":
         return Decoder
-    from tokenmill.backends.torch.cuda.decoder import CudaDecoder
+    from tokenmill.backends.torch.cuda.layers import CudaDecoder
 
     return CudaDecoder
 
 
-class Described:
+class TorchDescription:
     """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
@@ -125,12 +132,14 @@ class Described:
             return planned
         kv = limits.num_cells * self.kv_bytes_per_token
         itemsize = kv_dtype(self._form).itemsize
-        return replace(planned, kv=kv, activations=step_bytes(self._config, limits.ubatch_size, num_rows, itemsize))
+        return replace(
+            planned, kv=kv, activations=cuda_step_bytes(self._config, limits.ubatch_size, num_rows, itemsize)
+        )
 
 
-def describe(path: Path, options: LoadOptions) -> Described:
+def describe(path: Path, options: LoadOptions) -> TorchDescription:
     """Read a model's headers. Nothing is loaded."""
-    return Described(path, options)
+    return TorchDescription(path, options)
 
 
 def _load(

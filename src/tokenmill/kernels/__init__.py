@@ -1,0 +1,1 @@
+"""Kernels for backends and sampler, one theme a module; those in Triton end with the functions that launch them."""

@@ -1,0 +1,277 @@
+"""Attention over paged KV, in two kernels. A cell is named by its index in its sequence's row of blocks.
+
+`decode_attention` is for single tokens, split over the context so that one long sequence fills the card. The query
+heads that share a KV head are packed into one tile, so that each cell is read once. What a token does not see is not
+even loaded, so it need not be a number.
+
+`prefill_attention` is for runs of tokens: prompts, and chunks of them that go on where a cache ends. A program takes
+some consecutive tokens of one run and one head. Tiles of cells that all its tokens see need no mask. Where a block of
+KV is a tile, the copy engine fetches it whole; otherwise cells are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2_E = 1.4426950408889634
+SMALLEST_DOT = 16
+"""Sides of the matrices that the tensor cores multiply."""
+TILE = 64
+"""Cells read at once."""
+MOST_SPLITS = 16
+
+
+@triton.jit
+def _attend(
+    q, keys, values, out, parts, weights,
+    row_of, last_of, first_of, tables, width_of,
+    q_stride, cell_stride, scale, num_splits,
+    dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, is_split: tl.constexpr, tile: tl.constexpr,
+    is_fp8: tl.constexpr,
+):  # fmt: skip
+    kv_head, run, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv = tl.num_programs(0)
+    last = tl.load(last_of + run)
+    first = tl.load(first_of + run)
+    if window > 0:
+        first = tl.maximum(first, last - window + 1)
+    row = tl.load(row_of + run).to(tl.int64)
+    table = tables + run.to(tl.int64) * tl.load(width_of)
+    begin = first // tile * tile
+    share = tl.cdiv(tl.cdiv(last + 1 - begin, tile), num_splits) * tile
+    begin += split * share
+    end = tl.minimum(begin + share, last + 1)
+
+    member = tl.arange(0, group_padded)
+    d = tl.arange(0, dim_padded)
+    heads = kv_head * group + member
+    is_query = (member < group)[:, None] & (d < dim)[None, :]
+    query = tl.load(q + row * q_stride + heads[:, None] * dim + d[None, :], mask=is_query, other=0.0)
+    if is_fp8:  # widened to float16 in one instruction, to bfloat16 in many
+        query = query.to(tl.float16)
+    best = tl.full([group_padded], float("-inf"), tl.float32)
+    total = tl.zeros([group_padded], tl.float32)
+    found = tl.zeros([group_padded, dim_padded], tl.float32)
+    for at in range(begin, end, tile):
+        cell = at + tl.arange(0, tile)
+        sees = (cell >= first) & (cell < end)
+        if block_size % tile == 0:
+            block = tl.load(table + at // block_size).to(tl.int64)
+        else:
+            block = tl.load(table + cell // block_size, mask=sees, other=0).to(tl.int64)
+        place = (block * block_size + cell % block_size) * cell_stride + kv_head * dim
+        wanted = sees[:, None] & (d < dim)[None, :]
+        key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
+        value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.where(sees[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1) * scale)
+        share_of = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(share_of, 1)
+        found = found * fade[:, None]
+        found = tl.dot(share_of.to(value.dtype), value, found, input_precision="ieee")
+        best = higher
+    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    if not is_split:
+        place = row * (num_kv * group) * dim + heads[:, None] * dim + d[None, :]
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=is_query)
+    else:
+        part = (run * (num_kv * group) + heads).to(tl.int64) * num_splits + split
+        tl.store(parts + part[:, None] * dim + d[None, :], found, mask=is_query)
+        tl.store(weights + part, tl.where(total > 0, best + tl.log2(total), float("-inf")), mask=member < group)
+
+
+@triton.jit
+def _combine(
+    parts, weights, out, row_of, num_splits,
+    dim: tl.constexpr, dim_padded: tl.constexpr, splits_padded: tl.constexpr,
+):  # fmt: skip
+    head, run = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    row = tl.load(row_of + run).to(tl.int64)
+    split = tl.arange(0, splits_padded)
+    d = tl.arange(0, dim_padded)
+    part = (run * num_heads + head).to(tl.int64) * num_splits + split
+    weight = tl.load(weights + part, mask=split < num_splits, other=float("-inf"))
+    highest = tl.max(weight, 0)
+    share = tl.exp2(weight - tl.where(highest == float("-inf"), 0.0, highest))
+    wanted = (split < num_splits)[:, None] & (d < dim)[None, :]
+    found = tl.load(parts + part[:, None] * dim + d[None, :], mask=wanted, other=0.0)
+    total = tl.sum(share, 0)
+    found = tl.sum(found * share[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * num_heads * dim + head * dim + d, found.to(out.dtype.element_ty), mask=d < dim)
+
+
+def num_splits_for(num_runs: int, num_kv_heads: int, num_processors: int) -> int:
+    """Parts that each context is cut into, so that few sequences fill the card, too."""
+    return max(1, min(4 * num_processors // (num_runs * num_kv_heads), MOST_SPLITS))
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
+    row_of: Tensor, last_of: Tensor, first_of: Tensor, tables: Tensor, width_of: Tensor,
+    *, block_size: int, window: int | None, num_splits: int,
+) -> None:  # fmt: skip
+    """For each run r, the token in row `row_of[r]` reads the cells `first_of[r]` to `last_of[r]`, its own.
+
+    q: [tokens, heads, dim] (rows may be apart), out: the same without gaps; keys, values: [slots, KV heads, dim];
+    tables: [runs, width] blocks, the width being on the device, too. A run whose last cell is -1 reads nothing.
+    """
+    num_runs, (num_heads, dim), num_kv = len(row_of), q.shape[1:], keys.shape[1]
+    group = num_heads // num_kv
+    parts = weights = out
+    if num_splits > 1:
+        parts = torch.empty(num_runs, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
+        weights = torch.empty(num_runs, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    dim_padded = max(SMALLEST_DOT, triton.next_power_of_2(dim))
+    _attend[(num_kv, num_runs, num_splits)](
+        q, keys, values, out, parts, weights,
+        row_of, last_of, first_of, tables, width_of,
+        q.stride(0), keys.stride(0), dim**-0.5 * LOG2_E, num_splits,
+        dim=dim, dim_padded=dim_padded,
+        group=group, group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
+        block_size=block_size, window=window or 0, is_split=num_splits > 1, tile=TILE,
+        is_fp8=keys.itemsize == 1,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine[(num_heads, num_runs)](
+            parts, weights, out, row_of, num_splits,
+            dim=dim, dim_padded=dim_padded, splits_padded=triton.next_power_of_2(num_splits),
+            num_warps=2,
+        )  # fmt: skip
+
+
+QUERIES = 64
+"""Tokens of a run that are computed together."""
+
+
+@triton.jit
+def _read(
+    begin, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+    dim: tl.constexpr, dim_padded: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
+    tile: tl.constexpr, by_block: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, dim_padded)
+    for at in range(begin, end, tile):
+        cell = at + tl.arange(0, tile)
+        held = (cell >= first) & (cell < end)
+        if by_block:
+            block = tl.load(table + at // tile)
+            key = keys.load([block * tile, column]).to(query.dtype)
+        else:
+            block = tl.load(table + cell // block_size, mask=held, other=0).to(tl.int64)
+            place = (block * block_size + cell % block_size) * cell_stride + column
+            wanted = held[:, None] & (d < dim)[None, :]
+            key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if masked:
+            sees = held[None, :] & (cell[None, :] <= own[:, None])
+            if window > 0:
+                sees = sees & (cell[None, :] > own[:, None] - window)
+            scores = tl.where(sees, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1) * scale)
+        # A row may see nothing of a masked tile, nor of those before.
+        reference = tl.where(higher == float("-inf"), 0.0, higher) if masked else higher
+        share = tl.exp2(scores * scale - reference[:, None])
+        fade = tl.exp2(best - reference)
+        total = total * fade + tl.sum(share, 1)
+        found = found * fade[:, None]
+        if by_block:
+            value = values.load([block * tile, column]).to(query.dtype)
+            if masked:  # what nobody has written yet may be no number
+                value = tl.where(held[:, None], value, 0.0)
+        else:
+            value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
+        found = tl.dot(share.to(value.dtype), value, found, input_precision="ieee")
+        best = higher
+    return best, total, found
+
+
+@triton.jit
+def _attend_runs(
+    q, keys, values, out,
+    order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
+    q_stride, out_stride, cell_stride, scale,
+    dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, block_size: tl.constexpr,
+    window: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, by_block: tl.constexpr, is_fp8: tl.constexpr,
+):  # fmt: skip
+    head, number = tl.program_id(0), tl.program_id(1)
+    run = tl.load(tile_run + number)
+    offset = tl.load(tile_offset + number)
+    count = tl.load(run_count + run)
+    index = tl.load(run_index + run) + offset
+    first = tl.load(run_first + run)
+    table = tables + run.to(tl.int64) * tl.load(width_of)
+    m = tl.arange(0, queries)
+    is_real = offset + m < count
+    row = tl.load(order + tl.load(run_begin + run) + offset + m, mask=is_real, other=0).to(tl.int64)
+    own = index + m
+    d = tl.arange(0, dim_padded)
+    is_query = is_real[:, None] & (d < dim)[None, :]
+    query = tl.load(q + row[:, None] * q_stride + head * dim + d[None, :], mask=is_query, other=0.0)
+    if is_fp8:  # as in `decode_attention`
+        query = query.to(tl.float16)
+    best = tl.full([queries], float("-inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    found = tl.zeros([queries, dim_padded], tl.float32)
+
+    end = index + tl.minimum(queries, count - offset)
+    low = first
+    if window > 0:
+        low = tl.maximum(first, index - window + 1)
+    low = low // tile * tile
+    seen_by_all = low
+    if window == 0:
+        seen_by_all = tl.where(first > 0, low, (index + 1) // tile * tile)
+    column = head // group * dim
+    best, total, found = _read(
+        low, seen_by_all, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+        dim, dim_padded, block_size, window, tile, by_block, False,
+    )  # fmt: skip
+    best, total, found = _read(
+        seen_by_all, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+        dim, dim_padded, block_size, window, tile, by_block, True,
+    )  # fmt: skip
+    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * out_stride + head * dim + d[None, :], found.to(out.dtype.element_ty), mask=is_query)
+
+
+def by_block(cells: Tensor, block_size: int) -> Any | None:
+    """Keys or values as the copy engine reads them, a block and head at a time; None where it can't."""
+    num_kv, dim = cells.shape[1:]
+    is_power = dim == max(SMALLEST_DOT, triton.next_power_of_2(dim))
+    if block_size != TILE or not is_power or cells.dtype.itemsize > 2:
+        return None
+    return TensorDescriptor.from_tensor(cells.view(-1, num_kv * dim), [TILE, dim])
+
+
+def prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: tuple[Any, Any] | None, out: Tensor,
+    order: Tensor, run_begin: Tensor, run_count: Tensor, run_index: Tensor, run_first: Tensor,
+    tile_run: Tensor, tile_offset: Tensor, tables: Tensor, width_of: Tensor,
+    *, block_size: int, window: int | None,
+) -> None:  # fmt: skip
+    """Run r is the tokens in rows `order[run_begin[r] : + run_count[r]]`, from cell `run_index[r]` of its sequence on.
+
+    A token sees the cells from `run_first[r]` to its own. Tiles (a run, an offset in it) are `QUERIES` tokens each;
+    `blocks` is `by_block` of keys and values; q, keys, values, out, tables as in `decode_attention`.
+    """
+    (num_heads, dim), num_kv = q.shape[1:], keys.shape[1]
+    _attend_runs[(num_heads, len(tile_run))](
+        q, *(blocks or (keys, values)), out,
+        order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
+        q.stride(0), out.stride(0), keys.stride(0), dim**-0.5 * LOG2_E,
+        dim=dim, dim_padded=max(SMALLEST_DOT, triton.next_power_of_2(dim)), group=num_heads // num_kv,
+        block_size=block_size, window=window or 0, queries=QUERIES, tile=TILE, by_block=blocks is not None,
+        is_fp8=keys.itemsize == 1,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
