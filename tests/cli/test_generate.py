@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.cli.chat import talk
-from tokenmill.cli.conversation import Conversation
+from tokenmill.cli.chat import Conversation, talk
 from tokenmill.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]

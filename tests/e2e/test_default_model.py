@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tokenmill import LLM, AsyncLLM, SamplingParams
-from tokenmill.cli.conversation import Conversation
+from tokenmill.cli.chat import Conversation
 
 TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -176,7 +176,7 @@ def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
 
 
 def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`sampling.fused.DRAW_FIELDS` of each row."""
+    """`sampling.sampler.DRAW_FIELDS` of each row."""
     temperature, top_p, min_p = (values.view(torch.int32)[:, None] for values in (temperature, top_p, min_p))
     return torch.cat([keys, temperature, top_k[:, None], top_p, min_p], dim=1)
 
@@ -184,7 +184,7 @@ def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 def test_drawing() -> None:
     from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
-    from tokenmill.sampling.philox import uniforms
+    from tokenmill.sampling.ops import uniforms
 
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(64, 9001, generator=generator)
@@ -207,7 +207,7 @@ def test_drawing_in_order_of_likelihood() -> None:
     """Top-k, top-p and min-p against a full sort: the same ids, also among equal logits."""
     from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
-    from tokenmill.sampling.philox import uniforms
+    from tokenmill.sampling.ops import uniforms
 
     rows, vocab = 48, 5003
     generator = torch.Generator().manual_seed(4)

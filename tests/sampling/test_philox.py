@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.sampling.philox import philox, uniforms
+from tokenmill.sampling.ops import philox, uniforms
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:

@@ -12,7 +12,7 @@ import torch
 from tests.sampling import reference
 from tokenmill.contract import BAD_ROW, Sampled, pack_mask
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.philox import uniforms
+from tokenmill.sampling.ops import uniforms
 from tokenmill.sampling.sampler import FEW, StepSampler
 from tokenmill.sampling.state import SamplingState
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.sampling import reference
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.rules import Dry
+from tokenmill.sampling.state import Dry
 
 logs = st.one_of(
     st.lists(st.integers(0, 3), max_size=40),

@@ -20,8 +20,8 @@ from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session.info import SessionLimits
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 
 CONFIG = FakeConfig(vocab_size=258, max_context=1024, block_size=4)

@@ -24,9 +24,9 @@ from tokenmill.session.info import SessionLimits, TurnInfo
 from tokenmill.session.portable import unpack
 from tokenmill.session.replay import open_file, replay
 from tokenmill.session.session import Session, SessionOptions
-from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 
 CONTEXT = 512

@@ -17,8 +17,8 @@ from tokenmill.session import log as session_log
 from tokenmill.session import store as session_store
 from tokenmill.session.log import SharedList, TokenLog, Tokens, Turn
 from tokenmill.text import chat
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import ChatTemplate
 
 NUM_TURNS = 60
 MODEL = {"vocab_size": 600, "max_context": 8192}

@@ -8,8 +8,8 @@ import pytest
 
 from tests.text.families import byte_level
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.delta import DeltaRenderer
+from tokenmill.text.template import ChatTemplate
 
 TOKENIZER = byte_level(eos=())
 ID = TOKENIZER.special_tokens

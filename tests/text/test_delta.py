@@ -9,10 +9,10 @@ import pytest
 
 from tests.text.families import LLAMA3, MISTRAL, NEMO, QWEN3, TEMPLATES, VARIABLES, byte_level, metaspace
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.messages import Message
+from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 
 TOKENIZER = byte_level()

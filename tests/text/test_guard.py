@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.text.families import MISTRAL, PHI3, QWEN3, SPECIAL, TEMPLATES, VARIABLES, byte_level, metaspace
 from tokenmill.errors import InvalidRequest
 from tokenmill.text import guard as guard_module
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.guard import Guard, GuardedText, joined, plain_of, raw_of
 from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.messages import Message
+from tokenmill.text.template import ChatTemplate
 
 TOKENIZER = byte_level()
 METASPACES = {scheme: metaspace(scheme) for scheme in ("first", "always", "never")}

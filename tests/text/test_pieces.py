@@ -22,10 +22,10 @@ from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
 from tokenmill.errors import ContextOverflow, TokenizeFailed, TooManyTokens
 from tokenmill.text import hf, pieces
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.gguf import CUTS, gguf_tokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.pieces import LLAMA3, NFC_SHRINKS, O200K
+from tokenmill.text.template import ChatTemplate
 
 SMALL = 6
 """Characters of a piece, in these tests."""

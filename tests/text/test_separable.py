@@ -10,10 +10,10 @@ import pytest
 from tests.text.families import TEMPLATES, VARIABLES, byte_level
 from tests.text.test_delta import END, ID
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.messages import Message
 from tokenmill.text.separable import HEAD, TAIL, is_separable, shortened
+from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 
 TOKENIZER = byte_level()
 LOOP = "{% for m in messages %}#{% endfor %}"

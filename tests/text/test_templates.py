@@ -10,7 +10,7 @@ import pytest
 
 from tests.text.families import CHATML, byte_level
 from tokenmill.errors import InvalidRequest, TokenizeFailed
-from tokenmill.text.chat import ChatTemplate
+from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 
 TOKENIZER = byte_level()

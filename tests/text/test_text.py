@@ -12,7 +12,7 @@ from tokenmill.errors import TokenizeFailed
 from tokenmill.outputs import End, FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.output import TextStage
-from tokenmill.text.stops import StopStrings
+from tokenmill.text.detok import StopStrings
 from tokenmill.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer(260)

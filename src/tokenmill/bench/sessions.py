@@ -99,9 +99,6 @@ async def stateless(
     return first
 
 
-ANSWER = SamplingParams(temperature=0, ignore_eos=True)
-
-
 @dataclass(frozen=True)
 class Restored:
     """Seconds to the first token of a session with so many tokens."""

@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tokenmill.cli import options as shared
-from tokenmill.cli.options import SamplingOptions, open_llm, read_extra
-from tokenmill.cli.speed import Stopwatch
+from tokenmill.cli import arguments as shared
+from tokenmill.cli.arguments import SamplingOptions, open_llm, read_extra
+from tokenmill.cli.generate import Stopwatch
 from tokenmill.errors import ContextOverflow, InvalidRequest
 
 if TYPE_CHECKING:
-    from tokenmill.cli.conversation import Conversation
+    from tokenmill.entrypoints.llm import LLM
+    from tokenmill.outputs import RequestOutput
+    from tokenmill.params import SamplingParams
+
+
+class Conversation:
+    """A session on an `LLM` in this thread: an exact token log, so that each turn computes only what is new."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        from tokenmill.session.session import Session, SessionOptions
+
+        self._llm = llm
+        self._params = params
+        self.session = Session("chat", 0, SessionOptions(sampling=params), system, now=0.0)
+
+    def ask(self, question: str) -> Iterator[RequestOutput]:
+        """The answer as it grows. Leaving the loop ends the answer; the conversation goes on with what was said."""
+        text = self._llm.text
+        self.session.append(question, text, self._llm.engine.max_model_len, raw=False)
+        self.session.commit_input(text)
+        output: RequestOutput | None = None
+        try:
+            for output in self._llm.stream(self.session.log.tokens.tolist(), self._params):
+                yield output
+        finally:
+            if output is not None:
+                said = output.outputs[0]
+                ending = (said.finish_reason, said.stop_reason)
+                self.session.take_answer(said.token_ids, *ending, self._params, text.tokenizer)
+
 
 HELP = """  /new     start a new conversation
   /system  show or set the system prompt: /system You are a pirate.
@@ -47,8 +76,6 @@ def chat(
     threads: shared.Threads = None,
 ) -> None:
     """Chat with a model in the terminal. The KV cache is kept between turns."""
-    from tokenmill.cli.conversation import Conversation
-
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     sampling.check()
     with open_llm(

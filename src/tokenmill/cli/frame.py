@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tokenmill.cli.live_state import Core, Eviction, LiveState, Tick
+from tokenmill.cli.follow import Core, Eviction, LiveState, Tick
 from tokenmill.engine.events import CoreSnapshot, SlotView
 from tokenmill.server.telemetry.figures import RateView
 from tokenmill.server.telemetry.live import by_session

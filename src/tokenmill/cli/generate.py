@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.cli import options as shared
-from tokenmill.cli.options import SamplingOptions, open_llm, read_extra
-from tokenmill.cli.speed import Stopwatch
+from tokenmill.cli import arguments as shared
+from tokenmill.cli.arguments import SamplingOptions, open_llm, read_extra
 from tokenmill.errors import InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
@@ -151,3 +151,23 @@ def _record(line: str, output: RequestOutput) -> dict[str, Any]:
         "completion_tokens": output.usage.completion_tokens,
     }
     return record if output.error is None else {**record, "error": output.error}
+
+
+class Stopwatch:
+    """Counts from the question to the first token and to the last."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._first: float | None = None
+
+    def note_token(self) -> None:
+        if self._first is None:
+            self._first = time.monotonic()
+
+    def summary(self, num_tokens: int, num_cached: int) -> str:
+        """One line. The rate is that of the tokens after the first, which also waited for the prompt."""
+        now = time.monotonic()
+        first = self._first if self._first is not None else now
+        rate = f", {(num_tokens - 1) / (now - first):.1f} tok/s" if num_tokens > 1 and now > first else ""
+        reused = f", {num_cached} prompt tokens cached" if num_cached else ""
+        return f"{num_tokens} tokens{rate}, TTFT {first - self._began:.2f} s{reused}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli import options as shared
+from tokenmill.cli import arguments as shared
 from tokenmill.errors import ConfigError
 
 

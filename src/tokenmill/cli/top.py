@@ -29,9 +29,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
 ) -> None:
     """Show the slots, steps, queue and KV cache of a running server, live. Quit with q or Ctrl-C."""
-    from tokenmill.cli.follow import Address, Follower, read_once
+    from tokenmill.cli.follow import Address, Follower, LiveState, read_once
     from tokenmill.cli.frame import frame
-    from tokenmill.cli.live_state import LiveState
 
     address = Address(url, api_key)
     state = LiveState(address.url)

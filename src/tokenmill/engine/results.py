@@ -16,8 +16,10 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
 from tokenmill.params import Pooling
-from tokenmill.sampling.scores import score
 from tokenmill.sampling.state import SamplingState
+
+SLICE = 16
+"""Rows of logits reduced at once: a vocabulary is wide."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,7 @@ class Results:
             self._advance_rules(rows, ids, {one.request.row for one in completed})
         return completed
 
-    def _hand_out(
-        self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None
-    ) -> list[Completed]:
+    def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None) -> list[Completed]:
         """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
 
         The loops over all rows that a decode step has: every look-up in them shows in `python -m benchmarks.engine`.
@@ -233,3 +233,17 @@ def _embedded(request: Request, embedding: FloatArray) -> Completed:
         return Completed(request, FinishReason.ERROR, error="the model gave hidden states that are not finite")
     request.embedding = embedding.tolist()
     return Completed(request, FinishReason.STOP)
+
+
+def score(logits: NDArray[np.float32], tokens: NDArray[np.int32], count: int) -> list[TokenLogprobs]:
+    """What a prompt's tokens were worth to the model: each one's log-probability, and the `count` likeliest ones."""
+    scores: list[TokenLogprobs] = []
+    for begin in range(0, len(tokens), SLICE):
+        rows = logits[begin : begin + SLICE].astype(np.float64)
+        rows -= rows.max(axis=1, keepdims=True)
+        rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        for row, token in zip(rows, tokens[begin : begin + SLICE].tolist(), strict=True):
+            likeliest = np.argsort(-row, kind="stable")[:count]
+            top = tuple((int(i), float(row[i])) for i in likeliest)
+            scores.append(TokenLogprobs(float(row[token]), top))
+    return scores

@@ -2,7 +2,7 @@
 
 A row is cut into chunks. Their maxima give the largest logit; their sums of weights say in which of them the random
 number falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of
-exp((logit - largest) / T), and as in `sampling.philox`: Philox4x32-10, keyed by what names the token.
+exp((logit - largest) / T), and as in `sampling.ops.uniforms`: Philox4x32-10, keyed by what names the token.
 
 Rows with a top-k or top-p are drawn in order of likelihood. Both their cut and their draw are weighted quantiles of the
 sorted row, found by an 8-way search over the order-preserving integer keys of the logits (`_search`). Tokens of equal
@@ -20,7 +20,7 @@ CHUNK = 4096
 SEARCHED = 2048
 """Columns that a search looks at together."""
 NUM_FIELDS = tl.constexpr(8)
-"""Of `sampling.fused.DRAW_FIELDS`, in this order."""
+"""Of `sampling.sampler.DRAW_FIELDS`, in this order."""
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 LEAST = tl.constexpr(-84.306853)
 """Of cooled logits; as in `sampling.ops`, what weighs less than twice exp(-85) of the largest weighs nothing."""
@@ -305,7 +305,7 @@ def greedy(logits: Tensor, bad_row: int, out: Tensor | None = None) -> Tensor:
 def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False) -> Tensor:
     """The id each row's random number falls on, its largest logit at temperature 0, `bad_row` without a finite one.
 
-    told: int64, [rows, 8]: `sampling.fused.DRAW_FIELDS`; is_filtered: some row has a top-k or a top-p.
+    told: int64, [rows, 8]: `sampling.sampler.DRAW_FIELDS`; is_filtered: some row has a top-k or a top-p.
     """
     tops, places = _chunk_maxima(logits)
     (rows, vocab), num_parts = logits.shape, tops.shape[1]

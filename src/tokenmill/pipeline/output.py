@@ -28,8 +28,7 @@ from tokenmill.outputs import (
     Usage,
 )
 from tokenmill.params import SamplingParams
-from tokenmill.text.detok import Detokenizer
-from tokenmill.text.stops import StopStrings
+from tokenmill.text.detok import Detokenizer, StopStrings
 from tokenmill.text.tokenizer import Tokenizer
 
 Consumer = Callable[[int | None, End | None, TokenLogprobs | None], None]

@@ -2,13 +2,14 @@
 
 Rows fall into three kinds, each done together: greedy ones take the largest logit, plain ones draw in vocabulary order,
 filtered ones draw from the tokens in order of likelihood. Which kind a row is depends on its own parameters alone, so a
-seeded request draws the same token alone and in any crowd.
+seeded request draws the same token alone and in any crowd. Where a device has a kernel for the whole draw, that does it
+(`FusedDraw`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,33 @@ from torch import Tensor
 from tokenmill.contract import BAD_ROW, IntArray, Sampled, unpack_mask
 from tokenmill.kernels.device import largest, upload
 from tokenmill.sampling import ops
-from tokenmill.sampling.fused import DRAW_FIELDS, FusedDraw, fused_draw
-from tokenmill.sampling.philox import uniforms
+from tokenmill.sampling.ops import uniforms
 from tokenmill.sampling.state import SamplingState
+
+DRAW_FIELDS = ("seed", "choice", "attempt", "position", "temperature", "top_k", "top_p", "min_p")
+"""The first four are the key, as `philox.uniforms` takes it; floats are given by their bits as float32."""
+
+
+class FusedDraw(Protocol):
+    """Rows with a temperature, a top-k, a top-p and a min-p."""
+
+    def __call__(self, logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False) -> Tensor:
+        """The id that each row's random number falls on; the largest logit's at temperature 0.
+
+        told: int64, [rows, fields]: `DRAW_FIELDS` of each row, in one piece, since every upload costs the host.
+        is_filtered: some row has a top-k or a top-p.
+        """
+        ...
+
+
+def fused_draw(device: torch.device) -> FusedDraw | None:
+    """None where `ops` is all there is."""
+    if device.type != "cuda":
+        return None
+    from tokenmill.kernels.drawing import draw  # needs triton
+
+    return draw
+
 
 FEW = (64, 1024)
 """Filtered draws look at this many likeliest tokens, then at more; all are sorted only if these are not enough."""

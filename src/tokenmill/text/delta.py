@@ -19,9 +19,9 @@ import numpy as np
 
 from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest, TooManyTokens
-from tokenmill.text.chat import ChatTemplate
 from tokenmill.text.messages import QUESTION, Message, check_messages
 from tokenmill.text.separable import shortened
+from tokenmill.text.template import ChatTemplate
 
 ANSWER = "probe of an answer"
 PROBES: dict[str, tuple[list[Message], str]] = {

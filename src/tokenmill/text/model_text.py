@@ -15,10 +15,10 @@ from tokenmill.contract import ModelHandle
 from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
-from tokenmill.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer, read_text
 from tokenmill.text.llamacpp import LlamaTokenizer, Vocab
+from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})
