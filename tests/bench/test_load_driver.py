@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.bench.scripted import DONE, HEAD, USAGE, answering, chunk, plain
 from tokenmill.bench.load_clients import Sample
-from tokenmill.bench.workloads import Conversation, Load, LoadTurn
+from tokenmill.bench.workloads import Load, LoadConversation, LoadTurn
 
 ANSWER = HEAD + b"\r\n" + chunk("yes") + chunk(finish_reason="stop") + USAGE + DONE
-TALK = Conversation((LoadTurn("one", 4), LoadTurn("two", 5)))
+TALK = LoadConversation((LoadTurn("one", 4), LoadTurn("two", 5)))
 
 
 def run(answer: bytes, *, uses_sessions: bool, **others: bytes) -> tuple[list[Sample], list[tuple[str, Any]]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench.workloads import (
-    Conversation,
     IdPrompts,
     Lengths,
+    LoadConversation,
     TextPrompts,
     Word,
     from_file,
@@ -25,7 +25,7 @@ LETTERS = [Word(" the", (32, 116, 104, 101)), Word(" a", (32, 97))]
 """As a tokenizer of bytes has them."""
 
 
-def prompts_of(conversations: list[Conversation]) -> list[object]:
+def prompts_of(conversations: list[LoadConversation]) -> list[object]:
     return [turn.prompt for one in conversations for turn in one.turns]
 
 

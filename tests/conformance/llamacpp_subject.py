@@ -28,9 +28,9 @@ from tokenmill.backends.llamacpp.mirror import LlamaMemory
 from tokenmill.backends.llamacpp.model import LlamaModel, open_path
 from tokenmill.backends.llamacpp.native import NativeContext
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
-from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file
 from tokenmill.contract import BackendLimits, Batch, BatchBuilder, IntArray, Output
+from tokenmill.contract.backend import LoadOptions
 from tokenmill.errors import ForwardFailed, OutOfKV
 
 EXACT = LoadOptions(backend="llamacpp", extra={"type_k": "f32", "type_v": "f32", "flash_attn": False})

@@ -7,12 +7,13 @@ from tokenmill import open_model
 from tokenmill.backends import loading
 from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.contract import BackendLimits, BatchBuilder, LayerKV
+from tokenmill.contract.backend import LoadOptions
 from tokenmill.errors import ConfigError, ModelNotFound
 
 
 @pytest.mark.req("R20")
 def test_a_new_kind_of_model_joins_by_registration() -> None:
-    def open_parrot(model: str, options: loading.LoadOptions) -> FakeModel | None:
+    def open_parrot(model: str, options: LoadOptions) -> FakeModel | None:
         return FakeModel(FakeConfig(vocab_size=7)) if model.endswith(".parrot") else None
 
     loading.register_opener("parrot", open_parrot)

@@ -19,10 +19,10 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, reference, save
 from tests.parity.gguf_files import write
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.native.backend import NativeDecoder
 from tokenmill.backends.torch.native.bindings import INT4, INT8, library
 from tokenmill.backends.torch.native.build import FLAGS, BuildFailed, build
 from tokenmill.backends.torch.native.packing import as_kind
+from tokenmill.backends.torch.native_backend import NativeDecoder
 from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError, InvalidOperation
 

@@ -20,6 +20,8 @@ from tokenmill.errors import ModelLoadError
 
 T = TypeVar("T")
 
+TORCH_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Architectures that the torch backend can run."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32

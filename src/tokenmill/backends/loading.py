@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.contract.backend import BackendLimits, MemoryPlan, ModelHandle
+from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
+from tokenmill.contract.backend import BackendLimits, LoadOptions, MemoryPlan, ModelHandle
 from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
 
-TORCH_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""GGUF architectures of the torch backend."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,11 @@ def choose_backend(path: Path, asked: str) -> BackendChoice:
 def _by_rule(path: Path) -> BackendChoice:
     if path.is_dir():
         return BackendChoice("torch", "a directory")
-    from tokenmill.backends.gguf_file import GGUFFile
-
     file = GGUFFile(path)
     architecture = file.get("general.architecture")
     if architecture not in TORCH_ARCHITECTURES and isinstance(architecture, str):
         return BackendChoice("llamacpp", f"{architecture} is not one of torch's {', '.join(TORCH_ARCHITECTURES)}")
     return BackendChoice("torch", f"{architecture} is one of torch's architectures")
-
-
-log = logging.getLogger(__name__)
-
-BACKENDS = ("auto", "torch", "llamacpp", "fake")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How a model is to be loaded. What only one kind of model knows is in `extra`."""
-
-    backend: str = "auto"
-    """`auto` takes what suits the model's files."""
-    dtype: str = "auto"
-    """Of weights and activations."""
-    device: str = "auto"
-    """`auto` takes CUDA where there is one."""
-    deterministic: bool = False
-    """Batch-invariant arithmetic: bit-identical results in any batch."""
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"backend {self.backend!r} is not known; known: {', '.join(BACKENDS)}")
 
 
 class Opener(Protocol):

@@ -21,10 +21,10 @@ from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import HttpFailure, Target, first_model
 from tokenmill.bench.load_report import GOALS, METRICS, LoadReport
 from tokenmill.bench.workloads import (
-    Conversation,
     IdPrompts,
     Lengths,
     Load,
+    LoadConversation,
     Prompts,
     TextPrompts,
     arrivals,
@@ -44,7 +44,7 @@ ENDLESS = ("random", "multi-turn")
 # -- from options to a run --------------------------------------------------------------------------------------------
 
 
-async def make_workload(options: argparse.Namespace, target: Target, model: str) -> list[Conversation]:
+async def make_workload(options: argparse.Namespace, target: Target, model: str) -> list[LoadConversation]:
     """The conversations that are asked for, and those that warm up after them."""
     count, seed = options.num_prompts + options.num_warmups, options.seed
     if options.dataset_name == "custom":

@@ -58,7 +58,7 @@ class LoadTurn:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class LoadConversation:
     """Turns that follow each other; a request on its own is a conversation of one."""
 
     turns: tuple[LoadTurn, ...]
@@ -156,12 +156,12 @@ class Lengths:
         return max(1, numbers.randint(round(length * (1 - self.ratio)), round(length * (1 + self.ratio))))
 
 
-def random_requests(prompts: Prompts, count: int, lengths: Lengths, seed: int) -> list[Conversation]:
+def random_requests(prompts: Prompts, count: int, lengths: Lengths, seed: int) -> list[LoadConversation]:
     """Requests that have nothing in common."""
     return multi_turn(prompts, count, 1, lengths, seed)
 
 
-def multi_turn(prompts: Prompts, count: int, num_turns: int, lengths: Lengths, seed: int) -> list[Conversation]:
+def multi_turn(prompts: Prompts, count: int, num_turns: int, lengths: Lengths, seed: int) -> list[LoadConversation]:
     """Conversations; the lengths are those of one turn."""
     if num_turns < 1:
         raise ValueError(f"a conversation has at least 1 turn, not {num_turns}")
@@ -169,22 +169,22 @@ def multi_turn(prompts: Prompts, count: int, num_turns: int, lengths: Lengths, s
     found = []
     for _ in range(count):
         drawn = [lengths.draw(numbers) for _ in range(num_turns)]
-        found.append(Conversation(tuple(_turn(prompts.part(prompt), output) for prompt, output in drawn)))
+        found.append(LoadConversation(tuple(_turn(prompts.part(prompt), output) for prompt, output in drawn)))
     return found
 
 
 def shared_prefix(
     prompts: Prompts, count: int, num_prefixes: int, prefix_len: int, suffix_len: int, max_tokens: int
-) -> list[Conversation]:
+) -> list[LoadConversation]:
     """Requests that begin with one of a few prefixes, in turn, and then differ."""
     if num_prefixes < 1 or prefix_len < 1 or suffix_len < 1:
         raise ValueError(f"at least 1 prefix, of 1 token, and 1 token after it: not {num_prefixes} x {prefix_len}")
     prefixes = [prompts.part(prefix_len) for _ in range(min(num_prefixes, count))]
     asked = [prompts.join(prefixes[i % len(prefixes)], prompts.part(suffix_len)) for i in range(count)]
-    return [Conversation((_turn(prompt, max_tokens),)) for prompt in asked]
+    return [LoadConversation((_turn(prompt, max_tokens),)) for prompt in asked]
 
 
-def from_file(path: Path, count: int, max_tokens: int) -> list[Conversation]:
+def from_file(path: Path, count: int, max_tokens: int) -> list[LoadConversation]:
     """The `prompt` of each line of a .jsonl file, over and over; `output_tokens` says how long its answer is."""
     turns = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -197,7 +197,7 @@ def from_file(path: Path, count: int, max_tokens: int) -> list[Conversation]:
             raise ValueError(f'{path}:{number}: a line is {{"prompt": "..."}}, not {line[:80]}') from None
     if not turns:
         raise ValueError(f"{path} has no prompts")
-    return [Conversation((turns[i % len(turns)],)) for i in range(count)]
+    return [LoadConversation((turns[i % len(turns)],)) for i in range(count)]
 
 
 def _turn(prompt: Prompt, max_tokens: int) -> LoadTurn:
@@ -241,7 +241,7 @@ class Load:
     """Where a request waits while too many others run."""
     samples: list[Sample] = field(default_factory=list)
 
-    async def run(self, conversations: Sequence[Conversation], moments: Sequence[float]) -> float:
+    async def run(self, conversations: Sequence[LoadConversation], moments: Sequence[float]) -> float:
         """All of them, each beginning at its moment; how many seconds it took."""
         num_requests = sum(len(one.turns) for one in conversations)
         began = time.perf_counter()
@@ -252,11 +252,11 @@ class Load:
                     tasks.create_task(self._converse(conversation, line))
         return time.perf_counter() - began
 
-    async def warm_up(self, conversations: Sequence[Conversation]) -> None:
+    async def warm_up(self, conversations: Sequence[LoadConversation]) -> None:
         """The first turn of each; nothing of it is kept."""
         await asyncio.gather(*(self._send(self._body(one.turns[0], [])) for one in conversations))
 
-    async def _converse(self, conversation: Conversation, line: ProgressLine) -> None:
+    async def _converse(self, conversation: LoadConversation, line: ProgressLine) -> None:
         """LoadTurn after turn; the first failure is the end."""
         history: list[dict[str, str]] = []
         session: str | None = None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tokenmill.contract.batch import Batch, IntArray
 from tokenmill.contract.kv import Capabilities, KVMemory, LayerKV
-from tokenmill.errors import InvalidOperation
+from tokenmill.errors import ConfigError, InvalidOperation
 
 KV_SHARE = 0.25
 """Of the memory that is free, how much KV may take by default."""
@@ -238,6 +238,28 @@ class StepSizes:
     min_prefill_chunk: int | None = None
     target_tick_ms: float | None = None
     max_queue: int | None = None
+
+
+BACKENDS = ("auto", "torch", "llamacpp", "fake")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is to be loaded. What only one kind of model knows is in `extra`."""
+
+    backend: str = "auto"
+    """`auto` takes what suits the model's files."""
+    dtype: str = "auto"
+    """Of weights and activations."""
+    device: str = "auto"
+    """`auto` takes CUDA where there is one."""
+    deterministic: bool = False
+    """Batch-invariant arithmetic: bit-identical results in any batch."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {self.backend!r} is not known; known: {', '.join(BACKENDS)}")
 
 
 class ModelHandle(Protocol):

@@ -158,7 +158,7 @@ class PagedPlan:
 
 
 @dataclass(frozen=True)
-class _Undo:
+class _Placed:
     demand: Demand
     taken: IntArray
     copied: IntArray
@@ -177,7 +177,7 @@ class PagedKV:
         self._storage = storage
         self._step_of_slot: NDArray[np.int64] = np.zeros(num_cells // block_size * block_size, dtype=np.int64)
         self._shifts: list[tuple[IntArray, int]] = []
-        self._applied: list[_Undo] = []
+        self._applied: list[_Placed] = []
         self._vacated: list[IntArray] = []
         """Blocks that the batch in progress has copied for their last holders: free once it is committed."""
         self._steps = 0
@@ -302,7 +302,7 @@ class PagedKV:
         if len(taken) > len(copies):
             self._storage.hand_out(taken[len(copies) :])
         copied = _place(self.tables, demand, taken)
-        self._applied.append(_Undo(demand, taken, copied))
+        self._applied.append(_Placed(demand, taken, copied))
         if len(copies):
             self._vacated.append(np.unique(copied[self.tables.pool.refs[copied] == 0]))
             self._storage.copy_blocks(copied, copies)

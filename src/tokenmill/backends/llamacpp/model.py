@@ -23,9 +23,8 @@ from tokenmill.backends.llamacpp.native import (
     has_slow_flash_attention,
 )
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
-from tokenmill.backends.loading import LoadOptions
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
-from tokenmill.contract.backend import KV_SHARE, MemoryPlan, free_host_bytes
+from tokenmill.contract.backend import KV_SHARE, LoadOptions, MemoryPlan, free_host_bytes
 from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
 from tokenmill.progress import ProgressLine
 

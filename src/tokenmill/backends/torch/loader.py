@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.loading import LoadOptions
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families import family_of
@@ -29,14 +28,14 @@ from tokenmill.backends.torch.footprint import (
 )
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.native.backend import NativeDecoder
 from tokenmill.backends.torch.native.bindings import INT4, INT8, library
 from tokenmill.backends.torch.native.packed_weights import Native, NativeWeights, can_hold
+from tokenmill.backends.torch.native_backend import NativeDecoder
 from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.sources import GGUFSource, SafetensorsSource, config_of
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
 from tokenmill.contract import BackendLimits
-from tokenmill.contract.backend import MemoryPlan
+from tokenmill.contract.backend import LoadOptions, MemoryPlan
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.progress import ProgressLine

@@ -15,7 +15,7 @@ from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.families.names import in_file
 from tokenmill.backends.torch.footprint import Form, free_bytes, plan
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
-from tokenmill.backends.torch.native.backend import NativeBackend, NativeDecoder
+from tokenmill.backends.torch.native_backend import NativeBackend, NativeDecoder
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.contract.backend import KV_SHARE, MemoryPlan
 from tokenmill.errors import ConfigError, InvalidOperation

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokenmill.backends.gguf_file import GGUFFile, GGUFTensor
-from tokenmill.backends.loading import TORCH_ARCHITECTURES
+from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTensor
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
 from tokenmill.backends.torch.native.bindings import INT4, INT8
