@@ -230,7 +230,7 @@ def test_the_default_model_says_the_same_alone_and_in_a_crowd() -> None:
 UNDER_SANITIZER = """
 import sys
 from pathlib import Path
-from tokenmill.backends.torch.native import library as native
+from tokenmill.backends.torch.native import bindings as native
 native.LIBRARY = Path(sys.argv[1])
 import pytest
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
