@@ -1,7 +1,7 @@
 """`TorchBackend`: the contract on torch tensors. The rules are `PagedBackend`'s; this is the computing.
 
 It is generic in its decoder and in what it keeps of a step. `HostBackend` runs on the CPU, where what is launched is
-done: `DenseBackend` here on torch, `native/backend.py` on our C library. `cuda/backend.py` has what a card adds.
+done: `DenseBackend` here on torch, `native_backend.py` on our C library. `cuda/backend.py` has what a card adds.
 """
 
 from __future__ import annotations
