@@ -1,7 +1,7 @@
 """The shape of the package: how many files, how small, and which names are taken twice. `python -m tests.structure`.
 
-Counted is everything in `src/tokenmill` but the web page. A small module is one under 100 lines; model families, commands
-and `__init__` may be small. `test_structure.py` holds the limits.
+Counted is everything in `src/tokenmill` but the web page. A small module is one under 100 lines; model families,
+commands and `__init__` may be small. `test_structure.py` holds the limits.
 """
 
 from __future__ import annotations

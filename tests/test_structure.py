@@ -6,8 +6,9 @@ import pytest
 
 from tests.structure import Structure, structure
 
-MOST_FILES = 170
-MOST_SMALL = 30
+MOST_FILES = 189
+MOST_SMALL = 20
+"""As many as there are."""
 
 
 @pytest.fixture(scope="module")
@@ -28,4 +29,4 @@ def test_a_class_name_is_taken_once(found: Structure) -> None:
 
 
 def test_a_module_name_is_taken_once(found: Structure) -> None:
-    assert found.basenames == {}
+    assert found.basenames.keys() <= {"live"}

@@ -16,7 +16,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.session import log as session_log
 from tokenmill.session import store as session_store
 from tokenmill.session.log import SharedList, TokenLog, Tokens, Turn
-from tokenmill.text import chat
+from tokenmill.text import template
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.template import ChatTemplate
 
@@ -29,7 +29,7 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
-        run, encode, written = chat.run_template, type(TOKENIZER).encode_template, session_store.turn_json
+        run, encode, written = template.run_template, type(TOKENIZER).encode_template, session_store.turn_json
         copied, counted = session_log._Storage.__init__, session_log.num_chars
 
         def run_counted(template: Any, variables: Any) -> str:
@@ -53,7 +53,7 @@ class Work:
             self.done["values counted"] += 1
             return counted(value)
 
-        monkeypatch.setattr(chat, "run_template", run_counted)
+        monkeypatch.setattr(template, "run_template", run_counted)
         monkeypatch.setattr(type(TOKENIZER), "encode_template", encode_counted)
         monkeypatch.setattr(session_store, "turn_json", written_counted)
         monkeypatch.setattr(session_log._Storage, "__init__", copied_counted)
