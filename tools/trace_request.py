@@ -158,7 +158,9 @@ SAMPLING = {"ignore_eos": True, "allowed_token_ids": LETTERS, "temperature": 0, 
 def stream_chat(port: int, num_tokens: int) -> int:
     """Stream one chat; the number of events that had a text."""
     messages = [{"role": "user", "content": "Name the planets."}]
-    lines = post(port, "/v1/chat/completions", {"messages": messages, "max_tokens": num_tokens, **SAMPLING})
+    lines = post(
+        port, "/v1/chat/completions", {"model": "fake", "messages": messages, "max_tokens": num_tokens, **SAMPLING}
+    )
     return sum("content" in json.loads(line[6:])["choices"][0]["delta"] for line in lines) - 1  # one is the role's
 
 

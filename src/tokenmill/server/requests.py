@@ -209,7 +209,7 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
 
 
-def template_kwargs(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
+def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
     """What the chat template is told beyond the messages: only what templates are known to ask for."""
     options = dict(body.chat_template_kwargs or {})
     if set(options) - config.template_options:
@@ -290,9 +290,6 @@ class ChatRequest(ChatFields):
             if self.session_id is not None and getattr(self, name) is not None:
                 raise ApiError(400, f"{name} is not for a session's messages", param=name)
         check_messages(self.messages, config)
-
-    def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        return template_kwargs(self, config)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -390,9 +387,6 @@ class TokenizeRequest(Body):
     @property
     def parses_special(self) -> bool:
         return self.prompt is None if self.parse_special is None else self.parse_special
-
-    def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        return template_kwargs(self, config)
 
 
 class LoadModel(Body):
@@ -499,9 +493,6 @@ class CreateSession(ChatFields):
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "smollm2-135m", "system": "Answer in one sentence."}]}
     )
-
-    def template_options(self, config: ServerConfig) -> dict[str, Any]:
-        return template_kwargs(self, config)
 
 
 class AppendInput(Body):

@@ -19,7 +19,7 @@ from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatRequest
+from tokenmill.server.requests import ChatRequest, template_options
 from tokenmill.server.served import Served
 from tokenmill.server.sse import event, to_json
 from tokenmill.server.streaming import Call, SessionSource, usage_of
@@ -51,7 +51,7 @@ async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: 
         return ChatWriter(call, body, model)
     defaults = call.llm.get_default_sampling_params()
     params = body.sampling(defaults, logprobs=body.num_logprobs())
-    options = body.template_options(config)
+    options = template_options(body, config)
     ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len, config)
     call.generate(ids, params, messages)

@@ -24,7 +24,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import MOST_IDS
 from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, template_options
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import Call, in_turn, together
 
@@ -62,7 +62,7 @@ def token_routes(served: Served) -> APIRouter:
     async def create_tokens(http: Request, body: TokenizeRequest) -> Response:
         """The ids of a text or a conversation."""
         body.check(served.config)
-        options = body.template_options(served.config)
+        options = template_options(body, served.config)
         model = await served.models.use(body.model)
         return await on_text(http, lambda: tokenized(body, model, options))
 

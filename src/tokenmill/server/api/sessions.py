@@ -27,6 +27,7 @@ from tokenmill.server.requests import (
     RewindSession,
     SaveSession,
     UpdateSession,
+    template_options,
 )
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
@@ -73,7 +74,7 @@ def session_routes(served: Served) -> APIRouter:
             sampling_params=params,
             overflow=body.overflow,
             overflow_keep=body.overflow_keep,
-            template_options=body.template_options(config),
+            template_options=template_options(body, config),
             key=hints.key,
             namespace=hints.namespace,
             priority=hints.priority,

@@ -115,7 +115,9 @@ class CoreFigures:
         self.step_sequences.add(len(plan.rows))
         if len(plan.sampled_rows):
             self.num_generated += event.num_generated
-            self._note_tokens(_drawn(event), event.at)
+            is_all = event.is_whole and len(plan.sampled_rows) == len(event.requests)
+            drawn = (share.request_id for share in event.shares if share.is_drawn) if not is_all else event.requests
+            self._note_tokens(tuple(drawn), event.at)
 
     def _note_tokens(self, names: tuple[str | None, ...], at: float) -> None:
         """The gaps before these tokens. Mostly the same requests had the latest ones, and the gap is one for all."""
@@ -181,13 +183,6 @@ class CoreFigures:
             self.ended[reason] += other.ended[reason]
         for phase, tally in self.phase_s.items():
             tally.merge(other.phase_s[phase])
-
-
-def _drawn(event: TickEvent) -> tuple[str | None, ...]:
-    """The requests that got a token in a step."""
-    if event.is_whole and len(event.plan.sampled_rows) == len(event.requests):
-        return event.requests
-    return tuple(share.request_id for share in event.shares if share.is_drawn)
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------
