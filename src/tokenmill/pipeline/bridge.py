@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Request
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, StepResult, joined
-from tokenmill.pipeline.output import Consumer, Consumers, Generation
+from tokenmill.pipeline.output import Consumer, Generation, deliver
 
 
 class LoopSignal:
@@ -43,7 +42,7 @@ class _LoopEnd:
     """The bridge's end on one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.consumers = Consumers()
+        self.consumers: dict[str, Consumer] = {}
         self._results: deque[StepResult] = deque()
         self._signal = LoopSignal(loop, self._deliver)
 
@@ -54,7 +53,7 @@ class _LoopEnd:
 
     def _deliver(self) -> None:
         while self._results:
-            self.consumers.deliver(self._results.popleft())
+            deliver(self._results.popleft(), self.consumers)
 
 
 class StepBridge:
@@ -62,21 +61,22 @@ class StepBridge:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._ends: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopEnd] = WeakKeyDictionary()
+        self._ends: dict[asyncio.AbstractEventLoop, _LoopEnd] = {}
 
     def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None:
         """Start a request; its consumer is called on the running loop."""
         loop = asyncio.get_running_loop()
         end = self._ends.get(loop)
         if end is None:
+            self._ends = {one: its for one, its in self._ends.items() if not one.is_closed()}
             end = self._ends[loop] = _LoopEnd(loop)
         if request.request_id in end.consumers:
             raise InvalidRequest(f"request {request.request_id} is running already")
-        end.consumers.add(request.request_id, consumer)
+        end.consumers[request.request_id] = consumer
         try:
             self._client.submit(request, end.put, core)
         except BaseException:
-            end.consumers.remove(request.request_id)
+            del end.consumers[request.request_id]
             raise
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:

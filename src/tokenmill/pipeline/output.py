@@ -8,9 +8,10 @@ loop's, or that of `LLM`'s caller.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.engine.client import EngineClient
@@ -31,6 +32,8 @@ from tokenmill.params import SamplingParams
 from tokenmill.text.detok import Detokenizer, StopStrings
 from tokenmill.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 Consumer = Callable[[int | None, End | None, TokenLogprobs | None], None]
 """Takes one request's row of a step result."""
 
@@ -45,31 +48,18 @@ class Engine(Protocol):
     def finish(self, request_id: str, keep_tokens: int) -> None: ...
 
 
-class Consumers:
-    """Hands the rows of step results to the consumers of their requests. For one thread."""
-
-    def __init__(self) -> None:
-        self._consumers: dict[str, Consumer] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._consumers
-
-    def __len__(self) -> int:
-        return len(self._consumers)
-
-    def add(self, request_id: str, consumer: Consumer) -> None:
-        self._consumers[request_id] = consumer
-
-    def remove(self, request_id: str) -> None:
-        self._consumers.pop(request_id, None)
-
-    def deliver(self, result: StepResult) -> None:
-        consumers, ends, logprobs = self._consumers, result.ends, result.logprobs
-        for place, (request_id, token_id) in enumerate(zip(result.request_ids, result.token_ids, strict=True)):
-            end = ends.get(place) if ends else None
-            consumer = consumers.get(request_id) if end is None else consumers.pop(request_id, None)
-            if consumer is not None:
-                consumer(token_id, end, None if logprobs is None else logprobs[place])
+def deliver(result: StepResult, consumers: dict[str, Consumer]) -> None:
+    """Hand the rows of a step result to the consumers of their requests; one that has ended is removed."""
+    ends, logprobs = result.ends, result.logprobs
+    for place, (request_id, token_id) in enumerate(zip(result.request_ids, result.token_ids, strict=True)):
+        end = ends.get(place) if ends else None
+        consumer = consumers.get(request_id) if end is None else consumers.pop(request_id, None)
+        if consumer is None:
+            continue
+        try:
+            consumer(token_id, end, None if logprobs is None else logprobs[place])
+        except Exception:  # a bug, but the others of this step are not to suffer from it
+            log.exception("the consumer of request %s failed", request_id)
 
 
 class DirectEngine:
@@ -77,17 +67,20 @@ class DirectEngine:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._consumers = Consumers()
+        self._consumers: dict[str, Consumer] = {}
 
     def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None:
-        self._client.submit(request, self._consumers.deliver, core)
-        self._consumers.add(request.request_id, consumer)
+        self._client.submit(request, self._deliver, core)
+        self._consumers[request.request_id] = consumer
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._client.cancel(request_id, reason)
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         self._client.finish(request_id, keep_tokens)
+
+    def _deliver(self, result: StepResult) -> None:
+        deliver(result, self._consumers)
 
 
 class TextStage:
@@ -164,6 +157,11 @@ class TextStage:
         known = min(num_tokens, len(self._ends))
         return self._ends[known - 1] if known else 0
 
+    def fail(self, error: str) -> OutputDelta:
+        """It can't go on: what was given out stays, and the rest is lost."""
+        self.has_ended = True
+        return OutputDelta(self._index, offset=self.num_settled, finish_reason=FinishReason.ERROR.value, error=error)
+
     def _take(self, text: str) -> None:
         """New text: note where tokens end in it, and show what can't be part of a stop string."""
         self._num_chars += len(text)
@@ -192,26 +190,31 @@ class TextStage:
         return replace(rest, finish_reason=end.finish_reason.value, stop_reason=stop_reason, error=end.error)
 
 
+@dataclass(slots=True)
 class Choice:
     """One choice of a generation: the engine's request and the stage that its tokens go through."""
 
-    def __init__(self, generation: Generation, request: Request, stage: TextStage) -> None:
-        self._generation = generation
-        self.request = request
-        self.stage = stage
-        self.is_released = False
-        """Has the engine let go of the request? After a stop string that is some steps later than its end."""
+    generation: Generation
+    request: Request
+    stage: TextStage
+    is_released: bool = False
+    """Has the engine let go of the request? After a stop string that is some steps later than its end."""
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
         """The request's row of a step result."""
         self.is_released = end is not None
-        delta = None if self.stage.has_ended else self.stage.push(token_id, end, logprobs)
+        try:
+            delta = None if self.stage.has_ended else self.stage.push(token_id, end, logprobs)
+        except Exception as error:  # a tokenizer that can't decode what the model says
+            log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
+            delta = self.stage.fail(f"{type(error).__name__}: {error}")
+            self.generation.cancel(FinishReason.ERROR)
         if delta is not None and delta.finish_reason is None:
-            self._generation.on_delta(delta)
+            self.generation.on_delta(delta)
         elif delta is not None:
-            self._generation.finish(self, delta)
+            self.generation.finish(self, delta)
         if end is not None:
-            self._generation.release()
+            self.generation.release()
 
 
 class Generation:

@@ -1,0 +1,126 @@
+"""From step results to the readers of many requests: one that fails does not disturb the others of its step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tokenmill import AsyncLLM, SamplingParams
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.engine.client import ThreadClient
+from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, joined
+from tokenmill.pipeline.bridge import LoopSignal
+from tokenmill.pipeline.output import deliver
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+
+
+def make_llm() -> AsyncLLM:
+    return AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=256, depth=1)), kv_cache_tokens=2048)
+
+
+async def last(llm: AsyncLLM, prompt: str) -> RequestOutput:
+    async for output in llm.generate(prompt, PARAMS):
+        found = output
+    return found
+
+
+@pytest.mark.req("G18")
+def test_tokens_that_can_not_be_decoded_end_their_own_request_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        async with make_llm() as llm:
+            wanted = await last(llm, "good")
+            broken = llm.generation("bad", PARAMS)
+            push, num_pushed = broken.choices[0].stage._detokenizer.push, 0
+
+            def fail(token: int) -> str:
+                nonlocal num_pushed
+                num_pushed += 1
+                if num_pushed == 5:
+                    raise ValueError("no such token")
+                return push(token)
+
+            monkeypatch.setattr(broken.choices[0].stage._detokenizer, "push", fail)
+            stream = llm.open_stream([broken])
+
+            async def read() -> list[OutputDelta]:
+                deltas = []
+                while some := await stream.take():
+                    deltas += some
+                return deltas
+
+            deltas, good = await asyncio.gather(read(), last(llm, "good"))
+            llm.close_stream(stream)
+            assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "ValueError: no such token")
+            assert good.outputs[0].token_ids == wanted.outputs[0].token_ids
+            assert "could not be detokenized" in caplog.text
+            while True:  # the engine has let go of it
+                stats = await asyncio.to_thread(llm.client.stats)
+                if stats[0] is not None and stats[0].num_running == 0:
+                    break
+
+    asyncio.run(play())
+
+
+def test_a_consumer_that_fails_does_not_keep_others_from_their_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Any] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug in a consumer")
+
+    consumers = {"bad": fail, "good": lambda *row: heard.append(row)}
+    result = StepResult(["bad", "good", "unknown"], [1, 2, 3], None, {1: End(FinishReason.LENGTH)})
+    deliver(result, consumers)
+    assert heard == [(2, End(FinishReason.LENGTH), None)]
+    assert list(consumers) == ["bad"], "one that has ended is forgotten"
+    assert "the consumer of request bad failed" in caplog.text
+
+
+def test_a_step_wakes_the_loop_once_for_all_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakeups = 0
+    run = LoopSignal._run
+
+    def counted(signal: LoopSignal) -> None:
+        nonlocal wakeups
+        wakeups += 1
+        run(signal)
+
+    monkeypatch.setattr(LoopSignal, "_run", counted)
+
+    async def play() -> None:
+        async with make_llm() as llm:
+            await asyncio.gather(*(last(llm, "same prompt") for _ in range(8)))
+            client: Any = llm.client
+            assert isinstance(client, ThreadClient)
+            assert wakeups <= client.pool.cores[0].core.scheduler.tick + 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.req("R30")
+def test_two_event_loops_share_an_engine() -> None:
+    llm = make_llm()
+    found: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        found[number] = asyncio.run(last(llm, "same prompt")).outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(llm.close())
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 20
+
+
+def test_joined_deltas_are_the_same_as_one() -> None:
+    parts = [OutputDelta(1, "a", [1], 4), OutputDelta(1, "", [2], 5), OutputDelta(1, "bc", [3, 4], 6, None, "stop", 9)]
+    assert joined(parts) == OutputDelta(1, "abc", [1, 2, 3, 4], 4, None, "stop", 9)
+    assert joined(parts[:1]) is parts[0]
