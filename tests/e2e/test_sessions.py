@@ -26,7 +26,7 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
     async def talk(fresh: LLM) -> None:
         async with SessionService(model, kv_cache_tokens=4096) as service:
             name = await service.create_session(sampling_params=params)
-            session = service._model().master.find(name)
+            session = service._model().queue.find(name)
             known = 0
             for turn in range(NUM_TURNS):
                 total = await service.append_input(name, QUESTIONS[turn % len(QUESTIONS)])

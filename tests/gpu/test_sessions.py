@@ -97,7 +97,7 @@ def test_forks_new_answers_and_cancelled_ones(tmp_path: Path) -> None:
         for child in await service.fork(name, n=3):
             total = await service.append_input(child, "four")
             _, ids, last = await read(await service.generate_stream(child))
-            seed = service._model().master.find(child).options.sampling.seed or 0
+            seed = service._model().queue.find(child).options.sampling.seed or 0
             assert ids == anew.says(tokens_of(service, child)[:total], params, seed)
             assert last.usage is not None
             assert last.usage.cached_tokens >= len(log) // BLOCK * BLOCK

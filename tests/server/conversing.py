@@ -84,7 +84,7 @@ class Conversation:
     @property
     def behind(self) -> Session:
         """The session itself."""
-        return service_of(self.server)._model().master.find(self.id)
+        return service_of(self.server)._model().queue.find(self.id)
 
     @property
     def num_waiting(self) -> int:

@@ -21,7 +21,7 @@ from tests.server.queueing import read
 from tests.server.serving import KEY, Reply, Running, running
 from tests.server.telling import CHAT, OTHER_KEY, make_config, make_llm
 from tests.server.wire import Wire, chat_request, held, until, wait_for_inbox
-from tokenmill.session import keeping
+from tokenmill.session import persistence
 
 PARTS = {
     "received", "queued", "prefill", "neighbours_prefill", "decode", "preempted", "delivery", "client_blocked",
@@ -185,7 +185,7 @@ def test_an_eviction_is_named_without_the_others_name() -> None:
 
 @pytest.mark.req("B4")
 def test_a_restart_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 10_000)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 10_000)
     config = make_config(store=tmp_path)
     with running(make_llm(), config) as server:
         talk = converse(server)

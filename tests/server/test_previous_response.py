@@ -368,7 +368,7 @@ def cancel_before_it_begins(server: Running) -> None:
         body = {"model": "fake", "input": "more", "previous_response_id": first["id"], **GREEDY}
         asking = threading.Thread(target=lambda: replies.append(server.post(PATH, body, **named)))
         asking.start()
-        behind = service_of(server)._model().master.find(session["id"])
+        behind = service_of(server)._model().queue.find(session["id"])
         until(lambda: behind.waiting)
         assert server.post("/v1/requests/early/cancel", {}).status == 200
         asking.join(WAIT_S)

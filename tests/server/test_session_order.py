@@ -14,7 +14,7 @@ from tests.server.conversing import OTHER_KEY, Conversation, converse, events_in
 from tests.server.rules import assert_error, fake_server
 from tests.server.serving import WAIT_S, Reply, Running, raw_request
 from tests.server.wire import Wire, assert_no_leak, held, until
-from tokenmill.session import master
+from tokenmill.session.routing import CommandQueue
 from tokenmill.session.service import SessionService
 
 # -- P01: one thing at a time -----------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ def test_p06_a_session_deleted_during_a_stream_ends_it(server: Running) -> None:
 
 
 BUGS = [
-    PlantedBug("the last comes first", master.Master, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
+    PlantedBug("the last comes first", CommandQueue, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
     PlantedBug(
         "input and answer are two operations", SessionService, "answer",
-        "return await loaded.master.ask(session_id, operation, undo=Answer.cancel, prepare=work)",
+        "return await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)",
         "given = given and await self.append_input(session_id, given) and None\n"
-        "return await loaded.master.ask(session_id, operation, prepare=work)",
+        "return await loaded.queue.ask(session_id, operation, prepare=work)",
     ),
 ]  # fmt: skip
 

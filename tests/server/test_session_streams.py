@@ -32,7 +32,7 @@ from tokenmill.backends.fake import FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.server import streaming
 from tokenmill.session import live
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 
 LENGTH = 40
 ALPHABETS: dict[str, list[int]] = {"letters": LETTERS, "é": [0xC3, 0xA9], "😀": [0xF0, 0x9F, 0x98, 0x80, 0xC3]}
@@ -182,12 +182,12 @@ def test_n13_answers_of_chats_can_be_read_again(server: Running) -> None:
 
 @contextmanager
 def with_limits(server: Running, **limits: Any) -> Iterator[None]:
-    upkeep = service_of(server)._upkeep
-    before, upkeep.limits = upkeep.limits, replace(upkeep.limits, **limits)
+    manager = service_of(server)._model()
+    before, manager.limits = manager.limits, replace(manager.limits, **limits)
     try:
         yield
     finally:
-        upkeep.limits = before
+        manager.limits = before
 
 
 @pytest.mark.req("R36")

@@ -27,7 +27,7 @@ def server() -> Iterator[Running]:
 
 
 def store_of(server: Running) -> SessionStore:
-    store = service_of(server)._lifecycle.store
+    store = service_of(server).store
     assert store is not None
     return store
 

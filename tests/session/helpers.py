@@ -19,7 +19,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
@@ -101,7 +101,7 @@ class SteppedClock:
 
 
 def tokens_of(service: SessionService, name: str) -> list[int]:
-    return service._model().master.find(name).log.tokens.tolist()
+    return service._model().queue.find(name).log.tokens.tolist()
 
 
 REWRITES = (  # past answers are shown as a star

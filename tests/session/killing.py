@@ -27,8 +27,8 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.contract import ModelHandle
 from tokenmill.params import SamplingParams
 from tokenmill.session import store as store_module
+from tokenmill.session.files import SessionRecord
 from tokenmill.session.log import SharedList
-from tokenmill.session.record import SessionRecord
 from tokenmill.session.store import SessionStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -74,7 +74,7 @@ class Actor:
         os.write(1, (json.dumps({"what": what, **about}) + "\n").encode())
 
     def ack(self, session: str) -> None:
-        log = self.service._model().master.find(session).log.tokens.tolist()
+        log = self.service._model().queue.find(session).log.tokens.tolist()
         self.say("ack", session=session, log=log, said=said(self.service, session))
 
     async def run(self) -> None:
@@ -260,7 +260,7 @@ class Witness:
 
 
 def log_of(service: SessionService, session: str) -> list[int]:
-    return service._model().master.find(session).log.tokens.tolist()
+    return service._model().queue.find(session).log.tokens.tolist()
 
 
 async def continued(service: SessionService, session: str) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.prefix import PrefixIndex
 from tokenmill.outputs import CacheVerdict, Loss
-from tokenmill.session import keeping
+from tokenmill.session import persistence
 from tokenmill.session.explain import MOST_TURNS, Cause, KVMark, TurnCost, cost_of, in_words, message_at
 from tokenmill.session.log import TokenLog, Turn
 
@@ -159,7 +159,7 @@ def test_another_worker_is_named() -> None:
     async def play(service: SessionService) -> None:
         name = await new(service)
         await ask(service, name, LONG)
-        session = service._model().master.find(name)
+        session = service._model().queue.find(name)
         client: Any = service._model().client
         client.pool.cores[session.core].stop()
         while session.core in service._model().cores_alive():
@@ -171,7 +171,7 @@ def test_another_worker_is_named() -> None:
 
 @pytest.mark.req("B4")
 def test_a_restart_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 10_000)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 10_000)
 
     async def run() -> None:
         async with make_service(store=tmp_path) as service:
@@ -263,7 +263,7 @@ def test_one_token_without_kv_is_no_eviction(num_same: int, num_cached: int, cau
     """A log of 20 tokens had KV; so many of them are the same now, and so many were found."""
 
     async def play(service: SessionService) -> None:
-        session = service._model().master.find(await new(service))
+        session = service._model().queue.find(await new(service))
         session.log = replace(TokenLog().added(0, list(range(30)), Turn("input", (), 30)), low=num_same)
         session.mark = KVMark(20, session.core, 0, 5.0)
         verdict = CacheVerdict(num_cached, loss=Loss(6.0, "room", "other", "", 20))

@@ -18,8 +18,8 @@ from tests.session.storing import Held
 from tokenmill import AsyncLLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import EngineDead, SessionFileError
-from tokenmill.session import transfer
-from tokenmill.session.portable import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
+from tokenmill.session import manager
+from tokenmill.session.files import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
 
 
 async def conversation(service: SessionService, said: str = "some words") -> str:
@@ -56,7 +56,7 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.req("B3")
 @pytest.mark.parametrize("kv", [False, True])
 def test_a_file_is_the_session(tmp_path: Path, kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
+    monkeypatch.setattr(manager, "MIN_KV_TOKENS", 8)
 
     async def play(service: SessionService) -> None:
         name = await conversation(service)
@@ -167,7 +167,7 @@ def test_texts_that_no_session_could_have_taken_in_are_refused() -> None:
 
 @pytest.mark.req("B3")
 def test_kv_that_does_not_fit_is_dropped_and_the_log_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
+    monkeypatch.setattr(manager, "MIN_KV_TOKENS", 8)
 
     async def play(service: SessionService) -> None:
         name = await conversation(service)
@@ -221,25 +221,25 @@ def test_a_file_that_is_read_while_the_model_goes_makes_no_session(monkeypatch: 
         reading.let_go()
         with pytest.raises(EngineDead):
             await restoring
-        assert len(loaded.master.sessions) == 0
+        assert len(loaded.queue.sessions) == 0
         await llm.close()
 
     asyncio.run(run())
 
 
 def test_whoever_leaves_while_a_file_is_restored_leaves_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MIN_KV_TOKENS", 8)
+    monkeypatch.setattr(manager, "MIN_KV_TOKENS", 8)
 
     async def play(service: SessionService) -> None:
         loaded, data = service._model(), await service.export(await conversation(service), kv=True)
-        took, real = asyncio.get_running_loop().create_future(), transfer.import_kv
+        took, real = asyncio.get_running_loop().create_future(), manager.import_kv
 
         async def taking(*given: Any) -> bool:
             took.set_result((given[2], await real(*given)))
             await asyncio.Event().wait()
             return True
 
-        monkeypatch.setattr(transfer, "import_kv", taking)
+        monkeypatch.setattr(manager, "import_kv", taking)
         restoring = asyncio.ensure_future(service.restore(data))
         session, is_taken = await took
         assert is_taken

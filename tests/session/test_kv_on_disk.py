@@ -14,13 +14,13 @@ from tests.session.storing import Held, converse, play
 from tokenmill import SessionService
 from tokenmill.errors import SessionEnded
 from tokenmill.params import SamplingParams
-from tokenmill.session import keeping
-from tokenmill.session.kv_files import HEADER, KVFiles
+from tokenmill.session import persistence
+from tokenmill.session.files import KV_HEADER, KVFiles
 from tokenmill.session.store import SessionStore
 
 
 def test_kv_comes_back_with_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 64)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 64)
 
     async def first(service: SessionService) -> tuple[str, int]:
         name = await converse(service, "some words " * 12)
@@ -64,11 +64,11 @@ def test_kv_of_just_enough_tokens_comes_back(tmp_path: Path) -> None:
 
 
 def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
-    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "QUIET_S", 0.0)
 
     async def scene(service: SessionService) -> None:
-        store = service._lifecycle.store
+        store = service.store
         assert store is not None
         written = asyncio.Event()
         loop, write = asyncio.get_running_loop(), store.kv.write
@@ -89,7 +89,7 @@ def test_kv_is_written_when_nothing_else_is_to_be_done(tmp_path: Path, monkeypat
 
 
 def test_kv_files_are_evicted_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
     store = SessionStore(tmp_path, max_kv_bytes=5000)
 
     async def scene(service: SessionService) -> None:
@@ -103,7 +103,7 @@ def test_kv_files_are_evicted_by_size(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_kv_files_are_evicted_by_last_use_and_reading_is_use(tmp_path: Path) -> None:
     ids, form, another = array("i", [1, 2, 3]), "f" * 32, "g" * 32
-    files = KVFiles(tmp_path, max_bytes=3 * (HEADER.size + 10))
+    files = KVFiles(tmp_path, max_bytes=3 * (KV_HEADER.size + 10))
 
     def held() -> set[str]:
         return {name for name in ("read", "looked at", "younger", "oldest", "new", "newer") if files.num_tokens(name)}
@@ -135,7 +135,7 @@ def test_a_closing_service_keeps_the_kv_of_the_sessions_used_last(tmp_path: Path
 
 
 def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
 
     async def first(service: SessionService) -> None:
         await converse(service, "some words")
@@ -163,11 +163,11 @@ def test_kv_of_replaced_weights_is_not_used(tmp_path: Path, monkeypatch: pytest.
 def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
-    monkeypatch.setattr(keeping, "QUIET_S", 0.0)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "QUIET_S", 0.0)
 
     async def scene(service: SessionService) -> None:
-        store = service._lifecycle.store
+        store = service.store
         assert store is not None
         writing = Held(store.kv.write)
         monkeypatch.setattr(store.kv, "write", writing)
@@ -181,13 +181,13 @@ def test_kv_of_a_session_that_ends_while_it_is_written_does_not_stay(
 
 
 def test_nobody_waits_while_a_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
 
     async def first(service: SessionService) -> None:
         await converse(service, "some words")
 
     async def second(service: SessionService) -> None:
-        store, (info,) = service._lifecycle.store, service.list()
+        store, (info,) = service.store, service.list()
         assert store is not None
         removing = Held(store.kv.remove)
         monkeypatch.setattr(store.kv, "remove", removing)
@@ -202,7 +202,7 @@ def test_nobody_waits_while_a_file_is_removed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_killed_process_has_left_of_kv_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
 
     async def scene(service: SessionService) -> None:
         await converse(service, "some words")
@@ -218,13 +218,13 @@ def test_what_a_killed_process_has_left_of_kv_is_removed(tmp_path: Path, monkeyp
 def test_kv_that_is_read_for_a_session_that_ends_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "MIN_KV_TOKENS", 16)
+    monkeypatch.setattr(persistence, "MIN_KV_TOKENS", 16)
 
     async def first(service: SessionService) -> None:
         await converse(service, "some words")
 
     async def second(service: SessionService) -> None:
-        store, (info,) = service._lifecycle.store, service.list()
+        store, (info,) = service.store, service.list()
         assert store is not None
         read_file, reading = store.kv.read, Held(lambda saved: saved)
         monkeypatch.setattr(store.kv, "read", lambda *given: reading(read_file(*given)))

@@ -12,7 +12,7 @@ from tests.session.storing import ask
 from tokenmill import SessionService
 from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import EngineDead, ModelNotLoaded, Overloaded, SessionEnded, SessionNotFound
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 
 
 @pytest.mark.req("R4")
@@ -35,7 +35,7 @@ def test_bytes_and_time_bound_the_logs() -> None:
         await service.end_session(names[0])
         await service.create_session()
         assert service.end_idle(0.0) == len(names)
-        assert service._upkeep.room.total == 0
+        assert service._model().budget.total == 0
 
     scene(play, limits=SessionLimits(max_log_bytes=12_000, stall_timeout_s=None))
 

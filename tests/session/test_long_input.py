@@ -57,7 +57,7 @@ def test_21_1_operations_of_a_session_keep_their_order(monkeypatch: pytest.Monke
         held = hold(monkeypatch)
         tasks = [asyncio.create_task(service.append_input(name, text)) for text in "abc"]
         await held.called.wait()
-        assert len(service._model().master.find(name).waiting or ()) == 2
+        assert len(service._model().queue.find(name).waiting or ()) == 2
         held.let_go()
         await asyncio.gather(*tasks)
         assert [message["content"] for message in service.get(name).pending] == ["a", "b", "c"]
@@ -76,7 +76,7 @@ def test_21_1_whoever_leaves_changes_nothing(leaving: str, monkeypatch: pytest.M
         if leaving == "while":
             await held.called.wait()
         else:
-            while not service._model().master.find(name).is_preparing:
+            while not service._model().queue.find(name).is_preparing:
                 await asyncio.sleep(0)
         appending.cancel()
         await asyncio.gather(appending, return_exceptions=True)

@@ -30,7 +30,7 @@ def test_a_thousand_sessions_on_two_cores_with_room_for_eight() -> None:
                 for i, name in enumerate(names):
                     await service.append_input(name, f"<{i}> {turn}")
                 await asyncio.gather(*[read(await service.generate_stream(name, 4)) for name in names])
-            sessions = service._model().master.sessions
+            sessions = service._model().queue.sessions
             for i, name in enumerate(names):
                 log = sessions[name].log.tokens.tolist()
                 words = bytes(token for token in log if token < 256)
@@ -76,7 +76,7 @@ def test_21_2_sessions_with_identical_histories_leave_the_kv_of_others(depth: in
             for _ in range(4):
                 await converse([f"turn {turn}" for turn in range(12)])
             await service.append_input(names[0], "again")
-            log = len(service._model().master.find(names[0]).log)
+            log = len(service._model().queue.find(names[0]).log)
             *_, last = await read(await service.generate_stream(names[0], 2))
             assert last.usage is not None
             assert last.usage.cached_tokens >= log - 1

@@ -14,7 +14,7 @@ from tokenmill import SessionService
 from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import InvalidRequest, RequestFailed
 from tokenmill.params import SamplingParams
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 
 
 @pytest.mark.req("R6", "G20")
@@ -81,7 +81,7 @@ def test_an_answer_without_a_word_changes_nothing(again: bool) -> None:
 def test_an_answer_whose_asker_leaves_in_the_very_moment_is_not_left_running() -> None:
     async def play(service: SessionService) -> None:
         name = await service.create_session(sampling_params=GREEDY, seed=1)
-        session = service._model().master.find(name)
+        session = service._model().queue.find(name)
         asking = asyncio.create_task(service.answer(name, 900, given="x", ignore_eos=True))
         while session.live is None:
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ def test_the_time_of_an_answer_begins_when_it_is_asked_for(monkeypatch: pytest.M
         name = await service.create_session(sampling_params=GREEDY, seed=1)
         first = await service.answer(name, 400, given="x", ignore_eos=True)
         late, later = (asyncio.create_task(service.answer(name, given="y", timeout_s=t)) for t in (20.0, 40.0))
-        session = service._model().master.find(name)
+        session = service._model().queue.find(name)
         while len(session.waiting or ()) < 2:
             await asyncio.sleep(0)
         monkeypatch.setattr(loop, "time", lambda: real() + 30)

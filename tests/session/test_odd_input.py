@@ -60,7 +60,7 @@ def test_going_back_to_a_turn_that_was_rewritten(caplog: pytest.LogCaptureFixtur
         assert bytes(log).startswith(b"U:q0;A:")
         assert bytes(log).endswith(b"ABC")
         _, ids, _ = await read(await service.generate_stream(child))
-        seed = service._model().master.find(child).options.sampling.seed or 0
+        seed = service._model().queue.find(child).options.sampling.seed or 0
         assert ids == continuation(log, GREEDY, seed=seed)
         await service.rewind(name, at_turn=3)
         assert bytes(tokens_of(service, name)) == b"U:q0;*;U:q1;A:"

@@ -20,10 +20,9 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.session.explain import Cause, in_words
-from tokenmill.session.info import SessionLimits, TurnInfo
-from tokenmill.session.portable import unpack
-from tokenmill.session.replay import open_file, replay
-from tokenmill.session.session import Session, SessionOptions
+from tokenmill.session.files import open_file, replay, unpack
+from tokenmill.session.manager import SessionLimits
+from tokenmill.session.session import Session, SessionOptions, TurnInfo
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate

@@ -13,8 +13,7 @@ from tests.session.helpers import GREEDY, continuation, make_service, read, scen
 from tokenmill import SessionService
 from tokenmill.backends.fake import Fault, FaultKind
 from tokenmill.errors import EngineDead, InvalidRequest, Overloaded
-from tokenmill.session.info import SessionLimits
-from tokenmill.session.loaded import MOST_RENDERERS
+from tokenmill.session.manager import MOST_RENDERERS, SessionLimits
 from tokenmill.session.routing import LeastLoaded
 
 
@@ -42,7 +41,7 @@ def test_what_sessions_are_created_with_is_bounded_too() -> None:
     async def play(service: SessionService) -> None:
         for i in range(100):
             name = await service.create_session(template_options={"style": "s" * 3000 + str(i)})
-            assert service._upkeep.room.total > 3000
+            assert service._model().budget.total > 3000
             await service.end_session(name)
         assert len(service._model()._renderers) <= MOST_RENDERERS
         biased = replace(GREEDY, logit_bias=dict.fromkeys(range(200), 1.0))
@@ -56,16 +55,16 @@ def test_what_sessions_are_created_with_is_bounded_too() -> None:
 def test_bytes_bound_forks_and_system_prompts_too() -> None:
     async def play(service: SessionService) -> None:
         name = await service.create_session(sampling_params=GREEDY, system="s" * 100)
-        assert service._upkeep.room.total >= 100
+        assert service._model().budget.total >= 100
         await service.append_input(name, "x" * 800)
         await read(await service.generate_stream(name, 1))
-        before = service._upkeep.room.total
+        before = service._model().budget.total
         with pytest.raises(Overloaded):
             await service.fork(name, n=500)
-        assert (service._upkeep.room.total, len(service)) == (before, 1), "all or none"
+        assert (service._model().budget.total, len(service)) == (before, 1), "all or none"
         for info in service.list():
             await service.end_session(info.session_id)
-        assert service._upkeep.room.total == 0
+        assert service._model().budget.total == 0
 
     scene(play, limits=SessionLimits(max_log_bytes=9000, stall_timeout_s=None))
 

@@ -9,14 +9,13 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.planting import PlantedBug, plant
 from tests.session.tree import Tree, grow, run_within
-from tokenmill.session import record, store
-from tokenmill.session.kv_files import KVFiles
-from tokenmill.session.loaded import LoadedModel
+from tokenmill.session import files, store
+from tokenmill.session.files import KVFiles
 from tokenmill.session.log import TokenLog, Tokens
+from tokenmill.session.manager import SessionManager
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore
-from tokenmill.session.upkeep import Upkeep
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ BUGS = [
         "an edit keeps the answers after it", Session, "edit", "self.rewind(text, turn, None)", "pass",
     ),
     PlantedBug(
-        "ended sessions keep their KV", Upkeep, "end", "loaded.client.release(session.session_id)", "pass"
+        "ended sessions keep their KV", SessionManager, "end", "self.client.release(session.session_id)", "pass"
     ),
     PlantedBug(
         "a fork draws with its parent's seed and attempt forgotten", SessionService, "answer",
@@ -77,21 +76,21 @@ BUGS_OF_STORES = [
         "sorted((one for one in self._files() if one[1] != path), reverse=True)",
     ),
     PlantedBug(
-        "a restart forgets how often a session was forked", record, "restored",
+        "a restart forgets how often a session was forked", files, "restored",
         'session.attempt, session.num_forks = head["attempt"], head["num_forks"]',
         'session.attempt = head["attempt"]',
     ),
-    PlantedBug("a fork leaves its parent unsaved", SessionService, "fork", "save(loaded, session)", "pass"),
+    PlantedBug("a fork leaves its parent unsaved", SessionService, "fork", "loaded.save(session)", "pass"),
     PlantedBug(
         "reading an answer again is no use of a session", SessionService, "last_answer",
-        "self._upkeep.used(loaded, session)", "pass",
+        "loaded.used(session)", "pass",
     ),
     PlantedBug(
-        "sessions are as new after a restart", LoadedModel, "adopt",
+        "sessions are as new after a restart", SessionManager, "adopt",
         "time.monotonic() - stored.idle_s", "time.monotonic()",
     ),
     PlantedBug(
-        "a session that was just used expires", Upkeep, "end_idle",
+        "a session that was just used expires", SessionManager, "end_idle",
         "now - session.last_used >= seconds", "now - session.last_used < seconds",
     ),
 ]  # fmt: skip

@@ -15,8 +15,8 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.output import Generation
-from tokenmill.session.info import SessionLimits
 from tokenmill.session.live import Answer
+from tokenmill.session.manager import SessionLimits
 from tokenmill.text.tokenizer import ByteTokenizer
 
 
@@ -83,7 +83,7 @@ def test_an_answer_that_nobody_reads_ends_and_the_session_keeps_it() -> None:
         name = await service.create_session(sampling_params=GREEDY, seed=1)
         await service.append_input(name, "a")
         stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
-        live: Any = service._model().master.find(name).live
+        live: Any = service._model().queue.find(name).live
         while not live.is_over:
             await asyncio.sleep(0.01)
         _, ids, last = await read(stream)
@@ -103,7 +103,7 @@ def test_a_reader_that_stalls_for_too_long() -> None:
         name = await service.create_session(sampling_params=GREEDY, seed=1)
         await service.append_input(name, "a")
         stream = await service.generate_stream(name, max_new_tokens=480, ignore_eos=True)
-        live: Any = service._model().master.find(name).live
+        live: Any = service._model().queue.find(name).live
         cancelled = asyncio.Event()
         live.cancel = lambda reason: (type(live).cancel(live, reason), cancelled.set())
         await cancelled.wait()  # the alarm rings while the engine stands still

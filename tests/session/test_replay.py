@@ -17,8 +17,7 @@ from tokenmill import LLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
 from tokenmill.params import SamplingParams
-from tokenmill.session.portable import DIGEST_BYTES, unpack
-from tokenmill.session.replay import Replayed, open_file, replay
+from tokenmill.session.files import DIGEST_BYTES, Replayed, open_file, replay, unpack
 
 pytestmark = pytest.mark.slow
 

@@ -105,7 +105,7 @@ def test_fork_rewind_edit_regenerate() -> None:
             before = len(tokens_of(service, child))
             total = await service.append_input(child, "four")
             _, ids, last = await read(await service.generate_stream(child))
-            seed = service._model().master.find(child).options.sampling.seed or 0
+            seed = service._model().queue.find(child).options.sampling.seed or 0
             assert ids == continuation(tokens_of(service, child)[:total], params, seed=seed)
             said.add(tuple(ids))
             assert last.usage is not None
@@ -127,7 +127,7 @@ def test_fork_rewind_edit_regenerate() -> None:
         assert ids == continuation(edited[:total], params, seed=5)
         assert service.get(name).turns[2].messages[-1]["content"] == "TWO"
         assert last.usage is not None
-        assert last.usage.cached_tokens >= service._model().master.find(name).log.begin_of(2) - 1
+        assert last.usage.cached_tokens >= service._model().queue.find(name).log.begin_of(2) - 1
 
     scene(play)
 
@@ -141,18 +141,18 @@ def test_a_cut_at_a_token_that_ends_a_turn_keeps_that_turn_whole() -> None:
         await read(await service.generate_stream(name, stop_token_ids=(free[3],)))
         await service.append_input(name, "two")
         await read(await service.generate_stream(name))
-        turns = service._model().master.find(name).log.turns
+        turns = service._model().queue.find(name).log.turns
         assert turns[1].ended_with is not None
         for count in range(len(turns) + 1):
             end = turns[count - 1].end if count else 0
             by_turn = await service.fork(name, at_turn=count)
             by_token = await service.fork(name, at_token=end)
-            cuts = [service._model().master.find(one) for one in (by_turn, by_token)]
+            cuts = [service._model().queue.find(one) for one in (by_turn, by_token)]
             assert cuts[0].log.turns == cuts[1].log.turns == turns[:count]
             assert cuts[0].log.tokens == cuts[1].log.tokens
             assert cuts[0].state == cuts[1].state
         await service.rewind(name, at_token=turns[1].end)
-        assert service._model().master.find(name).log.turns == turns[:2]
+        assert service._model().queue.find(name).log.turns == turns[:2]
         with pytest.raises(InvalidRequest, match="append some input first"):  # the answer is complete
             await service.generate_stream(name)
 

@@ -87,7 +87,7 @@ def test_every_verb_is_durable_when_it_returns(tmp_path: Path) -> None:
 def test_a_rewind_to_exactly_the_start_of_a_stored_piece_survives_a_restart(tmp_path: Path) -> None:
     async def first(service: SessionService) -> tuple[list[int], Any]:
         name = await converse(service, "one", "two", "three")
-        ends = [turn.end for turn in service._model().master.find(name).log.turns]
+        ends = [turn.end for turn in service._model().queue.find(name).log.turns]
         await service.rewind(name, at_turn=4)
         with sqlite3.connect(tmp_path / DATABASE) as connection:
             begins = [begin for (begin,) in connection.execute("SELECT begin FROM tokens ORDER BY begin")]
@@ -267,7 +267,7 @@ def test_a_session_whose_namespace_can_not_be_written_says_so(tmp_path: Path) ->
 
     async def again(service: SessionService) -> None:
         (info,) = service.list()
-        assert service._model().master.find(info.session_id).options.namespace == ("a", ("b", 1))
+        assert service._model().queue.find(info.session_id).options.namespace == ("a", ("b", 1))
         with pytest.raises(SessionNotFound):
             service.get("never was")
 

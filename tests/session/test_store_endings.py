@@ -15,7 +15,7 @@ from tests.session.storing import converse, play, stored
 from tokenmill import SessionService
 from tokenmill.errors import EngineDead
 from tokenmill.session import store as store_module
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 from tokenmill.session.routing import LeastLoaded
 from tokenmill.session.store import DATABASE, SessionStore
 
@@ -101,7 +101,7 @@ def test_an_answer_that_waits_when_the_service_closes_is_refused(tmp_path: Path)
 
     async def scene(service: SessionService) -> None:
         name = await service.create_session(sampling_params=GREEDY, seed=1)
-        session = service._model().master.find(name)
+        session = service._model().queue.find(name)
         await service.answer(name, 900, given="x", ignore_eos=True)
         waiting = asyncio.ensure_future(service.answer(name, 900, given="y", ignore_eos=True))
         while not session.waiting:
@@ -151,8 +151,8 @@ def test_a_fork_that_ends_before_it_is_kept_is_not_put_back(tmp_path: Path) -> N
         while len(service) < 2:
             await asyncio.sleep(0)
         (child,) = (info.session_id for info in service.list() if info.session_id != name)
-        session, loaded = service._model().master.find(child), service._model()
-        ending = service._upkeep.end(loaded, session)  # at once: before whoever has asked for it is told
+        session, loaded = service._model().queue.find(child), service._model()
+        ending = loaded.end(session)  # at once: before whoever has asked for it is told
         assert ending is not None
         assert await forking == child
         await asyncio.wrap_future(ending)

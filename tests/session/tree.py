@@ -25,7 +25,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.events import CoreSnapshot, Event, ParkedChange, ParkedEvent, StartEvent
 from tokenmill.errors import AnswerLost, InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 from tokenmill.session.store import SessionStore
 
 WORDS = ["hi", "what", "is this", "é", "😀", "tell me more", "no"]
@@ -155,10 +155,10 @@ class Tree:
         self.check()
 
     def log_of(self, name: str) -> list[int]:
-        return self.service._model().master.find(name).log.tokens.tolist()
+        return self.service._model().queue.find(name).log.tokens.tolist()
 
     def seed_of(self, name: str) -> int:
-        return self.service._model().master.find(name).options.sampling.seed or 0
+        return self.service._model().queue.find(name).options.sampling.seed or 0
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -420,7 +420,7 @@ async def grow(choose: Chooser, depth: int, num_operations: int, directory: Path
                 await tree.end(name)
             tree.check_empty()
             assert not tree.watch.found, tree.watch.found
-            assert tree.service._upkeep.room.total == 0
+            assert tree.service._model().budget.total == 0
         except Exception as error:
             raise AssertionError("\n  ".join([repr(error), *tree.notes[-25:]])) from error
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tokenmill.session.info import SessionInfo
+from tokenmill.session.session import SessionInfo
 
 EOS = 256
 EPOCH = 2_000_000_000

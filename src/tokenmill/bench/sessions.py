@@ -28,9 +28,9 @@ from tokenmill.bench import bench_parser
 from tokenmill.engine.request import Hints
 from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
-from tokenmill.session import keeping
-from tokenmill.session.info import SessionLimits
+from tokenmill.session import persistence
 from tokenmill.session.live import Answer
+from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
 from tokenmill.session.store import SessionStore
 
@@ -67,7 +67,7 @@ async def first_token_by_turn(
             taken["session"].append(time.monotonic() - began)
             async for _ in stream:
                 pass
-            log = service._model().master.find(name).log.tokens.tolist()
+            log = service._model().queue.find(name).log.tokens.tolist()
             prompt = log[: len(log) - tokens]
             history.append(len(prompt))
             reused = await stateless(service, prompt, tokens, ("reuse", number))
@@ -138,16 +138,16 @@ async def _one_length(
     service: SessionService, store: SessionStore, length: int, num_pairs: int, numbers: itertools.count[int]
 ) -> Restored:
     loaded = service._model()
-    assert loaded.keeper is not None
-    loaded.keeper.min_kv_tokens = 1  # it is what is to be found out
+    assert loaded.persistence is not None
+    loaded.persistence.min_kv_tokens = 1  # it is what is to be found out
     vocabulary = loaded.opened.model.info.vocab_size
     name = await service.create_session(sampling_params=ANSWER, seed=0)
     given = [(7919 * next(numbers)) % (vocabulary - 300) + 200 for _ in range(length)]
     await service.append_input(name, given)
     await _first_token(service, name)
-    session = loaded.master.find(name)
+    session = loaded.queue.find(name)
     began = time.monotonic()
-    kept = await keeping.export_kv(loaded.client, loaded.opened.model, session)
+    kept = await persistence.export_kv(loaded.client, loaded.opened.model, session)
     export_s = time.monotonic() - began
     assert kept is not None, "nobody else is there to evict it"
     tokens, state = kept
@@ -299,7 +299,7 @@ async def first_token(service: SessionService, num_turns: int, tokens: int, num_
         in_session.append(time.monotonic() - began)
         async for _ in stream:
             pass
-        log = service._model().master.find(name).log.tokens.tolist()[: history + tokens]
+        log = service._model().queue.find(name).log.tokens.tolist()[: history + tokens]
         cold.append(await stateless(service, log, 1, ("cold", pair)))
         say(f"pair {pair + 1}: {in_session[-1]:.3f} s in its session, {cold[-1]:.3f} s without")
     await service.end_session(name)

@@ -37,7 +37,7 @@ from tokenmill.server.errors import ApiError, model_not_found, stopping
 from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.tokens import TokenForms
-from tokenmill.session.info import SessionLimits
+from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
 from tokenmill.session.store import SessionStore
 from tokenmill.text.workers import TextWorkers

@@ -24,8 +24,9 @@ from tokenmill.server.requests import Hinted
 from tokenmill.server.streaming import Call, OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import open_spans
-from tokenmill.session.info import SessionInfo, SessionLimits
+from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
+from tokenmill.session.session import SessionInfo
 from tokenmill.session.store import SessionStore
 from tokenmill.text.workers import TextWorkers
 

@@ -1,12 +1,239 @@
-"""Which engine core a new session goes to, for life."""
+"""Where commands and sessions go: the one queue of a model's commands, and the engine core of each new session.
+
+Every command enters one queue with one consumer. It finds the session, keeps the order of its operations, and answers
+each command once, with its result or an error. Long texts are rendered and tokenized off the event loop, on a copy of
+the session, while other sessions go on. Tokens do not pass through here: they go from an engine core to the readers of
+the answer.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, Protocol
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, SessionBusy, SessionEnded, SessionNotFound
+from tokenmill.session.session import Session, SessionState
+from tokenmill.text.model_text import ModelText
+from tokenmill.text.workers import TextWorkers
+
+T = TypeVar("T")
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+MAX_WAITING = 8
+"""Operations that may wait for one session."""
+MAX_REMEMBERED = 10_000
+"""Ended sessions whose names are remembered, to tell "ended" from "never was"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """What of an operation renders and tokenizes."""
+
+    workers: TextWorkers
+    text: ModelText
+    num_bytes: int
+    """Of the text that is new; what is read of the session's history comes on top."""
+    work: Callable[[Session], Any]
+    """Runs on any thread, with a copy of the session, which the session becomes if it succeeds."""
+
+    def num_bytes_in(self, session: Session) -> int:
+        """About how much text it works on. With a long history never on the event loop: all of it may be rendered."""
+        num_bytes = self.num_bytes + session.num_text_bytes(self.text)
+        return num_bytes if self.workers.runs_inline(session.num_bytes) else max(num_bytes, self.workers.inline_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something to be done with a session, and who wants to know how it went."""
+
+    session_id: str
+    operation: Callable[..., Any]
+    answer: asyncio.Future[Any]
+    at_once: bool
+    """Not queued behind a running answer: it is what ends one."""
+    prepare: TextWork | None
+    """Done first, if there is any; the operation gets its result."""
+
+
+class CommandQueue:
+    """Owns all sessions. Everything happens on one event loop."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ingress: asyncio.Queue[Command | str] = asyncio.Queue()
+        """Commands, and the names of sessions that are free again."""
+        self._consumer: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def ask(
+        self,
+        session_id: str,
+        operation: Callable[..., T],
+        *,
+        at_once: bool = False,
+        undo: Callable[[T], object] | None = None,
+        prepare: TextWork | None = None,
+    ) -> T:
+        """Have something done with a session when its turn comes; the result.
+
+        `operation` gets the session, and the result of `prepare` where that is done first; if either fails, the session
+        is as it was. For whoever leaves before, nothing is done. If it was done in that very moment, `undo` gets the
+        result nobody has.
+        """
+        if self._closed:
+            raise EngineDead("the service was closed")
+        loop = asyncio.get_running_loop()
+        if self._consumer is None:
+            self._loop = loop
+            self._consumer = asyncio.create_task(self._consume(), name="tokenmill-commands")
+        elif self._loop is not loop:
+            raise InvalidRequest("a service belongs to the event loop that it was first used on")
+        answer: asyncio.Future[T] = loop.create_future()
+        self._ingress.put_nowait(Command(session_id, operation, answer, at_once, prepare))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if undo is not None and not answer.cancelled() and answer.exception() is None:
+                undo(answer.result())
+            raise
+
+    def add(self, session: Session) -> None:
+        self.sessions[session.session_id] = session
+
+    def remove(self, session: Session) -> None:
+        """The session has ended: whoever waits for it is told."""
+        self.sessions.pop(session.session_id, None)
+        self._ended[session.session_id] = None
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        for command in session.waiting or ():
+            _fail(command, SessionEnded(f"session {session.session_id} has ended"))
+        session.waiting = None
+
+    def note_free(self, session: Session) -> None:
+        """Its answer is over: the consumer goes on with what waits for it."""
+        if session.waiting:
+            self._ingress.put_nowait(session.session_id)
+
+    def find(self, session_id: str) -> Session:
+        if not isinstance(session_id, str):
+            raise SessionNotFound(f"a session's name is a text, not {type(session_id).__name__}")
+        session = self.sessions.get(session_id)
+        if session is not None:
+            return session
+        if session_id in self._ended:
+            raise SessionEnded(f"session {session_id} has ended")
+        raise SessionNotFound(f"no session {session_id!r}")
+
+    async def close(self) -> None:
+        """Answer what is left with an error, and stop."""
+        self._closed = True
+        if self._consumer is not None:
+            tasks = [self._consumer, *self._preparing]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        left = [self._ingress.get_nowait() for _ in range(self._ingress.qsize())]
+        waiting = [command for session in self.sessions.values() for command in session.waiting or ()]
+        for command in [*left, *waiting]:
+            if isinstance(command, Command):
+                _fail(command, EngineDead("the service was closed"))
+
+    # -- the consumer -------------------------------------------------------------------------------------------------
+
+    async def _consume(self) -> None:
+        while True:
+            item = await self._ingress.get()
+            if isinstance(item, Command):
+                self._route(item)
+            elif item in self.sessions:
+                self._go_on(self.sessions[item])
+
+    def _route(self, command: Command) -> None:
+        try:
+            session = self.find(command.session_id)
+        except SessionNotFound as error:
+            _fail(command, error)
+            return
+        if session.waiting:  # some may have left
+            session.waiting = deque(one for one in session.waiting if not one.answer.cancelled())
+        if command.at_once or (not session.is_busy and not session.waiting):
+            self._carry_out(session, command)
+        elif session.waiting is not None and len(session.waiting) >= MAX_WAITING:
+            _fail(command, SessionBusy(f"{MAX_WAITING} operations wait for session {session.session_id}"))
+        else:
+            session.waiting = session.waiting or deque()
+            session.waiting.append(command)
+
+    def _go_on(self, session: Session) -> None:
+        """Carry out what waits, in order, until the next answer begins."""
+        while session.waiting and not session.is_busy and session.state is not SessionState.ENDED:
+            self._carry_out(session, session.waiting.popleft())
+        if not session.waiting:
+            session.waiting = None
+
+    def _carry_out(self, session: Session, command: Command) -> None:
+        if command.answer.cancelled():
+            return  # whoever asked has gone
+        prepare = command.prepare
+        num_bytes = 0 if prepare is None else prepare.num_bytes_in(session)
+        if prepare is not None and not prepare.workers.runs_inline(num_bytes):
+            session.is_preparing = True
+            task = asyncio.create_task(self._prepare(session, command, prepare, num_bytes), name="tokenmill-prepare")
+            self._preparing.add(task)
+            task.add_done_callback(partial(self._end_preparing, session, command))
+            command.answer.add_done_callback(lambda answer: task.cancel() if answer.cancelled() else None)
+            return
+        before = session.snapshot() if prepare is not None else None
+        try:
+            prepared = () if prepare is None else (prepare.work(session),)
+            command.answer.set_result(command.operation(session, *prepared))
+        except Exception as error:
+            if before is not None:
+                session.restore(before)
+            _fail(command, error)
+
+    async def _prepare(self, session: Session, command: Command, prepare: TextWork, num_bytes: int) -> None:
+        """Prepare an operation on a copy of the session, and carry it out if the session and its client are there."""
+        twin = session.copy()
+        try:
+            prepared = await prepare.workers.run(num_bytes, lambda: prepare.work(twin))
+            if command.answer.cancelled():
+                return
+            if session.state is SessionState.ENDED:
+                raise SessionEnded(f"session {session.session_id} has ended")
+            before = session.snapshot()
+            session.restore(twin.snapshot())
+            try:
+                command.answer.set_result(command.operation(session, prepared))
+            except BaseException:
+                session.restore(before)
+                raise
+        except Exception as error:
+            _fail(command, error)
+
+    def _end_preparing(self, session: Session, command: Command, task: asyncio.Task[None]) -> None:
+        """However it ended, and if it never began."""
+        self._preparing.discard(task)
+        session.is_preparing = False
+        _fail(command, EngineDead("the service was closed"))  # unless it was answered, or nobody waits
+        self.note_free(session)
+
+
+def _fail(command: Command, error: Exception) -> None:
+    if not command.answer.done():
+        command.answer.set_exception(error)
+
+
+# -- engine cores ------------------------------------------------------------------------------------------------------
 
 Policy = Literal["round_robin", "least_loaded"]
 

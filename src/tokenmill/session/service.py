@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
@@ -16,34 +17,43 @@ from tokenmill.engine.request import Hints
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
-from tokenmill.outputs import OutputDelta
+from tokenmill.outputs import FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
-from tokenmill.session.answering import begin_answer, commit_prompt, no_answer
 from tokenmill.session.explain import TurnCost
-from tokenmill.session.fingerprint import Fingerprint
-from tokenmill.session.info import EndedSession, SessionInfo, SessionLimits, info_of
-from tokenmill.session.lifecycle import Lifecycle
+from tokenmill.session.files import Fingerprint, write_whole
 from tokenmill.session.live import Answer
-from tokenmill.session.loaded import LoadedModel
-from tokenmill.session.making import new_fork, new_name, new_session
-from tokenmill.session.master import TextWork
-from tokenmill.session.portable import write_whole
+from tokenmill.session.manager import SessionLimits, SessionManager, Source, no_answer
 from tokenmill.session.routing import Policy
-from tokenmill.session.sampling import changed
 from tokenmill.session.session import (
     OVERFLOW_KEEP,
     Input,
     Overflow,
     Session,
+    SessionInfo,
     check_metadata,
     check_title,
     whole_number,
 )
-from tokenmill.session.store import SessionStore
-from tokenmill.session.transfer import exported, imported
-from tokenmill.session.upkeep import Upkeep, save
+from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.messages import num_chars
 from tokenmill.text.workers import TextWorkers
+
+SETTLE_S = 5.0
+"""What answers may take to end when the model is unloaded."""
+
+
+@dataclass(frozen=True)
+class EndedSession:
+    """What became of a session that was ended."""
+
+    session_id: str
+    durable: bool | None
+    """Is it gone from the disk, too? If not, it is there again after a restart, unless a later attempt succeeds.
+
+    None: it was not on the disk.
+    """
+    problem: str | None = None
+    """Why it is not gone."""
 
 
 class SessionService:
@@ -69,15 +79,18 @@ class SessionService:
         texts: TextWorkers | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        self.limits = limits
+        self._policy: Policy = routing
         self._owns_texts = texts is None
-        self._upkeep = Upkeep(limits, texts or TextWorkers())
-        self._lifecycle = Lifecycle(self._upkeep, routing, store)
+        self._texts = texts or TextWorkers()
+        self._owns_store = isinstance(store, str | Path)
+        self.store = SessionStore(store) if isinstance(store, str | Path) else store
+        self._loaded: SessionManager | None = None
+        self._changing = asyncio.Lock()
+        """Around loading, reloading and closing: one of them at a time."""
+        self._is_closed = False
         if model is not None:
-            self._lifecycle.open(model, options, num_workers, client)
-
-    @property
-    def limits(self) -> SessionLimits:
-        return self._upkeep.limits
+            self._open(model, options, num_workers, client)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -99,29 +112,111 @@ class SessionService:
 
     async def reload(self) -> None:
         """Close the model and open it again as it was. Sessions end."""
-        await self._lifecycle.reload()
+        before = self._model()
+        async with self._changing:
+            await self._unload()
+            await self._load(before.source, before.options, before.num_workers)
 
     async def load_model_with_workers(
         self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
     ) -> None:
         """Open a model on so many engine cores, in place of any before it; `params` are `EngineOptions`."""
-        await self._lifecycle.load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
+        async with self._changing:
+            await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
+
+    def _open(self, source: Source, options: EngineOptions, num_workers: int, client: EngineClient | None) -> None:
+        """Load the first model, where there is no event loop yet. If that fails the store is closed."""
+        try:
+            loaded = self._manager(source, options, num_workers, client)
+            try:
+                self._adopt(loaded, loaded.stored())
+            except BaseException:
+                loaded.free()
+                raise
+        except BaseException:
+            self._close_store()
+            raise
+
+    async def _load(self, source: Source, options: EngineOptions, num_workers: int) -> None:
+        loaded = await asyncio.to_thread(self._manager, source, options, num_workers, None)
+        await self._unload()
+        if self._is_closed:
+            await loaded.close()
+            raise EngineDead("the service was closed")
+        try:
+            self._adopt(loaded, await asyncio.to_thread(loaded.stored))
+        except BaseException:
+            self._loaded = None
+            await loaded.close()
+            raise
+        loaded.watch_idle()
+
+    def _manager(
+        self, source: Source, options: EngineOptions, num_workers: int, client: EngineClient | None
+    ) -> SessionManager:
+        """Takes as long as the model does to load."""
+        return SessionManager(source, options, num_workers, self._policy, client, self.store, self.limits, self._texts)
+
+    def _adopt(self, loaded: SessionManager, stored: Sequence[Stored]) -> None:
+        """Use a model, and go on with its sessions."""
+        self._loaded = loaded
+        for one in stored:
+            loaded.adopt(one)
+
+    async def _unload(self) -> None:
+        """Let the model go. Its sessions end; those in a store end only in this process."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        loaded.is_leaving = True
+        loaded.stop_watching()
+        if loaded.persistence is not None:
+            await self._settle_all(loaded)
+            await loaded.persistence.close()
+        for session in list(loaded.queue.sessions.values()):
+            loaded.end(session, for_good=loaded.persistence is None)
+        await loaded.close()
+
+    @staticmethod
+    async def _settle_all(loaded: SessionManager) -> None:
+        """End the answers that run, and wait until what they have said is in the store."""
+        running = [session.live for session in loaded.queue.sessions.values() if session.live is not None]
+        for live in running:
+            live.cancel(FinishReason.SHUTDOWN)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                for live in running:
+                    async for _ in live.read(len(live.token_ids)):
+                        pass
 
     async def close(self) -> None:
-        """End all sessions and free the engine, for good."""
+        """End all sessions and free the engine and the store, for good. Completes even if the caller stops waiting."""
         if SessionService._current is self:
             SessionService._current = None
-        await self._lifecycle.close()
+        self._is_closed = True
+        if self._loaded is not None:
+            self._loaded.stop_watching()
+        await asyncio.shield(asyncio.ensure_future(self._close()))
         if self._owns_texts:
-            self._upkeep.texts.close()
+            self._texts.close()
+
+    async def _close(self) -> None:
+        async with self._changing:
+            await self._unload()
+        await asyncio.to_thread(self._close_store)
+
+    def _close_store(self) -> None:
+        if self.store is not None and self._owns_store:
+            self.store.close()
 
     def watch_idle(self) -> None:
-        """From now on end sessions whose time has come: those of a store have waited before anybody uses one."""
-        self._lifecycle.watch_idle()
+        """End sessions whose time to live is over, from now on. Those of a store may have waited for long."""
+        if self._loaded is not None:
+            self._loaded.watch_idle()
 
     def end_idle(self, seconds: float) -> int:
-        """End the sessions that nobody has used for so long and that are not answering; how many."""
-        return self._upkeep.end_idle(self._model(), seconds)
+        """End the sessions that were idle for so long; how many."""
+        return self._model().end_idle(seconds)
 
     async def __aenter__(self) -> Self:
         self.watch_idle()
@@ -155,9 +250,8 @@ class SessionService:
         `title` and `metadata` are for whoever lists sessions: the model does not see them.
         """
         loaded = self._model()
-        self._upkeep.room.check()
-        session = new_session(
-            loaded,
+        loaded.budget.check()
+        session = loaded.new_session(
             system=system,
             sampling_params=sampling_params,
             seed=seed,
@@ -171,7 +265,7 @@ class SessionService:
             title=title,
             metadata=metadata,
         )
-        return await self._upkeep.begin(loaded, session)
+        return await loaded.begin(session)
 
     async def update_session(self, session_id: str, **changes: Any) -> None:
         """Another `title` or other `metadata`; None for none. What is not named stays as it is."""
@@ -185,7 +279,7 @@ class SessionService:
             for name, value in checked.items():
                 setattr(session, name, value)
 
-        await self._upkeep.change(self._model(), session_id, operation)
+        await self._model().change(session_id, operation)
 
     async def append_input(
         self, session_id: str, given: Input, *, raw: bool = False, continue_final_message: bool = False
@@ -198,11 +292,11 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            self._upkeep.room.check()
+            loaded.budget.check()
             text, longest = loaded.opened.text, loaded.client.max_model_len
             return session.append(given, text, longest, raw=raw, continue_final_message=continue_final_message)
 
-        return await self._upkeep.change_text(loaded, session_id, num_chars(given), operation)
+        return await loaded.change_text(session_id, num_chars(given), operation)
 
     async def generate_stream(
         self, session_id: str, max_new_tokens: int | None = None, **changes: Any
@@ -241,8 +335,8 @@ class SessionService:
         asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
-        if loaded.keeper is not None and session_id in loaded.master.sessions:
-            await loaded.keeper.warm(loaded.master.sessions[session_id])
+        if loaded.persistence is not None and session_id in loaded.queue.sessions:
+            await loaded.persistence.warm(loaded.queue.sessions[session_id])
 
         def left() -> float | None:
             seconds = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
@@ -258,10 +352,10 @@ class SessionService:
             else:
                 session.attempt = 0
             if given is not None:
-                self._upkeep.room.check()
+                loaded.budget.check()
                 session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
-            params = changed(session.options.sampling, {"attempt": session.attempt, **changes})
-            commit_prompt(loaded, session, params, must_fit)
+            params = session.options.for_answer({"attempt": session.attempt, **changes})
+            loaded.commit_prompt(session, params, must_fit)
             return params, before
 
         def operation(session: Session, prepared: tuple[SamplingParams, tuple[Any, ...]]) -> Answer:
@@ -269,13 +363,13 @@ class SessionService:
                 raise EngineDead("the model is being closed")
             params, before = prepared
             hints = session.hints if priority is None else replace(session.hints, priority=priority)
-            live = begin_answer(self._upkeep, loaded, session, params, hints, request_id, left())
+            live = loaded.begin_answer(session, params, hints, request_id, left())
             if given is not None or again:
                 live.undo = partial(session.restore, before)
             return live
 
-        work = TextWork(self._upkeep.texts, loaded.opened.text, num_chars(given), take_in)
-        return await loaded.master.ask(session_id, operation, undo=Answer.cancel, prepare=work)
+        work = loaded.text_work(num_chars(given), take_in)
+        return await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[OutputDelta]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
@@ -289,13 +383,13 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> Answer:
-            self._upkeep.used(loaded, session)
+            loaded.used(session)
             found = session.live or session.answer
             if found is None:
                 raise no_answer(session, request_id)
             return found
 
-        return await loaded.master.ask(session_id, operation, at_once=True)
+        return await loaded.queue.ask(session_id, operation, at_once=True)
 
     async def cancel_generate(self, session_id: str) -> bool:
         """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
@@ -305,7 +399,7 @@ class SessionService:
                 session.live.cancel()
             return session.live
 
-        live = await self._model().master.ask(session_id, operation, at_once=True)
+        live = await self._model().queue.ask(session_id, operation, at_once=True)
         if live is None:
             return False
         async for _ in live.read(len(live.token_ids)):
@@ -315,7 +409,7 @@ class SessionService:
     async def end_session(self, session_id: str) -> EndedSession:
         """The conversation is over: its log, its KV and its name are given up. Says whether that is durable."""
         loaded = self._model()
-        ending = await loaded.master.ask(session_id, lambda session: self._upkeep.end(loaded, session), at_once=True)
+        ending = await loaded.queue.ask(session_id, loaded.end, at_once=True)
         if ending is None:
             return EndedSession(session_id, None)
         try:
@@ -336,24 +430,20 @@ class SessionService:
             made: list[Session] = []
             try:
                 for _ in range(1 if n is None else n):
-                    self._upkeep.room.check()
-                    child = new_fork(loaded, session, at_turn, at_token)
-                    loaded.master.add(child)
-                    self._upkeep.used(loaded, child)
-                    made.append(child)
+                    made.append(loaded.fork(session, at_turn, at_token))  # noqa: PERF401 (all or none)
             except BaseException:
                 end(made)
                 raise
-            self._upkeep.used(loaded, session)
-            save(loaded, session)
+            loaded.used(session)
+            loaded.save(session)
             return made
 
         def end(made: Sequence[Session]) -> None:
             for child in made:
-                self._upkeep.end(loaded, child)
+                loaded.end(child)
 
-        made = await loaded.master.ask(session_id, operation, undo=end)
-        await self._upkeep.until_kept(loaded, made)
+        made = await loaded.queue.ask(session_id, operation, undo=end)
+        await loaded.until_saved(made)
         names = [child.session_id for child in made]
         return names[0] if n is None else names
 
@@ -364,23 +454,23 @@ class SessionService:
         def operation(session: Session) -> None:
             session.rewind(loaded.opened.text, at_turn, at_token)
 
-        await self._upkeep.change_text(loaded, session_id, 0, operation)
+        await loaded.change_text(session_id, 0, operation)
 
     async def edit(self, session_id: str, turn: int, content: str) -> int:
         """Another text for an input turn; what came after it is forgotten. As `append_input` otherwise."""
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            self._upkeep.room.check()
+            loaded.budget.check()
             return session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
 
-        return await self._upkeep.change_text(loaded, session_id, num_chars(content), operation)
+        return await loaded.change_text(session_id, num_chars(content), operation)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
     async def export(self, session_id: str, *, kv: bool = False) -> bytes:
         """The session as the bytes of a file (docs/durability.md), with its KV if that is wanted and there is any."""
-        return await exported(self._model(), session_id, kv=kv)
+        return await self._model().exported(session_id, kv=kv)
 
     async def save(self, session_id: str, path: str | Path, *, kv: bool = False) -> Path:
         """Write the session to a file, which is whole or not there."""
@@ -402,17 +492,17 @@ class SessionService:
         come from anywhere, say which `template_options` it may have: then its KV is not taken at all.
         """
         loaded = self._model()
-        self._upkeep.room.check()
+        loaded.budget.check()
         hints = Hints(key=key, namespace=namespace, priority=priority)
-        session = await imported(loaded, source, new_name(), hints, template_options, self._upkeep.texts)
+        session = await loaded.imported(source, hints, template_options)
         if loaded.is_leaving:
             raise EngineDead("the model was closed while the file was read")
-        return await self._upkeep.begin(loaded, session)
+        return await loaded.begin(session)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def get(self, session_id: str) -> SessionInfo:
-        return info_of(self._model().master.find(session_id), has_store=self._lifecycle.store is not None)
+        return self._model().queue.find(session_id).info(has_store=self.store is not None)
 
     def list(self, key: str | None = None) -> list[SessionInfo]:
         """All sessions, or those of a key."""
@@ -420,7 +510,7 @@ class SessionService:
 
     def creation_times(self, key: str | None = None) -> builtins.list[tuple[float, str]]:
         """When each session was created, and its name: what a list of many is sorted by."""
-        found = self._model().master.sessions.values()
+        found = self._model().queue.sessions.values()
         return [(one.created_at, one.session_id) for one in found if key is None or one.options.key == key]
 
     @property
@@ -430,11 +520,16 @@ class SessionService:
 
     def explain(self, session_id: str) -> tuple[TurnCost, ...]:
         """What its latest answers cost before their first token, and why; oldest first."""
-        return tuple(self._model().master.find(session_id).costs or ())
+        return tuple(self._model().queue.find(session_id).costs or ())
 
     def __len__(self) -> int:
         """Sessions that there are."""
-        return self._lifecycle.num_sessions
+        return 0 if self._loaded is None else len(self._loaded.queue.sessions)
 
-    def _model(self) -> LoadedModel:
-        return self._lifecycle.model
+    def _model(self) -> SessionManager:
+        """The model that is loaded, with its sessions."""
+        if self._is_closed:
+            raise EngineDead("the service was closed")
+        if self._loaded is None:
+            raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
+        return self._loaded

@@ -8,15 +8,14 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
-from tokenmill.params import SamplingParams, token_ids
+from tokenmill.params import MAX_SEED, SamplingParams, token_ids
 from tokenmill.session.log import TokenLog, Turn
-from tokenmill.session.sampling import differences
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages, num_chars
 from tokenmill.text.model_text import ModelText
@@ -25,7 +24,7 @@ from tokenmill.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokenmill.session.explain import KVMark, TurnCost
     from tokenmill.session.live import Answer
-    from tokenmill.session.master import Command
+    from tokenmill.session.routing import Command
 
 EMPTY_BYTES = 1024
 """What a session takes without its log, so that empty ones are not without limit."""
@@ -35,6 +34,8 @@ MAX_TITLE_CHARS = 256
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """Entries, and characters of their keys and values, as at OpenAI."""
 Overflow = Literal["error", "drop_oldest_turns"]
+FORK_STEP = 0x1E3779B97F4A7C15
+"""Between the seeds of a session's forks: large and odd, so that they never meet."""
 OVERFLOW_KEEP = 0.5
 """Dropping less would be paid for more often: what is kept is computed once more each time."""
 SYSTEM_ROLES = ("system", "developer")
@@ -68,6 +69,63 @@ class SessionOptions:
     """Shared by the sessions of a service that have the same template options."""
     is_kept: bool = True
     """Does it outlive the process, where there is a store?"""
+
+    def for_answer(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """The parameters of an answer: the session's, with changes. `InvalidRequest` for what a session can't have."""
+        params = self.sampling
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        unknown = set(changes) - set(SamplingParams.__dataclass_fields__)
+        if unknown:
+            raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
+        if changes.get("n", params.n) != 1:
+            raise InvalidRequest("an answer of a session is one; fork it for more", param="n")
+        return replace(params, **changes)
+
+    def for_fork(self, number: int) -> SessionOptions:
+        """The options of a session's fork: a seed that follows from its parent's, so that it draws differently."""
+        seed = ((self.sampling.seed or 0) + number * FORK_STEP) % MAX_SEED
+        return replace(self, sampling=replace(self.sampling, seed=seed))
+
+    def changes_of(self, params: SamplingParams) -> dict[str, Any] | None:
+        """In which fields an answer's parameters differ from the session's, except for its length; None: in none."""
+        names = [name for name in SamplingParams.__dataclass_fields__ if name != "max_tokens"]
+        found = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(self.sampling, name)}
+        return found or None
+
+
+@dataclass(frozen=True)
+class TurnInfo:
+    """A turn, as `get` shows it."""
+
+    kind: str
+    messages: tuple[Mapping[str, Any], ...]
+    num_tokens: int | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session, as `get` and `list` show it."""
+
+    session_id: str
+    key: str
+    """Whose it is."""
+    state: str
+    core: int
+    num_tokens: int
+    turns: tuple[TurnInfo, ...]
+    pending: tuple[Mapping[str, Any], ...] = ()
+    """Messages that wait for an answer: an input turn from the next `generate_stream` on."""
+    durable: bool | None = None
+    """Is all that was acknowledged on the disk? None: it is not meant to be."""
+    problem: str | None = None
+    """Why it is not."""
+    title: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    created_at: float = 0.0
+    """In Unix time, as the next one."""
+    used_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +249,29 @@ class Session:
         """Whose requests its answers are."""
         options = self.options
         return Hints(key=options.key, priority=options.priority, owner=self.session_id, namespace=options.namespace)
+
+    def info(self, *, has_store: bool) -> SessionInfo:
+        """A snapshot, as `get` and `list` show it."""
+        turns = []
+        for i, turn in enumerate(self.log.turns):
+            begin = self.log.begin_of(i)
+            count = None if turn.end is None or begin is None else turn.end - begin
+            turns.append(TurnInfo(turn.kind, turn.messages, count, turn.finish_reason))
+        return SessionInfo(
+            self.session_id,
+            self.options.key,
+            self.state.value,
+            self.core,
+            len(self.log),
+            tuple(turns),
+            self.inbox,
+            durable=self.problem is None if has_store and self.options.is_kept else None,
+            problem=self.problem,
+            title=self.title,
+            metadata=self.metadata,
+            created_at=self.created_at,
+            used_at=self.used_at,
+        )
 
     def num_text_bytes(self, text: ModelText) -> int:
         """Of what has been said, how much is read to render the next turn; about."""
@@ -446,7 +527,7 @@ class Session:
         ids = [*self.log.tokens.array[begin:].tolist(), *token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
-        changes = differences(params, self.options.sampling)
+        changes = self.options.changes_of(params)
         turn = Turn("answer", (message,), begin + len(ids), stop, finish_reason, changes, is_replayable)
         if self._goes_on:
             self.log = self.log.continued(token_ids, turn)

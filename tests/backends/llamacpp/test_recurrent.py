@@ -61,7 +61,7 @@ async def talk(path: Path, fresh: LLM) -> None:
     reused = 0
     async with asyncio.timeout(60), SessionService(str(path), **OPTIONS) as service:
         name = await service.create_session(sampling_params=params)
-        session = service._model().master.find(name)
+        session = service._model().queue.find(name)
         for turn in range(5):
             await service.append_input(name, [10 * turn + i for i in range(5)])
             log = session.log.tokens.tolist()

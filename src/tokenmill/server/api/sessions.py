@@ -32,9 +32,8 @@ from tokenmill.server.requests import (
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
 from tokenmill.server.telemetry.timeline import cost_json
-from tokenmill.session.info import SessionInfo
-from tokenmill.session.portable import MEDIA_TYPE
-from tokenmill.session.session import Input
+from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.session import Input, SessionInfo
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
 FILE = {"type": "string", "format": "binary"}

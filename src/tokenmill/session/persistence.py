@@ -1,9 +1,8 @@
-"""`Keeper`: what of a service's sessions is in its store, and when it is safe there. For the service's event loop.
+"""`Persistence`: which state of a model's sessions is in the store, and when it is durable. For the event loop.
 
-A change is put into the store the moment it is made, in order, and acknowledged when it is on the disk. Where that
-fails (the disk is full, the store can only be read) the session goes on in memory and says so; whatever was not written
-is tried again with the next change that could be. KV bytes follow lazily: when a session has been quiet for a while and
-its engine core has nothing else to do.
+A change is queued for the store when it is made, in order, and acknowledged when it is on disk. If that fails (the disk
+is full, the store is read-only) the session goes on in memory and reports it; the write is retried after the next one
+that succeeds. KV bytes are written lazily, once a session has been idle for a while.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from contextlib import suppress
 from tokenmill.contract import IntArray, ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.errors import TokenmillError
-from tokenmill.session.fingerprint import Fingerprint
-from tokenmill.session.record import record_of
+from tokenmill.session.files import Fingerprint, record_of
 from tokenmill.session.session import Session, SessionState
 from tokenmill.session.store import SessionStore, Stored
 
@@ -33,7 +31,7 @@ FLUSH_S = 5.0
 """What writing KV may take when the service is closed."""
 
 
-class Keeper:
+class Persistence:
     """One for each model that a service with a store has."""
 
     def __init__(self, store: SessionStore, fingerprint: Fingerprint, model: ModelHandle, client: EngineClient) -> None:
