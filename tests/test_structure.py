@@ -29,4 +29,4 @@ def test_a_class_name_is_taken_once(found: Structure) -> None:
 
 
 def test_a_module_name_is_taken_once(found: Structure) -> None:
-    assert found.basenames.keys() <= {"live"}
+    assert found.basenames.keys() <= {"sessions"}

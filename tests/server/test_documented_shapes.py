@@ -24,7 +24,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
-from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.records import MEDIA_TYPE
 
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.server import bodies as routing
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.telemetry import hub as telemetry
-from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.text import template as chat
 from tokenmill.text.tokenizer import ByteTokenizer
 from tokenmill.text.workers import KIB, SHORT_BYTES

@@ -22,8 +22,8 @@ from tokenmill.errors import NotDurable
 from tokenmill.server.models import Models, ModelSpec
 from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
-from tokenmill.session.files import MEDIA_TYPE
 from tokenmill.session.manager import SessionLimits
+from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.session.store import DATABASE, SessionStore
 
 

@@ -16,7 +16,7 @@ from tests.server.refusals import check_refusal
 from tests.server.rules import fake_server
 from tests.server.serving import HI, Running
 from tokenmill.server.config import hash_key
-from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.records import MEDIA_TYPE
 
 METADATA = {"topic": "travel", "ünï": "🙂"}
 

@@ -31,7 +31,7 @@ from tests.server.wire import LETTERS, Hold, Wire, assert_no_leak, held, until, 
 from tokenmill.backends.fake import FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.server import streaming
-from tokenmill.session import live
+from tokenmill.session.answer import Answer
 from tokenmill.session.manager import SessionLimits
 
 LENGTH = 40
@@ -415,7 +415,7 @@ BUGS = [
     PlantedBug("a resume leaves one out", streaming, "read_event_id", "int(place)", "int(place) + 1"),
     PlantedBug("ids are those of the beginning", streaming.AnswerEvents, "_event",
                "delta.offset + len(delta.token_ids)", "delta.offset"),
-    PlantedBug("the text of a finished answer from the wrong place", live.Answer, "_since",
+    PlantedBug("the text of a finished answer from the wrong place", Answer, "_since",
                "self._ends[offset - 1] if offset else 0",
                "self._ends[offset] if 0 < offset < len(self._ends) else 0"),
     PlantedBug("the end comes twice", streaming, "read_event_id", "None if is_end else int(place)",

@@ -27,8 +27,8 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.contract import ModelHandle
 from tokenmill.params import SamplingParams
 from tokenmill.session import store as store_module
-from tokenmill.session.files import SessionRecord
 from tokenmill.session.log import SharedList
+from tokenmill.session.records import SessionRecord
 from tokenmill.session.store import SessionStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -19,7 +19,7 @@ from tokenmill import AsyncLLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import EngineDead, SessionFileError
 from tokenmill.session import manager
-from tokenmill.session.files import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
+from tokenmill.session.records import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
 
 
 async def conversation(service: SessionService, said: str = "some words") -> str:

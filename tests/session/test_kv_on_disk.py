@@ -15,7 +15,7 @@ from tokenmill import SessionService
 from tokenmill.errors import SessionEnded
 from tokenmill.params import SamplingParams
 from tokenmill.session import persistence
-from tokenmill.session.files import KV_HEADER, KVFiles
+from tokenmill.session.records import KV_HEADER, KVFiles
 from tokenmill.session.store import SessionStore
 
 

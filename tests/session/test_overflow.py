@@ -20,8 +20,8 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import ContextOverflow, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.session.explain import Cause, in_words
-from tokenmill.session.files import open_file, replay, unpack
 from tokenmill.session.manager import SessionLimits
+from tokenmill.session.records import open_file, replay, unpack
 from tokenmill.session.session import Session, SessionOptions, TurnInfo
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText

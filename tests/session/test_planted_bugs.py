@@ -9,10 +9,10 @@ import pytest
 from tests.conformance.operations import RandomChooser
 from tests.planting import PlantedBug, plant
 from tests.session.tree import Tree, grow, run_within
-from tokenmill.session import files, store
-from tokenmill.session.files import KVFiles
+from tokenmill.session import records, store
 from tokenmill.session.log import TokenLog, Tokens
 from tokenmill.session.manager import SessionManager
+from tokenmill.session.records import KVFiles
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
 from tokenmill.session.store import SessionStore
@@ -76,7 +76,7 @@ BUGS_OF_STORES = [
         "sorted((one for one in self._files() if one[1] != path), reverse=True)",
     ),
     PlantedBug(
-        "a restart forgets how often a session was forked", files, "restored",
+        "a restart forgets how often a session was forked", records, "restored",
         'session.attempt, session.num_forks = head["attempt"], head["num_forks"]',
         'session.attempt = head["attempt"]',
     ),

@@ -15,7 +15,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.output import Generation
-from tokenmill.session.live import Answer
+from tokenmill.session.answer import Answer
 from tokenmill.session.manager import SessionLimits
 from tokenmill.text.tokenizer import ByteTokenizer
 

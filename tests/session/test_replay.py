@@ -17,7 +17,7 @@ from tokenmill import LLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
 from tokenmill.params import SamplingParams
-from tokenmill.session.files import DIGEST_BYTES, Replayed, open_file, replay, unpack
+from tokenmill.session.records import DIGEST_BYTES, Replayed, open_file, replay, unpack
 
 pytestmark = pytest.mark.slow
 

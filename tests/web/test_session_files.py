@@ -16,7 +16,7 @@ from tests.web.browsing import LEAF, Visit
 from tests.web.test_conversations import ITALY, JAPAN, download, more
 from tests.web.test_trouble import WITH_KEY, fake_visit
 from tokenmill.server.config import ServerConfig
-from tokenmill.session.files import MAGIC, MEDIA_TYPE
+from tokenmill.session.records import MAGIC, MEDIA_TYPE
 
 PERU = "And of Peru?"
 SHOWS_ANOTHER = f"async (before) => {{ {LEAF} return location.hash !== before && leaf !== undefined; }}"

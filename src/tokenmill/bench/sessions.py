@@ -29,7 +29,7 @@ from tokenmill.engine.request import Hints
 from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session import persistence
-from tokenmill.session.live import Answer
+from tokenmill.session.answer import Answer
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
 from tokenmill.session.store import SessionStore

@@ -20,8 +20,8 @@ def replay(
     threads: shared.Threads = None,
 ) -> None:
     """Replay an exported session in deterministic mode. Exit code 1 at the first token that differs."""
-    from tokenmill.session.files import open_file
-    from tokenmill.session.files import replay as run
+    from tokenmill.session.records import open_file
+    from tokenmill.session.records import replay as run
 
     how = {} if model == "fake" else {"dtype": dtype, "device": device, "num_threads": threads}
     with shared.open_llm(model, deterministic=True, **how) as llm:

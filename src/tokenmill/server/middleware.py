@@ -31,7 +31,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome, outcome_of
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import Delivery
-from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.records import MEDIA_TYPE
 
 access = logging.getLogger("tokenmill.access")
 

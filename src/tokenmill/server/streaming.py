@@ -30,8 +30,8 @@ from tokenmill.server.middleware import Caller, caller_of
 from tokenmill.server.sse import DONE, EventStream, disconnected, event
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
 from tokenmill.server.tokens import TokenForms
+from tokenmill.session.answer import Answer
 from tokenmill.session.explain import message_at
-from tokenmill.session.live import Answer
 from tokenmill.session.service import SessionService
 from tokenmill.text.messages import Message
 from tokenmill.text.workers import TextWorkers

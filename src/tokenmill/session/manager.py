@@ -39,8 +39,10 @@ from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.bridge import StepBridge
 from tokenmill.pipeline.prompts import Intake
+from tokenmill.session.answer import Answer
 from tokenmill.session.explain import mark_before, note_cost
-from tokenmill.session.files import (
+from tokenmill.session.persistence import MIN_KV_TOKENS, Persistence, export_kv, import_kv, until_durable
+from tokenmill.session.records import (
     Fingerprint,
     SessionFile,
     SessionRecord,
@@ -52,8 +54,6 @@ from tokenmill.session.files import (
     restored,
     unpack,
 )
-from tokenmill.session.live import Answer
-from tokenmill.session.persistence import MIN_KV_TOKENS, Persistence, export_kv, import_kv, until_durable
 from tokenmill.session.routing import CommandQueue, Policy, TextWork, make_routing
 from tokenmill.session.session import (
     LastAnswer,

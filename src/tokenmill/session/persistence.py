@@ -17,7 +17,7 @@ from contextlib import suppress
 from tokenmill.contract import IntArray, ModelHandle
 from tokenmill.engine.client import EngineClient
 from tokenmill.errors import TokenmillError
-from tokenmill.session.files import Fingerprint, record_of
+from tokenmill.session.records import Fingerprint, record_of
 from tokenmill.session.session import Session, SessionState
 from tokenmill.session.store import SessionStore, Stored
 

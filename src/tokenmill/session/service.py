@@ -19,10 +19,10 @@ from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
 from tokenmill.outputs import FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
+from tokenmill.session.answer import Answer
 from tokenmill.session.explain import TurnCost
-from tokenmill.session.files import Fingerprint, write_whole
-from tokenmill.session.live import Answer
 from tokenmill.session.manager import SessionLimits, SessionManager, Source, no_answer
+from tokenmill.session.records import Fingerprint, write_whole
 from tokenmill.session.routing import Policy
 from tokenmill.session.session import (
     OVERFLOW_KEEP,

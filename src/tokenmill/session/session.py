@@ -22,8 +22,8 @@ from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tokenmill.session.answer import Answer
     from tokenmill.session.explain import KVMark, TurnCost
-    from tokenmill.session.live import Answer
     from tokenmill.session.routing import Command
 
 EMPTY_BYTES = 1024

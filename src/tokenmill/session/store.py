@@ -1,7 +1,7 @@
 """`SessionStore`: a directory in which sessions outlive their process.
 
     sessions.sqlite   heads, ids and turns of all sessions (SQLite, write-ahead log, synced at each commit)
-    kv/               KV bytes of some of them: a cache (`files.py`)
+    kv/               KV bytes of some of them: a cache (`records.py`)
     reserve           disk space for deletions: SQLite needs some to delete, too
     lock              held by the one process that uses the directory
 
@@ -33,8 +33,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tokenmill.errors import ConfigError, NotDurable, TokenmillError
-from tokenmill.session.files import MAX_KV_BYTES, KVFiles, SessionRecord, head_json, read_record, turn_json
 from tokenmill.session.log import SharedList, Tokens, Turn
+from tokenmill.session.records import MAX_KV_BYTES, KVFiles, SessionRecord, head_json, read_record, turn_json
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from tokenmill.server.requests import (
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
 from tokenmill.server.telemetry.timeline import cost_json
-from tokenmill.session.files import MEDIA_TYPE
+from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.session.session import Input, SessionInfo
 
 SessionId = Annotated[str, Path(description="The session's id.", max_length=256)]
