@@ -3,10 +3,11 @@
     python tools/trace_request.py [--session] [--tokens 256] [--list] [--json]
 
 A server over the fake backend runs in this process and answers on a real socket; every thread has a `sys.setprofile`
-hook from its start. After a warm-up request, one request is recorded. The report has three figures:
+hook from its start. After a warm-up request, one request is recorded. The report has these figures:
 
 - distinct functions of the package that ran on any thread, outside the engine and the backend contract. Lambdas and
-  comprehensions belong to the function around them.
+  comprehensions belong to the function around them. Of these, those that ran on the event loop's thread: the others are
+  the sampler and the telemetry of each step, on the engine's.
 - distinct code objects: the same, with each lambda and comprehension counted by itself, as `sys.setprofile` sees them.
 - calls per token on the event loop's thread: calls of any of the package's functions, resumed coroutines and
   generators included, as the difference between a request of N and one of 2 N tokens: per-request work cancels out.
@@ -44,7 +45,7 @@ from tokenmill.server.models import ModelSpec
 from tokenmill.server.served import Served
 
 PACKAGE = Path(tokenmill.__file__).parent
-EXCLUDED = ("engine", "contract", "kv", "backends")
+EXCLUDED = ("engine", "contract", "kv", "kernels", "backends")
 """Packages that do not count: the engine, and what is behind the backend contract."""
 STEP_S = 0.005
 WAIT_S = 60.0
@@ -63,6 +64,10 @@ class Trace:
     def code_objects(self) -> list[CodeType]:
         """Those outside the excluded packages."""
         return [code for code in self.calls if where(code).parts[0] not in EXCLUDED]
+
+    @property
+    def num_functions_on_loop(self) -> int:
+        return len({(where(code), function_name(code)) for code in self.code_objects if self.on_loop[code]})
 
     @property
     def functions(self) -> dict[str, int]:
@@ -211,6 +216,7 @@ def measure(num_tokens: int, *, in_session: bool = False) -> dict[str, Any]:
         "tokens": num_tokens,
         "events": events,
         "distinct_functions": len(short.functions),
+        "functions_on_loop": short.num_functions_on_loop,
         "distinct_code_objects": len(short.code_objects),
         "calls_per_token_on_loop": round((long.num_on_loop - short.num_on_loop) / num_tokens, 1),
         "functions": short.functions,
@@ -225,6 +231,7 @@ def show(report: dict[str, Any], *, is_listed: bool) -> None:
     for package, count in sorted(by_package.items()):
         print(f"{package:24}{count:10}")
     print(f"{'all':24}{report['distinct_functions']:10}")
+    print(f"{'on the event loop':24}{report['functions_on_loop']:10}")
     print(f"{'code objects':24}{report['distinct_code_objects']:10}\n")
     print(f"calls per token on the event loop: {report['calls_per_token_on_loop']}")
     print(f"events for {report['tokens']} and {2 * report['tokens']} tokens: {report['events']}")
