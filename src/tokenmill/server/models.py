@@ -89,6 +89,8 @@ class ServedModel:
         self.name = spec.name
         self.llm = llm
         self.forms = TokenForms(llm.get_tokenizer())
+        self.default_params = llm.get_default_sampling_params()
+        """What the model recommends, where a request says nothing."""
         self.sessions = SessionService(llm, limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()
@@ -359,7 +361,7 @@ def describe(entry: ModelEntry, created: int) -> dict[str, Any]:
     about: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "tokenmill", "root": name}
     length = None if model is None else model.llm.max_model_len
     about |= {"max_model_len": length, "status": entry.state.value, "aliases": sorted(entry.spec.aliases)}
-    sampling = None if model is None else model.llm.get_default_sampling_params()
+    sampling = None if model is None else model.default_params
     return {**about, "default_sampling_params": sampling and {name: getattr(sampling, name) for name in DEFAULTS_SHOWN}}
 
 

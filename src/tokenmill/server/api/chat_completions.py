@@ -49,8 +49,7 @@ async def start_chat(call: Call, body: ChatRequest, model: ServedModel, config: 
         options = {"must_fit": not config.clamp_max_tokens, "request_id": call.next_name, **hints, **body.changes()}
         call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **options))
         return ChatWriter(call, body, model)
-    defaults = call.llm.get_default_sampling_params()
-    params = body.sampling(defaults, logprobs=body.num_logprobs())
+    params = body.sampling(model.default_params, logprobs=body.num_logprobs())
     options = template_options(body, config)
     ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
     check_room(ids, body.limit, call.llm.max_model_len, config)

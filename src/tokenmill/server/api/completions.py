@@ -49,7 +49,7 @@ async def start_completions(
         more["max_tokens"] = 1 if body.scores_only else body.max_tokens
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = body.sampling(call.llm.get_default_sampling_params(), **more)
+    params = body.sampling(model.default_params, **more)
     wanted = None if body.scores_only else body.max_tokens
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         check_room(ids, wanted, call.llm.max_model_len, config)

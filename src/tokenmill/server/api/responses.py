@@ -47,7 +47,7 @@ async def start_response(
 ) -> ResponseWriter:
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
-    params = body.sampling(call.llm.get_default_sampling_params(), logprobs=body.num_logprobs)
+    params = body.sampling(model.default_params, logprobs=body.num_logprobs)
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:

@@ -67,7 +67,7 @@ def session_routes(served: Served) -> APIRouter:
             if len(ids) >= (longest := model.llm.max_model_len):
                 raise ContextOverflow(context_overflow(longest, len(ids), 1))
         hints = served.hints(http, body)
-        params = body.sampling(model.llm.get_default_sampling_params(), logprobs=body.num_logprobs())
+        params = body.sampling(model.default_params, logprobs=body.num_logprobs())
         session_id = await model.sessions.create_session(
             system=body.system,
             sampling_params=params,
