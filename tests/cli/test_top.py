@@ -20,8 +20,7 @@ import pytest
 from tests.server.serving import KEY, WAIT_S, Running, child, running
 from tests.server.telling import make_config, make_llm
 from tests.server.wire import Wire, chat_request, held
-from tokenmill.cli.follow import Address, LiveState
-from tokenmill.cli.frame import frame
+from tokenmill.cli.follow import Address, LiveState, frame
 from tokenmill.cli.top import ENTER, LEAVE
 from tokenmill.errors import ConfigError, EngineDead
 

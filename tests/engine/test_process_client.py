@@ -27,9 +27,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine import process, wire
 from tokenmill.engine.client import ThreadClient
-from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.process import EngineProcess, ProcessClient
 from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.engine.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
 

@@ -15,8 +15,7 @@ from tests.server.serving import KEY, WAIT_S, Running, running
 from tests.server.telling import CHAT, OTHER_KEY, Scrape, following, make_config, make_llm
 from tests.server.wire import Wire, chat_body, chat_request, held, until, wait_for_inbox
 from tokenmill.backends.fake import FaultKind
-from tokenmill.cli.follow import LiveState
-from tokenmill.cli.frame import frame
+from tokenmill.cli.follow import LiveState, frame
 from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.request import Hints
 from tokenmill.params import SamplingParams

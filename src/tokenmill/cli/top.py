@@ -29,8 +29,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
 ) -> None:
     """Show the slots, steps, queue and KV cache of a running server, live. Quit with q or Ctrl-C."""
-    from tokenmill.cli.follow import Address, Follower, LiveState, read_once
-    from tokenmill.cli.frame import frame
+    from tokenmill.cli.follow import Address, Follower, LiveState, frame, read_once
 
     address = Address(url, api_key)
     state = LiveState(address.url)

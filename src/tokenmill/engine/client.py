@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import CoreSnapshot, CoreStats
-from tokenmill.engine.interrupts import deferred_interrupts
 from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink, Sinks
 from tokenmill.engine.request import Hints, Request
 from tokenmill.errors import InvalidRequest
@@ -225,3 +228,36 @@ class ThreadClient:
 
     def close(self) -> None:
         self.pool.close()
+
+
+# -- Ctrl-C between steps, never inside one: an engine interrupted half-way through its bookkeeping is lost ------------
+
+
+class Interrupts:
+    """What came in while interrupts were deferred."""
+
+    def __init__(self) -> None:
+        self.is_pending = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (a signal handler's signature)
+        self.is_pending = True
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupts]:
+    """Inside, Ctrl-C is only noted; it is raised on leaving. The caller looks at `is_pending` where it may stop.
+
+    Only where Ctrl-C would raise: on the main thread, with Python's own handler.
+    """
+    interrupts = Interrupts()
+    raises = threading.current_thread() is threading.main_thread()
+    if not raises or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts.is_pending:
+        raise KeyboardInterrupt

@@ -32,9 +32,9 @@ from tokenmill.engine import wire
 from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.events import CoreSnapshot
-from tokenmill.engine.mailroom import Mailroom
 from tokenmill.engine.pool import MakeSubscriber, Sink, Sinks, tell
 from tokenmill.engine.request import Hints, Request, check_request
+from tokenmill.engine.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, TokenmillError, Unsupported
 from tokenmill.outputs import FinishReason, StepResult
 
