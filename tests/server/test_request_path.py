@@ -20,10 +20,20 @@ MOST_TO_KNOW = 45
 """Functions in the trace by hand."""
 
 
+def trace(*options: str) -> Any:
+    command = [sys.executable, str(ROOT / "tools" / "trace_request.py"), "--json", *options]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
 @pytest.fixture(scope="module")
 def report() -> Any:
-    command = [sys.executable, str(ROOT / "tools" / "trace_request.py"), "--json", "--tokens", "64"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    return trace("--tokens", "64")
+
+
+def documented(title: str) -> list[str]:
+    """The functions of a section's table."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition(title)[2].partition("\n##")[0]
+    return re.findall(r"^\| [^|]*\| `([\w.]+)` \|", section, flags=re.MULTILINE)
 
 
 def test_a_streamed_chat_passes_few_functions(report: Any) -> None:
@@ -32,8 +42,12 @@ def test_a_streamed_chat_passes_few_functions(report: Any) -> None:
 
 
 def test_the_trace_in_the_docs_names_what_runs(report: Any) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    section = page.partition("## A streamed chat, from socket to socket")[2].partition("\n## ")[0]
-    named = re.findall(r"^\| [^|]*\| `([\w.]+)` \|", section, flags=re.MULTILINE)
+    named = documented("## A streamed chat, from socket to socket")
     assert 0 < len(named) <= MOST_TO_KNOW
     assert [name for name in named if name not in report["called"]] == []
+
+
+def test_the_trace_of_a_turn_names_what_runs() -> None:
+    named, called = documented("### A turn of a session"), trace("--session", "--tokens", "16")["called"]
+    assert named
+    assert [name for name in named if name not in called] == []
