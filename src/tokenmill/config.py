@@ -47,11 +47,11 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} < max_num_seqs {self.max_num_seqs}: "
-                "every running request must be able to decode in each step"
+                "every running request needs one token per step"
             )
         for name in ("max_queue", "admission_margin", "min_shared_prefix"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")
+                raise ConfigError(f"{name} must be non-negative, not {getattr(self, name)}")
         for name in ("max_model_len", "max_queue_tokens", "queue_timeout_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -1,87 +1,87 @@
-"""Every exception tokenmill raises on purpose, in one tree.
+"""All exceptions of tokenmill, in one tree.
 
     TokenmillError
-    ├── ConfigError             a setting or argument is wrong; nothing was started
-    ├── ModelLoadError          a model is there, but can't be loaded: damaged, incomplete or of an unknown kind
-    │   └── ModelNotFound       no model of that name or at that path
-    ├── InvalidRequest          a request asks for something impossible; nothing was run
-    │   ├── TokenizeFailed      a text can't be turned into tokens
-    │   ├── TooManyTokens       a text has more tokens than it may have
-    │   ├── ContextOverflow     a conversation has outgrown the context
-    │   └── SessionFileError    a session's file is damaged, of another model or of a later version
-    ├── NotDurable              what was done is in memory, but could not be written to the store
+    ├── ConfigError             invalid setting or argument; nothing was started
+    ├── ModelLoadError          the model files are corrupt, incomplete or of an unsupported kind
+    │   └── ModelNotFound       no model with this name or path
+    ├── InvalidRequest          invalid request; nothing was run
+    │   ├── TokenizeFailed      the text cannot be tokenized
+    │   ├── TooManyTokens       the text has more tokens than allowed
+    │   ├── ContextOverflow     the conversation exceeds the context
+    │   └── SessionFileError    the session file is corrupt, of another model or of a newer version
+    ├── NotDurable              a change is in memory, but could not be written to the store
     ├── ModelNotLoaded          the service has no model yet
-    ├── Overloaded              no room for another session, or for more of one
-    ├── SessionNotFound         no session of that name
-    │   └── SessionEnded        there was one, and it has ended
-    ├── SessionBusy             too many operations wait for one session
-    ├── AnswerLost              the stream of an answer can't be resumed: the process that made it is gone
-    ├── RequestFailed           a request ended otherwise than by being complete
-    ├── IllegalTransition       a request was moved to a state it can't reach from its own: a bug in tokenmill
-    ├── EngineDead              the engine failed for good; a supervisor may build a new one
-    └── BackendError            something the contract refuses or reports
-        ├── InvalidBatch        the batch breaks a rule; memory is as it was
-        ├── InvalidOperation    the KV or backend call breaks a rule; memory is as it was
-        │   ├── Unsupported     a rule of this backend's `Capabilities`
+    ├── Overloaded              no memory for another session, or for more input
+    ├── SessionNotFound         no session with this id
+    │   └── SessionEnded        the session has ended
+    ├── SessionBusy             too many operations are queued for one session
+    ├── AnswerLost              the stream of an answer cannot be resumed: its process has ended
+    ├── RequestFailed           a request did not complete
+    ├── IllegalTransition       illegal state transition of a request: a bug in tokenmill
+    ├── EngineDead              the engine has failed permanently; a supervisor may create a new one
+    └── BackendError            contract violated, or compute failed
+        ├── InvalidBatch        the batch violates the contract; memory is unchanged
+        ├── InvalidOperation    the KV or backend call violates the contract; memory is unchanged
+        │   ├── Unsupported     not supported by the backend's `Capabilities`
         │   └── BackendClosed   the backend was closed
-        ├── OutOfKV             not enough free cells; memory is as it was
+        ├── OutOfKV             not enough free cells; memory is unchanged
         ├── StaleKV             the weights were replaced, and memory holds KV of the old ones
-        ├── ForwardFailed       the forward pass failed; `fatal` says whether the backend is lost
-        └── IntegrityError      the bookkeeping contradicts itself: a bug in tokenmill
+        ├── ForwardFailed       the forward pass failed; `fatal` if the backend is unusable
+        └── IntegrityError      inconsistent bookkeeping: a bug in tokenmill
 
-An error says what was wrong, what was allowed, and what to do about it.
+A message says what is wrong, what is allowed and what to do.
 """
 
 from __future__ import annotations
 
 
 class TokenmillError(Exception):
-    """Root of everything tokenmill raises on purpose."""
+    """Base class of all exceptions of tokenmill."""
 
 
 class ConfigError(TokenmillError, ValueError):
-    """A setting or argument is wrong; nothing was started."""
+    """Invalid setting or argument; nothing was started."""
 
 
 class ModelLoadError(TokenmillError):
-    """A model is there, but can't be loaded: damaged, incomplete, or of a kind that is not known."""
+    """The model files are corrupt, incomplete or of an unsupported kind."""
 
 
 class ModelNotFound(ModelLoadError):
-    """No model of that name or at that path."""
+    """No model with this name or path."""
 
 
 class InvalidRequest(TokenmillError, ValueError):
-    """A request asks for something impossible; nothing was run."""
+    """Invalid request; nothing was run."""
 
     def __init__(self, reason: str, *, param: str | None = None) -> None:
         super().__init__(reason)
         self.param = param
-        """The parameter that is wrong, if it is one."""
+        """The invalid parameter, if the error is about one."""
 
 
 class TokenizeFailed(InvalidRequest):
-    """A text can't be turned into tokens."""
+    """The text cannot be tokenized."""
 
 
 class TooManyTokens(InvalidRequest):
-    """A text has more tokens than it may have; how many is not known, since tokenization stopped there."""
+    """The text has more tokens than allowed; tokenization stopped there, so the exact count is unknown."""
 
     def __init__(self, at_least: int, limit: int) -> None:
-        super().__init__(f"the text has at least {at_least} tokens; {limit} are allowed")
+        super().__init__(f"the text has at least {at_least} tokens; the limit is {limit}")
         self.at_least = at_least
 
 
 class ContextOverflow(InvalidRequest):
-    """A conversation has outgrown the context; what was to be added was not."""
+    """The conversation exceeds the context; nothing was appended."""
 
 
 class SessionFileError(InvalidRequest):
-    """A session's file is damaged, of another model or of a later version; nothing was restored from it."""
+    """The session file is corrupt, of another model or of a newer version; nothing was restored."""
 
 
 class NotDurable(TokenmillError):
-    """What was done is in memory, but could not be written to the store."""
+    """A change is in memory, but could not be written to the store."""
 
 
 class ModelNotLoaded(TokenmillError):
@@ -89,11 +89,11 @@ class ModelNotLoaded(TokenmillError):
 
 
 class Overloaded(TokenmillError):
-    """There is no room for another session, or for more of one. Try again later."""
+    """There is no memory for another session, or for more input. Try again later."""
 
 
 class SessionNotFound(TokenmillError):
-    """No session of that name."""
+    """No session with this id."""
 
 
 class SessionEnded(SessionNotFound):
@@ -101,20 +101,20 @@ class SessionEnded(SessionNotFound):
 
 
 class SessionBusy(TokenmillError):
-    """Too many operations wait for this session. Wait for some of them."""
+    """Too many operations are queued for this session; wait for them."""
 
 
 class AnswerLost(TokenmillError):
-    """The stream of an answer can't be resumed: the process that made it is gone."""
+    """The stream of an answer cannot be resumed: its process has ended."""
 
     def __init__(self, what: str, *, durable_offset: int = 0) -> None:
         super().__init__(what)
         self.durable_offset = durable_offset
-        """Tokens of the answer that are in its session's log."""
+        """Tokens of the answer in the session log."""
 
 
 class RequestFailed(TokenmillError):
-    """A request ended otherwise than by being complete, and the caller asked only for complete ones."""
+    """A request did not complete, and the caller returns only complete results."""
 
     def __init__(self, what: str, *, finish_reason: str | None = None) -> None:
         super().__init__(what)
@@ -122,35 +122,35 @@ class RequestFailed(TokenmillError):
 
 
 class IllegalTransition(TokenmillError):
-    """A request was moved to a state it can't reach from its own. Always a bug in tokenmill; please report it."""
+    """Illegal state transition of a request. Always a bug in tokenmill; please report it."""
 
 
 class EngineDead(TokenmillError):
-    """The engine failed for good or was closed; its requests have had their terminal events."""
+    """The engine has failed permanently or was closed; its requests have had their terminal events."""
 
 
 class BackendError(TokenmillError):
-    """Something the contract between engine and compute refuses or reports."""
+    """A violation of the contract between engine and compute, or a failure of the latter."""
 
 
 class InvalidBatch(BackendError, ValueError):
-    """The batch breaks a rule of the contract; KV memory is as it was."""
+    """The batch violates the contract; KV memory is unchanged."""
 
 
 class InvalidOperation(BackendError):
-    """A KV or backend call breaks a rule of the contract; KV memory is as it was."""
+    """A KV or backend call violates the contract; KV memory is unchanged."""
 
 
 class Unsupported(InvalidOperation):
-    """The call is legal, but not with this backend's `Capabilities`, or not of an engine in a process of its own."""
+    """The call is not supported by the backend's `Capabilities`, or by an engine process."""
 
 
 class BackendClosed(InvalidOperation):
-    """The backend was closed; nothing can be run on it any more."""
+    """The backend was closed."""
 
 
 class OutOfKV(BackendError):
-    """The batch needs more KV cells than are free; KV memory is as it was."""
+    """The batch needs more KV cells than are free; KV memory is unchanged."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"out of KV: {needed} cells needed, {free} free; remove a sequence and try again")
@@ -162,11 +162,11 @@ class OutOfKV(BackendError):
 
 
 class StaleKV(BackendError):
-    """The weights were replaced: KV memory holds what the old ones computed and must be emptied first."""
+    """The weights were replaced: KV memory holds KV of the old ones and must be emptied first."""
 
 
 class ForwardFailed(BackendError):
-    """The forward pass failed. `fatal` means the backend must be closed and built anew."""
+    """The forward pass failed. If `fatal`, the backend must be closed and recreated."""
 
     def __init__(self, reason: str, *, fatal: bool = False) -> None:
         super().__init__(reason)
@@ -174,4 +174,4 @@ class ForwardFailed(BackendError):
 
 
 class IntegrityError(BackendError):
-    """The bookkeeping contradicts itself. Always a bug in tokenmill; please report it."""
+    """Inconsistent bookkeeping. Always a bug in tokenmill; please report it."""

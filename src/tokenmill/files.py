@@ -19,13 +19,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelLoadError(f"{path} can't be read: {error.strerror or error}") from None
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from None
     except RecursionError:
-        raise ModelLoadError(f"{path} is nested too deep") from None
+        raise ModelLoadError(f"{path} is nested too deeply") from None
     except ValueError as error:
-        raise ModelLoadError(f"{path} is no JSON: {error}") from None
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds no JSON object, but {reprlib.repr(content)}")
+        raise ModelLoadError(f"{path} must contain a JSON object, not {reprlib.repr(content)}")
     return content
 
 
@@ -61,7 +61,7 @@ class Settings:
         whole = int(value) if isinstance(value, float) and value.is_integer() else value
         if not _is_int(whole) or whole < least or (most is not None and whole > most):
             bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise self.wrong(name, f"a whole number {bounds}", value)
+            raise self.wrong(name, f"an integer {bounds}", value)
         return int(whole)
 
     def real(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
@@ -86,7 +86,7 @@ class Settings:
         """A text."""
         value = self._or_default(name, default)
         if not isinstance(value, str):
-            raise self.wrong(name, "a text", value)
+            raise self.wrong(name, "a string", value)
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:

@@ -87,7 +87,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
-            raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", param="allowed_token_ids")
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -152,7 +152,7 @@ def _check_numbers(params: SamplingParams) -> None:
         if value is None and name in _OPTIONAL_COUNTS:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            what = f"a whole number from {least} to {most}"
+            what = f"an integer from {least} to {most}"
             raise InvalidRequest(f"{name} must be {what}, not {_shown(value)}", param=name)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequest(f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}", param="min_tokens")
@@ -177,13 +177,13 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) for string in strings):
         raise InvalidRequest(f"stop must be a string or a list of strings, not {type(stop).__name__}", param="stop")
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"{len(strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(strings)}", param="stop")
     for string in strings:
         if not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
             what = f"1 to {MAX_STOP_STRING_LENGTH} characters"
             raise InvalidRequest(f"a stop string must have {what}, not {len(string)}", param="stop")
         if any("\ud800" <= character <= "\udfff" for character in string):
-            raise InvalidRequest(f"the stop string {string!r} is no valid Unicode", param="stop")
+            raise InvalidRequest(f"stop string {string!r} is not valid Unicode", param="stop")
     return tuple(strings)
 
 
@@ -194,7 +194,7 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
         raise InvalidRequest(f"{name} must be a list of token ids, not {_shown(ids)}", param=name)
     for number in (min(numbers, default=0), max(numbers, default=0)):
         if not 0 <= number <= MAX_TOKEN_ID:
-            what = f"a token id must not be negative or over {MAX_TOKEN_ID}, but one is {_shown(number)}"
+            what = f"token ids must be from 0 to {MAX_TOKEN_ID}, not {_shown(number)}"
             raise InvalidRequest(f"{name}: {what}", param=name)
     return numbers
 
@@ -222,16 +222,16 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     if bias is None:
         return {}
     if not isinstance(bias, dict):
-        what = f"must map token ids to numbers, not be {type(bias).__name__}"
+        what = f"must be a mapping of token ids to numbers, not {type(bias).__name__}"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     names = [int(name) if isinstance(name, str) and name.isdecimal() and len(name) < 20 else name for name in bias]
     wrong = next((name for name in names if _integers([name]) is None), None)
     if wrong is not None:
-        what = f"must map token ids to numbers, but {_shown(wrong)} is not a token id"
+        what = f"must be a mapping of token ids to numbers; {_shown(wrong)} is not a token id"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
         if not _is_number(value) or abs(value) > MAX_BIAS:
-            what = f"must be a number up to {MAX_BIAS:g}, not {_shown(value)}"
+            what = f"must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {_shown(value)}"
             raise InvalidRequest(f"logit_bias of token {token} {what}", param="logit_bias")
     return dict(zip(ids, map(float, bias.values()), strict=True))

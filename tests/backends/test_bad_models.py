@@ -59,8 +59,8 @@ def code_of_its_own(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated safetensors": (lambda f: cut(f / "model.safetensors", 0.6), "is damaged or cut short"),
-    "safetensors of nothing": (lambda f: (f / "model.safetensors").write_bytes(b""), "is damaged or cut short"),
+    "truncated safetensors": (lambda f: cut(f / "model.safetensors", 0.6), "is corrupt or truncated"),
+    "safetensors of nothing": (lambda f: (f / "model.safetensors").write_bytes(b""), "is corrupt or truncated"),
     "unknown family": (lambda f: config(f, model_type="gpt99"), "'gpt99' is not supported; supported: llama, mistral"),
     "wrong shape": (lambda f: tensors(f, misshapen), "model.norm.weight has shape (7,), not (48,)"),
     "missing tensor": (lambda f: tensors(f, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
@@ -70,16 +70,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "missing tokenizer": (str, "has no tokenizer.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
-    "only .bin files": (bin_only, "only as .bin files"),
-    "code of its own": (code_of_its_own, "brings code of its own (auto_map"),
+    "only .bin files": (bin_only, "only pickled weights"),
+    "code of its own": (code_of_its_own, "requires custom code (auto_map"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
+    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "config without sizes": (lambda f: config(f, hidden_size=None), "config.json has no hidden_size"),
     "config with a size of no number": (
         lambda f: config(f, hidden_size="48"),
-        "config.json: hidden_size must be a whole number of at least 1, not '48'",
+        "config.json: hidden_size must be an integer of at least 1, not '48'",
     ),
-    "config that is a list": (lambda f: (f / "config.json").write_text("[1]"), "holds no JSON object, but [1]"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[1]"), "must contain a JSON object, not [1]"),
     "config that is nested": (lambda f: (f / "config.json").write_text("[" * 100_000), "is nested too deep"),
     "odd activation": (lambda f: config(f, hidden_act="gelu"), "activation 'gelu' is not supported"),
     "odd rope": (
@@ -88,16 +88,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "quantised in another way": (
         lambda f: config(f, quantization_config={"quant_method": "awq"}),
-        "is quantised with 'awq'",
+        "is quantized with 'awq'",
     ),
-    "quantised with a word": (lambda f: config(f, quantization_config="awq"), "is quantised with"),
+    "quantised with a word": (lambda f: config(f, quantization_config="awq"), "is quantized with"),
     "index of a number": (
         lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}})),
-        "is no index of weights: weight_map names 1",
+        "is not a weight index: weight_map names 1",
     ),
     "index of nothing": (
         lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"a": 1})),
-        "is no index of weights",
+        "is not a weight index",
     ),
     "missing shard": (
         lambda f: (f / "model.safetensors.index.json").write_text(
@@ -136,7 +136,7 @@ def test_truncated_gguf(
     path = write("llama", tmp_path / "model.gguf", "llama")
     cut(path, share)
     line = fails(str(path), capsys, monkeypatch)
-    assert "cut short" in line or "no GGUF file" in line
+    assert "truncated" in line or "not a GGUF file" in line
 
 
 def test_gguf_of_another_architecture(

@@ -56,7 +56,7 @@ def test_the_older_spelling_of_rope(variant: str, tmp_path: Path) -> None:
 def test_a_new_family_is_a_registration(tmp_path: Path) -> None:
     names = {own: name.replace("model.", "transformer.") for own, name in HF_NAMES.items()}
     register_family(Family("parrot", lambda config: family_of({"model_type": "llama"}).read(config), names))
-    with pytest.raises(ConfigError, match="registered already"):
+    with pytest.raises(ConfigError, match="already registered"):
         register_family(Family("parrot", lambda config: family_of({"model_type": "llama"}).read(config)))
     folder = save("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -111,7 +111,7 @@ def test_replacements_are_checked_make_kv_stale_and_take_no_memory(tmp_path: Pat
         model.replace_weight("model.nothing", value)
     with pytest.raises(InvalidOperation, match=r"shape \(3, 3\), not \(48, 80\)"):
         model.replace_weight(name, torch.zeros(3, 3))
-    with pytest.raises(InvalidOperation, match="no finite numbers"):
+    with pytest.raises(InvalidOperation, match="non-finite"):
         model.replace_weight(name, value * torch.nan)
     assert model.weights_version == 0
     with model.new_backend(LIMITS) as backend:
@@ -155,14 +155,14 @@ def test_an_engine_goes_on_with_new_weights_as_if_they_had_always_been(tmp_path:
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        ({"dtype": "int7"}, "dtype 'int7' is not known"),
+        ({"dtype": "int7"}, "dtype 'int7' is not supported"),
         ({"device": "moon"}, "device 'moon'"),
         ({"device": "mps"}, "not supported; use cpu or cuda"),
-        ({"deterministic": True, "dtype": "bfloat16"}, "deterministic needs float32 on the CPU"),
+        ({"deterministic": True, "dtype": "bfloat16"}, "deterministic requires float32 on the CPU"),
         ({"colour": "red"}, "unknown option colour"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype .int3. is not known; known: auto, fp8"),
-        ({"kv_cache_dtype": "fp8"}, "for CUDA and weights of 16 bits, not torch.float32 on cpu"),
-        ({"backend": "llamacpp"}, "is a directory; llama.cpp takes a .gguf file"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype .int3. is not supported; supported: auto, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "requires CUDA and 16-bit weights, not torch.float32 on cpu"),
+        ({"backend": "llamacpp"}, "is a directory; llama.cpp needs a .gguf file"),
     ],
 )
 def test_wrong_options(options: dict[str, object], saying: str, tmp_path: Path) -> None:

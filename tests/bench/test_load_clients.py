@@ -147,8 +147,8 @@ def test_plain_calls() -> None:
         async with answering(plain(200, {"data": []})) as target:
             with pytest.raises(HttpFailure, match="names none"):
                 await first_model(target)
-        async with answering(plain(404, {"error": "no such path"})) as target:
-            with pytest.raises(HttpFailure, match="HTTP 404: no such path"):
+        async with answering(plain(404, {"error": "path not found"})) as target:
+            with pytest.raises(HttpFailure, match="HTTP 404: path not found"):
                 await call(target, "GET", "/nowhere")
         with pytest.raises(HttpFailure, match="ConnectionRefusedError"):
             await call(target, "GET", "/v1/models")
@@ -161,7 +161,7 @@ def test_words_have_ids_where_the_server_tells_them() -> None:
         async with answering(plain(200, {"tokens": [5, 6]})) as target:
             words = await learn_words(target, "m")
             assert {word.ids for word in words} == {(5, 6)}
-        for answer in (plain(404, {"error": "no such path"}), plain(200, ["what?"])):
+        for answer in (plain(404, {"error": "path not found"}), plain(200, ["what?"])):
             async with answering(answer) as target:
                 words = await learn_words(target, "m")
                 assert {word.num_tokens for word in words} == {1}

@@ -75,5 +75,5 @@ def test_the_first_failure_ends_a_conversation() -> None:
 
 
 def test_a_session_that_cannot_be_opened_is_a_failed_request() -> None:
-    samples, _ = run(ANSWER, uses_sessions=True, sessions=plain(404, {"error": {"message": "no such path"}}))
+    samples, _ = run(ANSWER, uses_sessions=True, sessions=plain(404, {"error": {"message": "path not found"}}))
     assert [one.error for one in samples] == ["HTTP 404"]

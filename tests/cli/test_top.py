@@ -135,8 +135,8 @@ def test_names_can_not_command_a_terminal(state: LiveState) -> None:
 def test_models_that_go_and_connections_that_break(state: LiveState) -> None:
     state.take("gone", {"model": "smollm2-135m", "core": 0, "at": 0.0})
     assert "no model is served yet" in "".join(frame(state, 80, 24, colour=False))
-    state.take("end", {"reason": "the server is stopping"})
-    assert "the server is stopping" in "".join(frame(state, 80, 24, colour=False))
+    state.take("end", {"reason": "the server is shutting down"})
+    assert "the server is shutting down" in "".join(frame(state, 80, 24, colour=False))
     state.lose("no server at http://127.0.0.1:8000: refused; trying again")
     lines = frame(state, 80, 24, colour=False)
     assert len(lines) == 2
@@ -145,7 +145,7 @@ def test_models_that_go_and_connections_that_break(state: LiveState) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with pytest.raises(ConfigError, match="is not a server URL"):
         Address(url, None)
 
 
@@ -191,7 +191,7 @@ def test_once_prints_one_frame(server: Running) -> None:
 def test_a_wrong_key_and_a_server_that_is_gone_are_told(server: Running) -> None:
     refused = call(server, "--api-key", "wrong", "--once")
     assert refused.returncode == 2
-    assert "wants an API key" in refused.stderr
+    assert "requires an API key" in refused.stderr
     gone = subprocess.run([TOKENMILL, "top", "--url", "http://127.0.0.1:9", "--once"], capture_output=True, text=True)
     assert gone.returncode == 3
     assert "no server at http://127.0.0.1:9" in gone.stderr
@@ -260,7 +260,7 @@ def test_it_says_when_the_server_is_gone(tmp_path: Path) -> None:
     ):
         terminal.wait_for("all 3 slots are idle")
         assert served.stop() == 0
-        terminal.wait_for("the server is stopping; trying again")
+        terminal.wait_for("the server is shutting down; trying again")
         terminal.wait_for("no server at")
         terminal.press(b"q")
         assert terminal.end() == 0

@@ -54,7 +54,7 @@ def test_the_builder_takes_numpy_numbers_and_refuses_what_does_not_fit() -> None
     for token, output in ((1 << 31, 0), (1, 300)):
         with pytest.raises(InvalidBatch, match="out of range"):
             BatchBuilder().add(token, 0, 0, output).build()
-    with pytest.raises(InvalidBatch, match="numbered from 0"):
+    with pytest.raises(InvalidBatch, match="must be non-negative"):
         last_sampled(-3)
 
 

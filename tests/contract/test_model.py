@@ -22,7 +22,7 @@ def test_a_new_kind_of_model_joins_by_registration() -> None:
         assert handle.info.vocab_size == 7
         with handle.new_backend(BackendLimits(num_cells=32)) as backend:
             assert backend.decode(BatchBuilder().add_run([1, 2], 0, 0).build()).logits.shape == (1, 7)
-        with pytest.raises(ConfigError, match="registered already"):
+        with pytest.raises(ConfigError, match="already registered"):
             loading.register_opener("parrot", open_parrot)
     finally:
         loading.unregister_opener("parrot")

@@ -129,7 +129,7 @@ def test_from_text_to_vectors() -> None:
         assert outs[0].usage.prompt_tokens == 5
         raw = llm.embed("hello", pooling="last", normalize=False)[0].outputs.embedding
         assert not np.isclose(np.linalg.norm(raw), 1)
-        with pytest.raises(InvalidRequest, match="pooling 'max' is not known; known: 'last', 'mean'"):
+        with pytest.raises(InvalidRequest, match="pooling 'max' is not supported; supported: 'last', 'mean'"):
             llm.embed("hello", pooling="max")
         with pytest.raises(InvalidRequest, match="empty"):
             llm.embed([""])

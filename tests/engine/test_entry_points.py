@@ -44,17 +44,17 @@ def test_an_open_model_is_shared_and_left_open() -> None:
     model = open_model("fake")
     with LLM(model) as one, LLM(model) as two:
         assert one.generate("x", SHORT)[0].outputs[0].text == two.generate("x", SHORT)[0].outputs[0].text
-    with pytest.raises(ConfigError, match="dtype: the model is loaded already"):
+    with pytest.raises(ConfigError, match="dtype: the model is already loaded"):
         LLM(model, dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
-        ({"backend": "tpu"}, "backend 'tpu' is not known"),
+        ({"backend": "tpu"}, "backend 'tpu' is not supported"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens must be at least 1"),
-        ({"dtype": "float16"}, "the fake model has no backend, dtype or device"),
+        ({"dtype": "float16"}, "the fake model does not support backend, dtype or device"),
         ({"colour": "red"}, "unknown option colour; known: "),
         ({"max_model_len": 10_000}, "max_model_len 10000 > 4096"),
     ],

@@ -224,14 +224,14 @@ def test_a_request_runs_once() -> None:
     one = request("a", (1,), max_new_tokens=2)
     engine.add(one)
     run(engine)
-    with pytest.raises(InvalidRequest, match="has been run before"):
+    with pytest.raises(InvalidRequest, match="has already run"):
         engine.add(one)
     engine.add(request("b", (1,), max_new_tokens=9))
     engine.step()
     engine.cancel("b")
-    with pytest.raises(InvalidRequest, match="running already"):
+    with pytest.raises(InvalidRequest, match="already running"):
         engine.add(request("b", (2,)))
-    with pytest.raises(InvalidRequest, match="cancelled with stop"):
+    with pytest.raises(InvalidRequest, match="cancelled with reason stop"):
         engine.cancel("b", FinishReason.STOP)
     run(engine)
     assert_clean(engine)
@@ -250,7 +250,7 @@ def test_run_until_complete_does_not_hide_a_failure() -> None:
     engine = make_engine(max_num_seqs=1, max_queue=1)
     for _ in range(3):
         engine.add_sequence((1, 2), max_new_tokens=2)
-    with pytest.raises(RequestFailed, match="seq-2 ended with overload: 2 requests are waiting"):
+    with pytest.raises(RequestFailed, match="seq-2 ended with overload: 2 requests are queued"):
         engine.run_until_complete()
     backend_of(engine).faults.add(Fault(FaultKind.FATAL))
     engine.add_sequence((1, 2), max_new_tokens=2)

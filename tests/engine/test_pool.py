@@ -277,7 +277,7 @@ def test_a_wrong_verb_is_its_callers_mistake_and_nobody_elses() -> None:
         good, bad = Listener(), Listener()
         pool.submit(request("good", (1,), max_new_tokens=200), good)
         core = pool.submit(request("bad", (2,), max_new_tokens=200), bad)
-        with pytest.raises(InvalidRequest, match="cancelled with stop"):
+        with pytest.raises(InvalidRequest, match="cancelled with reason stop"):
             pool.cancel(core, "good", FinishReason.STOP)
         pool.finish(core, "bad", keep_tokens=10_000)
         assert bad.result()[1] in (FinishReason.ERROR, FinishReason.LENGTH)

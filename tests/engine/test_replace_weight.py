@@ -80,7 +80,7 @@ def test_a_memory_that_is_not_empty_refuses_until_it_is() -> None:
     with shared.new_backend(LIMITS) as backend:
         backend.decode(BatchBuilder().add_run([1, 2], 0, 0).build())
         shared.replace_weight("salt", None)
-        with pytest.raises(StaleKV, match="KV is of version 0, they are of 1"):
+        with pytest.raises(StaleKV, match="KV has version 0, the weights 1"):
             backend.decode(BatchBuilder().add_run([3], 2, 0).build())
         backend.kv.clear()
         backend.decode(BatchBuilder().add_run([1, 2], 0, 0).build())

@@ -371,8 +371,8 @@ def test_a_full_queue_refuses_with_a_reason() -> None:
     engine.add(request("one too many", (5,), max_new_tokens=1))
     transcript = run(engine)
     assert transcript.reasons["too many tokens"] is transcript.reasons["one too many"] is FinishReason.OVERLOAD
-    assert transcript.errors["too many tokens"] == "41 prompt tokens would be waiting, the limit is 30"
-    assert transcript.errors["one too many"] == "2 requests are waiting, the limit is 2"
+    assert transcript.errors["too many tokens"] == "41 prompt tokens would be queued, the limit is 30"
+    assert transcript.errors["one too many"] == "2 requests are queued, the limit is 2"
     assert transcript.reasons["w2"] is FinishReason.LENGTH
     assert_clean(engine)
 
@@ -451,7 +451,7 @@ def test_deadlines_ring_in_order_after_those_of_ended_requests_were_pruned() -> 
     ("settings", "saying"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
-        ({"max_queue": -1}, "max_queue must not be negative"),
+        ({"max_queue": -1}, "max_queue must be non-negative"),
         ({"queue_timeout_s": 0}, "queue_timeout_s must be positive"),
         ({"target_tick_ms": 0}, "target_tick_ms must be positive"),
         ({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7 < max_num_seqs 8"),
@@ -478,7 +478,7 @@ def test_depth_must_be_one_the_backend_has() -> None:
     [
         ({"prompt": ()}, "the prompt is empty"),
         ({"prompt": (1,), "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"prompt": (1,), "min_new_tokens": -1}, "min_new_tokens must not be negative"),
+        ({"prompt": (1,), "min_new_tokens": -1}, "min_new_tokens must be non-negative"),
         ({"prompt": (1,), "timeout_s": 0.0}, "timeout_s must be positive"),
         ({"prompt": tuple([1] * 256)}, "length is 256 tokens, but 257 are needed"),
     ],
@@ -488,7 +488,7 @@ def test_impossible_requests_are_named(options: dict[str, Any], saying: str) -> 
     with pytest.raises(InvalidRequest, match=saying):
         engine.add(request("r", **options))
     engine.add(request("twice", (1,)))
-    with pytest.raises(InvalidRequest, match="twice is running already"):
+    with pytest.raises(InvalidRequest, match="twice is already running"):
         engine.add(request("twice", (1,)))
     run(engine)
     assert_clean(engine)

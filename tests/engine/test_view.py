@@ -290,7 +290,7 @@ def test_a_view_survives_the_death_of_its_core() -> None:
 
 def test_an_engine_process_says_that_it_does_not_tell() -> None:
     client = ProcessClient.__new__(ProcessClient)
-    with pytest.raises(Unsupported, match="does not tell its events"):
+    with pytest.raises(Unsupported, match="events are not available"):
         client.subscribe(0, CoreView)
     with pytest.raises(Unsupported, match="stats"):
         client.snapshots()

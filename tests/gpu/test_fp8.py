@@ -91,5 +91,5 @@ def test_turned_keys_stay_numbers(tmp_path: Path) -> None:
 
 
 def test_it_is_for_weights_of_16_bits(tmp_path: Path) -> None:
-    with refused(ConfigError, "weights of 16 bits"):
+    with refused(ConfigError, "16-bit weights"):
         opened(tmp_path, dtype="float32")

@@ -169,7 +169,7 @@ def test_new_weights_are_rounded_like_the_old_ones(tmp_path: Path) -> None:
         assert (all_logits(model, TOKENS[:20], 20) == before).all()
     with pytest.raises(InvalidOperation, match="shape"):
         model.replace_weight("model.norm.weight", np.zeros(5, dtype=np.float32))
-    with pytest.raises(InvalidOperation, match="no finite numbers"):
+    with pytest.raises(InvalidOperation, match="not finite"):
         model.replace_weight("model.norm.weight", state["model.norm.weight"] * np.nan)
 
 
@@ -178,7 +178,7 @@ def test_sizes_that_the_kernels_cannot_do_are_refused(changes: dict[str, Any], t
     checkpoints.VARIANTS["odd sizes"] = ("Llama", changes)
     reference.cache_clear()
     path = str(save("odd sizes", tmp_path))
-    with pytest.raises(ConfigError, match="can't do a model of these sizes; use float32"):
+    with pytest.raises(ConfigError, match="do not support the shapes of this model; use float32"):
         open_model(path, device="cpu", dtype="int8")
     assert isinstance(open_model(path, device="cpu"), TorchModel)
 
@@ -209,7 +209,7 @@ def test_the_kernels_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Mon
     model = open_model(str(path), device="cpu")
     assert isinstance(model, TorchModel)
     assert not isinstance(model.decoder, NativeDecoder)
-    with pytest.raises(ConfigError, match="needs the CPU kernels"):
+    with pytest.raises(ConfigError, match="requires the CPU kernels"):
         open_model(str(path), device="cpu", dtype="int8")
 
 

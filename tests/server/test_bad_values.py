@@ -192,7 +192,7 @@ def test_i04_biases_of_no_token(server: Running) -> None:
 @pytest.mark.parametrize("key", ["a", "", "-1", "9.0"])
 def test_21_8_a_bias_of_no_token_is_said_to_be_one(server: Running, key: str) -> None:
     error = check_refusal(post(server, CHAT, changed(CHAT, logit_bias={"97": 1, key: 1})), 400, "logit_bias")
-    assert error["message"] == f"logit_bias must map token ids to numbers, but {key!r} is not a token id"
+    assert error["message"] == f"logit_bias must be a mapping of token ids to numbers; {key!r} is not a token id"
 
 
 # -- I05: numbers at their limits -------------------------------------------------------------------------------------

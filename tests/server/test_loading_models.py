@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_loaded_is_503_and_the_log_says_why(
             check_words(reply.error["message"])
             assert status_of(server)["status"] == "unloaded"
         told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert told == [f"second can't be loaded: {failure}"] * 2
+        assert told == [f"second failed to load: {failure}"] * 2
         assert chat(server, "fake").status == 200
         assert chat(server, "second").status == 200, "the next one tries again"
 

@@ -347,7 +347,7 @@ def test_the_log_as_json_has_one_object_a_request(server: Running, capfd: pytest
 
 
 def test_a_log_format_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="known: text, json"):
+    with pytest.raises(ConfigError, match="supported: text, json"):
         configure_logs("info", "xml")
 
 

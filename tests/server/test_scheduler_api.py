@@ -243,7 +243,7 @@ def test_streams_of_events_do_not_keep_a_server_from_stopping() -> None:
         assert events.next()[0] == "snapshot"
         assert server.served.gate.num_inside == 0, "nobody waits for it"
         server.loop.call_soon_threadsafe(server.served.drain)
-        assert events.next() == ("end", {"reason": "the server is stopping"})
+        assert events.next() == ("end", {"reason": "the server is shutting down"})
         with pytest.raises(EOFError):
             events.next()
 

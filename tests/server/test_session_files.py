@@ -63,11 +63,14 @@ def test_files_that_are_none_are_refused_and_the_service_goes_on(server: Running
     talk.ask("one")
     data = talk.post("save").body
     for wrong, reason in (
-        (data[:100], "cut short"),
-        (data[:-40] + b"x" + data[-39:], "damaged"),
-        (b"{}", "no session file"),
-        (data[:18] + b"\x07" + data[19:], "of version 7"),
-        (resealed(data, session={**header(data)["session"], "template_options": {"x": 1}}), "options x are not taken"),
+        (data[:100], "truncated"),
+        (data[:-40] + b"x" + data[-39:], "corrupt"),
+        (b"{}", "not a session file"),
+        (data[:18] + b"\x07" + data[19:], "version 7 is newer"),
+        (
+            resealed(data, session={**header(data)["session"], "template_options": {"x": 1}}),
+            "options x are not accepted",
+        ),
     ):
         refused = restore(server, wrong)
         assert refused.status == 400

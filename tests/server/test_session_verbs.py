@@ -137,7 +137,7 @@ def test_the_official_client_can_talk_to_a_session(server: Running) -> None:
         model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=3, extra_body={"session_id": made["id"]}
     )
     assert chat.choices[0].message.content == Conversation(server, made["id"]).turns()[1]["messages"][0]["content"]
-    with pytest.raises(openai.NotFoundError, match="no such session"):
+    with pytest.raises(openai.NotFoundError, match="session not found"):
         server.client.get("/sessions/nobody", cast_to=dict[str, Any])
 
 

@@ -43,7 +43,7 @@ def other_keys_see_nothing(server: Running) -> None:
             reply = request(server.port, method, f"{SESSIONS}/{name}{verb}", body, key=OTHER_KEY)
             assert reply.status == 404, (method, verb, reply.status)
             assert reply.error == {
-                "message": "there is no such session", "type": "invalid_request_error",
+                "message": "session not found", "type": "invalid_request_error",
                 "param": "session_id", "code": "session_not_found",
             }  # fmt: skip
         for stream in (True, False):

@@ -108,17 +108,17 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
         about = header(data)["session"]
         version_2 = data[: len(MAGIC)] + LENGTHS.pack(2, 0, 0, 0) + data[len(MAGIC) + LENGTHS.size :]
         bad = {
-            "it is empty": b"",
-            "it is no session file": b"PK\x03\x04" + data,
-            "it is cut short: 20 bytes": data[:20],
-            "it is cut short": data[:-1],
-            "it is too long": data + b"x",
-            "it is of version 2, of a later tokenmill": version_2,
-            "its checksum does not fit": data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
-            "its header is not complete": resealed(data, model={}),
-            "do not end where": resealed(data, turns=[]),
-            "kind is 'x'": resealed(data, turns=[{"kind": "x"}]),
-            "its KV is not of its ids": resealed(data, num_kv_tokens=10**9),
+            "the file is empty": b"",
+            "not a session file": b"PK\x03\x04" + data,
+            "truncated: 20 bytes": data[:20],
+            "truncated": data[:-1],
+            "too long": data + b"x",
+            "version 2 is newer than the supported version": version_2,
+            "checksum mismatch": data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
+            "incomplete header": resealed(data, model={}),
+            "do not match": resealed(data, turns=[]),
+            "not 'x'": resealed(data, turns=[{"kind": "x"}]),
+            "the KV does not match the token ids": resealed(data, num_kv_tokens=10**9),
             "'sampling' is missing": resealed(data, session={"system": None}),
             "surrogates not allowed": resealed(data, session={**about, "system": "\ud800"}),
             "maximum recursion": resealed(data, session={**about, "template_options": {"a": nested(600)}}),
@@ -126,7 +126,7 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
         for reason, wrong in bad.items():
             with pytest.raises(SessionFileError, match=reason):
                 await service.restore(wrong)
-        with pytest.raises(SessionFileError, match="can't be read: No such file"):
+        with pytest.raises(SessionFileError, match="cannot be read: No such file"):
             await service.restore("/nowhere/at/all")
         assert len(service) == 1, "and nothing is left of it"
         await read(await service.generate_stream(name))
@@ -139,7 +139,7 @@ def test_what_is_no_file_of_this_model_is_refused_with_the_reason() -> None:
             with pytest.raises(SessionFileError, match="another tokenizer or chat template"):
                 await other.restore(data)
         async with make_service(max_model_len=20) as other:
-            with pytest.raises(SessionFileError, match="do not fit the context of 20"):
+            with pytest.raises(SessionFileError, match="the context is 20"):
                 await other.restore(data)
 
     scene(play)
@@ -158,7 +158,7 @@ def test_texts_that_no_session_could_have_taken_in_are_refused() -> None:
             resealed(data, turns=[{**asked, "messages": [long]}, *rest]),
             resealed(empty, session={**header(empty)["session"], "system": "x" * 5000}),
         ):
-            with pytest.raises(SessionFileError, match=r"its 50\d\d tokens do not fit the context of 1024"):
+            with pytest.raises(SessionFileError, match=r"the session has 50\d\d tokens; the context is 1024"):
                 await service.restore(wrong)
         await service.restore(resealed(data, turns=[{**asked, "messages": [{**long, "content": "x" * 1500}]}, *rest]))
 

@@ -35,7 +35,7 @@ def test_raw_input_is_not_lost_where_the_template_rewrites_the_past() -> None:
         await service.append_input(name, "q")
         await service.append_input(name, list(b"XYZ"))
         await read(await service.generate_stream(name))
-        with pytest.raises(InvalidRequest, match="does not write answers as they are"):
+        with pytest.raises(InvalidRequest, match="does not render answers verbatim"):
             await service.append_input(name, "next")
         assert b"XYZ" in bytes(t for t in tokens_of(service, name) if t < 256)
 
@@ -88,7 +88,7 @@ def test_what_a_caller_changes_afterwards_does_not_matter() -> None:
 def test_wrong_arguments_are_told_when_they_are_given() -> None:
     async def play(service: SessionService) -> None:
         odd: Any = ["x"]
-        with pytest.raises(SessionNotFound, match="a session's name is a text"):
+        with pytest.raises(SessionNotFound, match="a session id must be a string"):
             await service.append_input(odd, "hi")
         wrong: list[dict[str, Any]] = [
             {"sampling_params": {"temperature": 1}},
@@ -104,7 +104,7 @@ def test_wrong_arguments_are_told_when_they_are_given() -> None:
             with pytest.raises(InvalidRequest):
                 await service.create_session(**options)
         name = await service.create_session(system="SYS", sampling_params=GREEDY)
-        with pytest.raises(InvalidRequest, match="begins with a message"):
+        with pytest.raises(InvalidRequest, match="must be a message"):
             await service.append_input(name, "AB", raw=True)
         bad: list[Any] = [service.fork(name, at_turn="1"), service.fork(name, n="x"), service.fork(name, n=0),
                           service.edit(name, "0", "x"), service.rewind(name, at_token=1.5)]  # fmt: skip

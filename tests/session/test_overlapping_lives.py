@@ -77,7 +77,7 @@ def test_a_service_belongs_to_one_loop() -> None:
         await service.append_input(name, "x")
 
     asyncio.run(use())
-    with pytest.raises(InvalidRequest, match="belongs to the event loop"):
+    with pytest.raises(InvalidRequest, match="must be used on the event loop"):
         asyncio.run(use())
 
 

@@ -30,7 +30,7 @@ def test_reading_again_from_an_offset() -> None:
         stream = await service.generate_stream(name, max_new_tokens=60, ignore_eos=True)
         first = await anext(stream)
         again = asyncio.create_task(read(await service.attach(name, len(first.token_ids))))
-        with pytest.raises(InvalidRequest, match="nothing at 999"):
+        with pytest.raises(InvalidRequest, match="offset 999 is beyond"):
             await anext(await service.attach(name, 999))
         whole = asyncio.create_task(read(await service.attach(name)))
         text, ids, _ = await read(stream)
@@ -44,7 +44,7 @@ def test_reading_again_from_an_offset() -> None:
             text, ids, last = await read(await service.attach(name, offset))
             assert ids == stopped[offset:]
             assert last.finish_reason == "stop"
-        with pytest.raises(InvalidRequest, match="nothing at 999"):
+        with pytest.raises(InvalidRequest, match="offset 999 is beyond"):
             await anext(await service.attach(name, 999))
 
     scene(play)

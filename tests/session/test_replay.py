@@ -125,4 +125,4 @@ def test_the_command_says_whether_it_is_the_same(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "2 answers match, token for token\n"), done.stderr
     (tmp_path / "one.session").write_bytes(b"x")
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, "no session file" in done.stderr) == (2, True)
+    assert (done.returncode, "not a session file" in done.stderr) == (2, True)

@@ -117,10 +117,10 @@ def test_a_template_that_rewrites_past_turns_is_found_out() -> None:
 def test_templates_are_sandboxed_and_their_errors_told() -> None:
     with pytest.raises(InvalidRequest, match="only user and assistant"):
         renderer("mistral")[0].encode([{"role": "system", "content": "x"}])
-    with pytest.raises(InvalidRequest, match="no valid template"):
+    with pytest.raises(InvalidRequest, match="invalid chat template"):
         ChatTemplate("{% for %}", TOKENIZER).encode([{"role": "user", "content": "x"}])
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
-        with pytest.raises(InvalidRequest, match="refuses"):
+        with pytest.raises(InvalidRequest, match="rejected"):
             ChatTemplate(escape, TOKENIZER).encode([{"role": "user", "content": "x"}])
 
 

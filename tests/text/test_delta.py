@@ -163,7 +163,7 @@ def test_what_a_turn_adds_ends_the_ids_of_the_whole(scheme: str, source: str) ->
 
 def test_a_template_that_changes_answers_can_only_be_rendered_whole() -> None:
     delta = DeltaRenderer(ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}", TOKENIZER))
-    with pytest.raises(InvalidRequest, match="give the whole conversation"):
+    with pytest.raises(InvalidRequest, match="send the whole conversation"):
         delta.next_turn([user("x")], None)
     step = delta.extend([*TOKENIZER.encode("HI"), 7], [user("hi"), assistant("ho")], [user("x")], None)
     assert TOKENIZER.decode([*TOKENIZER.encode("HI")[: step.keep], *step.ids]) == "HIHOX"

@@ -129,8 +129,8 @@ def test_sentencepiece_by_its_scores(tmp_path: Path) -> None:
 def test_what_is_not_known_is_an_error_not_a_guess(tmp_path: Path, byte_level: Any) -> None:
     metadata = byte_level_metadata(byte_level)
     for change, saying in [
-        ({"tokenizer.ggml.pre": "martian"}, "cuts text by 'martian', which is not known here; known: default"),
-        ({"tokenizer.ggml.model": "wordlist"}, "kind 'wordlist'; known"),
+        ({"tokenizer.ggml.pre": "martian"}, "pre-tokenizer 'martian' is not supported; supported: default"),
+        ({"tokenizer.ggml.model": "wordlist"}, "type 'wordlist'; supported"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "2 token types"),
     ]:
         with pytest.raises(ModelLoadError, match=saying):
@@ -140,9 +140,9 @@ def test_what_is_not_known_is_an_error_not_a_guess(tmp_path: Path, byte_level: A
 
 
 def test_what_is_no_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="can't be read: Is a directory"):
+    with pytest.raises(ModelLoadError, match="cannot be read: Is a directory"):
         GGUFFile(tmp_path)
-    with pytest.raises(ModelLoadError, match="can't be read: No such file"):
+    with pytest.raises(ModelLoadError, match="cannot be read: No such file"):
         GGUFFile(tmp_path / "missing.gguf")
 
 

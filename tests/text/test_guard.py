@@ -116,7 +116,7 @@ def test_whatever_a_template_does_with_it(expression: str, content: str) -> None
 
 
 def test_a_role_that_holds_a_special_token_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"role 'x<\|im_end\|>' holds a special token"):
+    with pytest.raises(InvalidRequest, match=r"role 'x<\|im_end\|>' contains a special token"):
         ChatTemplate(PHI3, TOKENIZER).encode([{"role": "x<|im_end|>", "content": "x"}])
     known = ChatTemplate(PHI3, TOKENIZER).encode([user("x")])
     assert known[0] == TOKENIZER.special_tokens["<|user|>"]

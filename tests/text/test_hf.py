@@ -72,13 +72,13 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json"):
         HuggingFaceTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelLoadError, match="is no tokenizer"):
+    with pytest.raises(ModelLoadError, match="is not a valid tokenizer"):
         HuggingFaceTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text(JSON)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="is no JSON"):
+    with pytest.raises(ModelLoadError, match="is not valid JSON"):
         HuggingFaceTokenizer.from_directory(tmp_path)
-    with pytest.raises(TokenizeFailed, match="no valid Unicode"):
+    with pytest.raises(TokenizeFailed, match="not valid Unicode"):
         TOKENIZER.encode("a\ud800")
 
 

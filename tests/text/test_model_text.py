@@ -39,7 +39,7 @@ def test_a_callers_template_gets_the_models_variables(tmp_path: Path) -> None:
     for missing in (text.chat_template, lambda: text.template_of(None)):
         with pytest.raises(InvalidRequest, match="no chat template"):
             missing()
-    with pytest.raises(InvalidRequest, match="a chat template is a text, not int"):
+    with pytest.raises(InvalidRequest, match="a chat template must be a string, not int"):
         text.template_of(5)  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def test_files_that_are_no_utf8(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("eos", ["ab", 2.0, -1, True, [1, "a"], {"a": 1}, [[1]]])
 def test_end_of_sequence_ids_that_are_none(tmp_path: Path, eos: Any) -> None:
-    with pytest.raises(ModelLoadError, match=r"config\.json: eos_token_id must be a token's number"):
+    with pytest.raises(ModelLoadError, match=r"config\.json: eos_token_id must be a token id"):
         model_text._from_directory(folder_with(tmp_path, config={"eos_token_id": eos}))
 
 
@@ -79,7 +79,7 @@ def test_sampling_values_that_are_not_valid_are_left_out(caplog: pytest.LogCaptu
     }
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "top_p must be in (0, 1], not 0.0" in caplog.text
-    assert "top_k must be a whole number" in caplog.text
+    assert "top_k must be an integer" in caplog.text
     assert (
         ModelText(ByteTokenizer(), defaults=sampling_defaults({"temperature": -1})).sampling_params().temperature == 1
     )
@@ -93,7 +93,7 @@ def test_sampling_values_that_are_not_valid_are_left_out(caplog: pytest.LogCaptu
         ({"tokenizer.ggml.eos_token_id": -1}, "eos_token_id must be from 0 to .*, not -1"),
         ({"tokenizer.ggml.bos_token_id": 9999}, "bos_token_id must be from 0 to .*, not 9999"),
         ({"tokenizer.ggml.eot_token_id": True}, "eot_token_id must be from 0 to .*, not True"),
-        ({"tokenizer.chat_template": 5}, r"tokenizer\.chat_template must be a text, not 5"),
+        ({"tokenizer.chat_template": 5}, r"tokenizer\.chat_template must be a string, not 5"),
         ({"tokenizer.ggml.token_type": 5}, "no list of token types"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "has no tokenizer"),
     ],

@@ -52,24 +52,29 @@ def nested(depth: int) -> list[Any]:
 
 
 FAILING: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
-    "division by zero": ("{{ 1 / 0 }}", HI, {}, "fails on these messages: ZeroDivisionError: division by zero"),
-    "type": ("{{ 1 + 'a' }}", HI, {}, "fails on these messages: TypeError"),
+    "division by zero": ("{{ 1 / 0 }}", HI, {}, "the chat template failed: ZeroDivisionError: division by zero"),
+    "type": ("{{ 1 + 'a' }}", HI, {}, "the chat template failed: TypeError"),
     "strftime": ("{{ strftime_now(5) }}", HI, {}, "TypeError"),
     "tojson of odd objects": ("{{ range | tojson }}", HI, {}, "not JSON serializable"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", HI, {}, "RecursionError"),
-    "lines": ("{{ raise_exception('a\n\nb') }}", HI, {}, "refuses these messages: a b$"),
+    "lines": ("{{ raise_exception('a\n\nb') }}", HI, {}, "rejected the messages: a b$"),
     "undefined": ("{{ x.y.z }}", HI, {}, "'x' is undefined"),
-    "sandbox": ("{{ ''.__class__.__mro__ }}", HI, {}, "refuses"),
-    "messages as an option": ("{{ messages }}", HI, {"messages": 1}, "can't set 'messages'"),
-    "option of an odd type": ("x", HI, {"tools": [print]}, "JSON values, and builtin_function_or_method is none"),
-    "message with an odd value": ("x", [{"role": "user", "content": "x", "when": b""}], {}, "and bytes is none"),
-    "depth": ("x", HI, {"tools": nested(100_000)}, "nested more than 100 deep"),
-    "no compiling": ("{% for %}", HI, {}, "no valid template: Expected"),
-    "unknown tag": ("{% foo %}", HI, {}, "no valid template: Encountered unknown tag 'foo'"),
-    "deep source": ("{{ " + "(" * 5000 + " }}", HI, {}, "no valid template"),
-    "surrogate": ("x", [{"role": "user", "content": "a\ud800"}], {}, "no valid Unicode"),
-    "surrogate in an option": ("x", HI, {"tools": [{"name": "\udfff"}]}, "no valid Unicode"),
-    "surrogate in a role": ("x", [{"role": "\udfff", "content": ""}], {}, "no valid Unicode"),
+    "sandbox": ("{{ ''.__class__.__mro__ }}", HI, {}, "rejected"),
+    "messages as an option": ("{{ messages }}", HI, {"messages": 1}, "cannot set 'messages'"),
+    "option of an odd type": ("x", HI, {"tools": [print]}, "must be JSON values, not builtin_function_or_method"),
+    "message with an odd value": (
+        "x",
+        [{"role": "user", "content": "x", "when": b""}],
+        {},
+        "must be JSON values, not bytes",
+    ),
+    "depth": ("x", HI, {"tools": nested(100_000)}, "nested deeper than 100 levels"),
+    "no compiling": ("{% for %}", HI, {}, "invalid chat template: Expected"),
+    "unknown tag": ("{% foo %}", HI, {}, "invalid chat template: Encountered unknown tag 'foo'"),
+    "deep source": ("{{ " + "(" * 5000 + " }}", HI, {}, "invalid chat template"),
+    "surrogate": ("x", [{"role": "user", "content": "a\ud800"}], {}, "not valid Unicode"),
+    "surrogate in an option": ("x", HI, {"tools": [{"name": "\udfff"}]}, "not valid Unicode"),
+    "surrogate in a role": ("x", [{"role": "\udfff", "content": ""}], {}, "not valid Unicode"),
 }
 
 
@@ -130,7 +135,7 @@ def test_21_8_arguments_that_are_no_json_object_stay_as_they_are() -> None:
 
 
 def test_a_source_that_is_no_text() -> None:
-    with pytest.raises(InvalidRequest, match="a chat template is a text, not int"):
+    with pytest.raises(InvalidRequest, match="a chat template must be a string, not int"):
         ChatTemplate(5, TOKENIZER)  # type: ignore[arg-type]
 
 

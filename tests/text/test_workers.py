@@ -142,7 +142,7 @@ def test_21_1_the_bytes_that_wait_have_a_bound() -> None:
         held = Held("running", order)
         running = asyncio.create_task(workers.run(2 * MIB, held))  # alone it may be larger than the bound
         await held.begun()
-        with pytest.raises(Overloaded, match="wait to be tokenized"):
+        with pytest.raises(Overloaded, match="are queued for tokenization"):
             await workers.run(LONG, lambda: None)
         assert await workers.run(SHORT_BYTES, lambda: "short") == "short"
         held.may_end.set()

@@ -168,9 +168,9 @@ def test_a_file_that_is_refused_changes_nothing(
     data, before, sessions = path.read_bytes(), visit.stored(), sessions_on(server)
     dialog = visit.page.get_by_role("dialog")
     for wrong, words in (
-        (data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "it is damaged: its checksum does not fit"),
-        (data[:100], "it is cut short: 100 bytes"),
-        (data[:18] + b"\x07" + data[19:], "it is of version 7, of a later tokenmill"),
+        (data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "corrupt: checksum mismatch"),
+        (data[:100], "truncated: 100 bytes"),
+        (data[:18] + b"\x07" + data[19:], "version 7 is newer than the supported version"),
         (foreign_file, "it is of another model"),
         (data + bytes(9 << 20), "larger than the server takes: a body may have 8388608 bytes"),
         (data + bytes(48 << 20), "larger than the server takes"),
@@ -312,7 +312,7 @@ def test_a_file_of_any_of_the_models_that_are_loaded(browser: Browser, tmp_path:
             asked.append(route.request.url.partition("model=")[2])
             assert route.request.headers["content-type"] == MEDIA_TYPE
             if asked[-1] == "first":
-                error = {"message": "the file is refused: it is of another model", "code": "bad_session_file"}
+                error = {"message": "invalid session file: it is of another model", "code": "bad_session_file"}
                 route.fulfill(status=400, json={"error": error})
             else:
                 route.continue_(url=route.request.url.partition("?")[0])

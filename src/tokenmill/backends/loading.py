@@ -35,7 +35,9 @@ def choose_backend(path: Path, asked: str) -> BackendChoice:
     choice = _by_rule(path) if asked == "auto" else BackendChoice(asked, "as asked for")
     if choice.backend == "llamacpp" and importlib.util.find_spec("llama_cpp") is None:
         reason = "" if asked == "llamacpp" else f"{path}: {choice.why}; "
-        raise ModelLoadError(f"{reason}the llamacpp backend needs llama-cpp-python: pip install 'tokenmill[llamacpp]'")
+        raise ModelLoadError(
+            f"{reason}the llamacpp backend requires llama-cpp-python: pip install 'tokenmill[llamacpp]'"
+        )
     return choice
 
 
@@ -61,7 +63,7 @@ _openers: dict[str, Opener] = {}
 def register_opener(kind: str, opener: Opener) -> None:
     """Add a kind of model. Later ones are asked first, so that a specific opener can go before a general one."""
     if kind in _openers:
-        raise ConfigError(f"an opener for {kind!r} models is registered already")
+        raise ConfigError(f"an opener for {kind!r} models is already registered")
     _openers[kind] = opener
 
 
@@ -78,7 +80,7 @@ def open_model(model: str, **options: Any) -> ModelHandle:
         if handle is not None:
             return handle
     raise ModelNotFound(
-        f"no model {model!r}: it is no directory, no .gguf file and no name of a model (names: {', '.join(_names())})"
+        f"no model {model!r}: not a directory, a .gguf file or a model name (names: {', '.join(_names())})"
     )
 
 
@@ -121,7 +123,7 @@ def describe_model(model: str, **options: Any) -> ModelDescription:
 
     path = find_model(model)
     if path is None:
-        raise ModelNotFound(f"no model {model!r}: it is no directory, no .gguf file and no name of a model")
+        raise ModelNotFound(f"no model {model!r}: not a directory, a .gguf file or a model name")
     load_options = _load_options(options)
     if choose_backend(path, load_options.backend).backend == "llamacpp":
         from tokenmill.backends.llamacpp.model import describe as describe_for_llamacpp
@@ -143,7 +145,7 @@ def _open_fake(model: str, options: LoadOptions) -> ModelHandle | None:
         return None
     asked = LoadOptions(extra=options.extra, deterministic=options.deterministic)
     if options != asked and options != replace(asked, backend="fake"):
-        raise ConfigError("the fake model has no backend, dtype or device to choose")
+        raise ConfigError("the fake model does not support backend, dtype or device")
     try:
         return FakeModel(FakeConfig(**options.extra))
     except TypeError as error:
@@ -158,7 +160,7 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     if path is None:
         return None
     if options.backend == "fake":
-        raise ConfigError(f"backend 'fake' can't open {model}; use auto, torch or llamacpp")
+        raise ConfigError(f"backend 'fake' cannot open {model}; use auto, torch or llamacpp")
 
     choice = choose_backend(path, options.backend)
     log.info("%s: backend %s (%s)", path.name, choice.backend, choice.why)

@@ -146,7 +146,7 @@ class Address:
         except ValueError:
             self._host, self._port = "", None
         if parts.scheme not in ("http", "https") or not self._host:
-            raise ConfigError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000")
+            raise ConfigError(f"{url!r} is not a server URL such as http://127.0.0.1:8000")
         self._is_secure = parts.scheme == "https"
         self._folder = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -166,10 +166,10 @@ class Address:
             return answer
         connection.close()
         if answer.status in (401, 403):
-            raise ConfigError(f"{self.url} wants an API key: give --api-key, or set TOKENMILL_API_KEY")
+            raise ConfigError(f"{self.url} requires an API key: use --api-key or TOKENMILL_API_KEY")
         if answer.status == 404:
-            raise ConfigError(f"{self.url} has no {path}: it is no tokenmill server, or an older one")
-        raise EngineDead(f"{self.url} answers {answer.status}: not ready")
+            raise ConfigError(f"{self.url} has no {path}: not a tokenmill server, or an older version")
+        raise EngineDead(f"{self.url} is not ready (status {answer.status})")
 
 
 def read_once(address: Address, state: LiveState) -> None:
@@ -198,11 +198,11 @@ class Follower:
                 with self._address.get("/v1/scheduler/events") as answer:
                     self._state.begin()
                     self._read(answer)
-                problem = self._state.problem or "the server has closed the connection"
+                problem = self._state.problem or "the server closed the connection"
             except (EngineDead, ConfigError, OSError, http.client.HTTPException) as error:
                 problem = str(error) or type(error).__name__
             except (KeyError, TypeError, ValueError) as error:
-                problem = f"the server says what can't be understood: {type(error).__name__} {error}"
+                problem = f"unexpected response from the server: {type(error).__name__} {error}"
             self._state.lose(f"{problem}; trying again")
             self._is_over.wait(AGAIN_S)
 

@@ -259,7 +259,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigError(f"backend {self.backend!r} is not known; known: {', '.join(BACKENDS)}")
+            raise ConfigError(f"backend {self.backend!r} is not supported; supported: {', '.join(BACKENDS)}")
 
 
 class ModelHandle(Protocol):
@@ -338,11 +338,11 @@ def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mas
     if count == 0:
         return
     if not 0 <= rows.logits_row.min() <= rows.logits_row.max() < num_logits:
-        raise InvalidOperation(f"logits rows are numbered 0 to {num_logits - 1}")
+        raise InvalidOperation(f"logits rows must be from 0 to {num_logits - 1}")
     if not 0 <= rows.table_row.min() <= rows.table_row.max() < max_rows:
-        raise InvalidOperation(f"rows of the token table are numbered 0 to {max_rows - 1}")
+        raise InvalidOperation(f"rows of the token table must be from 0 to {max_rows - 1}")
     if np.bincount(rows.table_row).max() > 1:
-        raise InvalidOperation("two ids can't go to the same row of the token table")
+        raise InvalidOperation("two ids cannot be written to the same row of the token table")
     if mask is not None and mask.shape != (count, -(-vocab // 32)):
         raise InvalidOperation(f"the mask has shape {mask.shape}, not {(count, -(-vocab // 32))}")
 

@@ -36,7 +36,7 @@ def last_sampled(row: int) -> int:
     It lets step t+1 be submitted before the ids of step t have reached the host.
     """
     if row < 0:
-        raise InvalidBatch(f"rows are numbered from 0, not {row}")
+        raise InvalidBatch(f"rows must be non-negative, not {row}")
     return -1 - row
 
 
@@ -65,7 +65,7 @@ class Batch:
                 raise InvalidBatch(f"{name} has {array.ndim} dimensions of {array.dtype}, not {wanted}")
         n = len(self.token)
         if n == 0:
-            raise InvalidBatch("a batch must hold at least one token")
+            raise InvalidBatch("a batch must contain at least one token")
         if self.seq_ids.shape[1] == 0:
             raise InvalidBatch(f"seq_ids must have shape [tokens, width], not {self.seq_ids.shape}")
         if not len(self.pos) == len(self.seq_ids) == len(self.output) == n:
@@ -74,7 +74,7 @@ class Batch:
         if self.pos.min() < 0:
             raise InvalidBatch(f"position {self.pos.min()} is negative")
         if self.output.max() > (Output.LOGITS | Output.HIDDEN):
-            raise InvalidBatch(f"output {self.output.max()} is no combination of LOGITS (1) and HIDDEN (2)")
+            raise InvalidBatch(f"output {self.output.max()} is not a combination of LOGITS (1) and HIDDEN (2)")
         self._check_sequences()
 
     def _check_sequences(self) -> None:

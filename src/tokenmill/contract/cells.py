@@ -144,13 +144,13 @@ class CellTable:
         if not cells.any() or delta == 0:
             return
         if not self.capabilities.shift:
-            raise Unsupported("this memory can't shift positions")
+            raise Unsupported("this memory cannot shift positions")
         if (self.held[seq] & ~cells).any():
-            raise InvalidOperation(f"shifting [{p0}, {p1}) tears sequence {seq} apart; shift all of it")
+            raise InvalidOperation(f"shifting [{p0}, {p1}) splits sequence {seq}; shift the whole sequence")
         if (self.held[:, cells].sum(axis=0) > 1).any():
-            raise InvalidOperation(f"sequence {seq} shares cells; shared cells can't be shifted")
+            raise InvalidOperation(f"sequence {seq} shares cells; shared cells cannot be shifted")
         if self.seq_pos_min(seq) + delta < 0 or self.seq_pos_max(seq) + delta >= self.max_context:
-            raise InvalidOperation(f"shifting sequence {seq} by {delta} leaves positions 0 to {self.max_context - 1}")
+            raise InvalidOperation(f"shifting sequence {seq} by {delta} exceeds positions 0 to {self.max_context - 1}")
         self.pos[cells] += delta
         self.pending_shift[cells] += delta
 
@@ -230,11 +230,11 @@ class CellTable:
     def _check_token(self, seqs: list[int], pos: int) -> None:
         first = seqs[0]
         if max(seqs) >= self.capabilities.max_seqs:
-            raise InvalidBatch(f"sequence {max(seqs)} is not below max_seqs {self.capabilities.max_seqs}")
+            raise InvalidBatch(f"sequence {max(seqs)} must be below max_seqs {self.capabilities.max_seqs}")
         if any((self.held[seq] != self.held[first]).any() for seq in seqs):
             raise InvalidBatch(f"a token belongs to sequences {seqs}, which do not hold the same cells")
         if pos != self.seq_pos_max(first) + 1:
-            raise InvalidBatch(f"sequence {first} goes on at position {self.seq_pos_max(first) + 1}, not {pos}")
+            raise InvalidBatch(f"sequence {first} must continue at position {self.seq_pos_max(first) + 1}, not {pos}")
         if pos >= self.max_context:
             raise InvalidBatch(f"position {pos} is outside the context of {self.max_context} tokens")
 

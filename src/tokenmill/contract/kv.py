@@ -80,7 +80,7 @@ def check_size(num_cells: int, block_size: int) -> None:
     if block_size < 1:
         raise ConfigError(f"block_size must be at least 1, not {block_size}")
     if num_cells < block_size:
-        raise ConfigError(f"KV memory of {num_cells} cells holds no block of {block_size}")
+        raise ConfigError(f"KV memory of {num_cells} cells is smaller than one block of {block_size}")
 
 
 class KVMemory(Protocol):

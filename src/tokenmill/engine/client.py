@@ -199,7 +199,7 @@ class ThreadClient:
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         if request.request_id in self._core_of:
-            raise InvalidRequest(f"request {request.request_id} is running already")
+            raise InvalidRequest(f"request {request.request_id} is already running")
         self._core_of[request.request_id] = self.pool.submit(request, sink, core)
         if request.is_finished:  # before we knew where
             self._forget(request.request_id)

@@ -235,7 +235,7 @@ class EngineCore:
         request = self.scheduler.requests.get(request_id)
         if request is not None:
             if not 0 <= keep_tokens <= len(request.output):
-                raise InvalidRequest(f"{keep_tokens} of {len(request.output)} generated tokens can't be kept")
+                raise InvalidRequest(f"cannot keep {keep_tokens} of {len(request.output)} generated tokens")
             del request.tokens[request.num_prompt + keep_tokens :]
             self.scheduler.finish(request, FinishReason.STOP)
             self._tell_cells()
@@ -264,7 +264,7 @@ class EngineCore:
         """A new request that continues the log of a running one; it shares the KV that exists."""
         source = self.scheduler.requests.get(request_id)
         if source is None:
-            raise InvalidRequest(f"request {request_id} is not running; submit its tokens instead")
+            raise InvalidRequest(f"request {request_id} is not running; submit a new request with its tokens")
         shared = replace(hints, namespace=source.hints.namespace, fork_of=request_id)
         child = Request(new_id, source.tokens, limits, shared, draw)
         self.add(child)
@@ -512,7 +512,7 @@ class EngineCore:
 def check_cancel(reason: FinishReason) -> None:
     """Raise `InvalidRequest` unless a caller may end a request for this reason. Safe on any thread."""
     if reason not in CALLERS_REASONS:
-        raise InvalidRequest(f"a request can't be cancelled with {reason.value}")
+        raise InvalidRequest(f"a request cannot be cancelled with reason {reason.value}")
 
 
 def _raise_if_fatal(error: BackendError) -> None:

@@ -28,10 +28,10 @@ class WaitingQueue:
     def why_full(self, request: Request, num_free_rows: int) -> str | None:
         """Why this request can't wait here; None if it can. Those for whom a row is free do not really wait."""
         if len(self._requests) >= self._max_requests + num_free_rows:
-            return f"{len(self._requests)} requests are waiting, the limit is {self._max_requests}"
+            return f"{len(self._requests)} requests are queued, the limit is {self._max_requests}"
         tokens = self.num_tokens + len(request.tokens)
         if self._max_tokens is not None and self._requests and tokens > self._max_tokens:
-            return f"{tokens} prompt tokens would be waiting, the limit is {self._max_tokens}"
+            return f"{tokens} prompt tokens would be queued, the limit is {self._max_tokens}"
         return None
 
     def add(self, request: Request) -> None:

@@ -238,7 +238,7 @@ class CoreThread:
 
     def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
         if request.request_id in self._sinks:
-            taken = f"request {request.request_id} is running already"
+            taken = f"request {request.request_id} is already running"
             tell(sink, StepResult.of_end(request.request_id, FinishReason.ERROR, taken))
             return
         self._sinks.add(request.request_id, sink)

@@ -116,7 +116,7 @@ class ProcessClient:
             if self._gone is not None:
                 raise self._gone
             if request.request_id in self._requests:
-                raise InvalidRequest(f"request {request.request_id} is running already")
+                raise InvalidRequest(f"request {request.request_id} is already running")
             self._requests[request.request_id] = request
             self._sinks.add(request.request_id, sink)
             self._mail.post(message)
@@ -150,10 +150,10 @@ class ProcessClient:
                 self._questions.pop(number, None)
 
     def snapshots(self) -> list[CoreSnapshot | None]:
-        raise Unsupported("an engine process does not tell what its slots are doing; it has stats()")
+        raise Unsupported("the slot view is not available from an engine process; use stats()")
 
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:  # noqa: ARG002
-        raise Unsupported("an engine process does not tell its events; run the engine on threads to hear them")
+        raise Unsupported("events are not available from an engine process; run the engine on threads")
 
     def close(self) -> None:
         """Stop the engine process; requests that were not done end with `shutdown`."""

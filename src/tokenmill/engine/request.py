@@ -122,7 +122,7 @@ class Limits:
             if value is not None and value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value}")
         if self.min_new_tokens < 0:
-            raise InvalidRequest(f"min_new_tokens must not be negative, but is {self.min_new_tokens}")
+            raise InvalidRequest(f"min_new_tokens must be non-negative, not {self.min_new_tokens}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise InvalidRequest(f"timeout_s must be positive, not {self.timeout_s}")
 
@@ -144,7 +144,7 @@ class Hints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or not isinstance(self.key, str):
-            raise InvalidRequest(f"priority is a number and key a string, not {self.priority!r} and {self.key!r}")
+            raise InvalidRequest(f"priority must be a number and key a string, not {self.priority!r} and {self.key!r}")
         try:
             hash(self.namespace)
         except TypeError:
@@ -323,9 +323,9 @@ def _checked_array(request_id: str, tokens: list[int]) -> IntArray:
     try:
         array = np.array(tokens, dtype=np.int32)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"request {request_id}: the prompt must be token ids: {error}") from None
+        raise InvalidRequest(f"request {request_id}: the prompt must be a list of token ids: {error}") from None
     if array.ndim != 1:
-        raise InvalidRequest(f"request {request_id}: the prompt must be one list of token ids, not a list of lists")
+        raise InvalidRequest(f"request {request_id}: the prompt must be a flat list of token ids")
     if array.min() < 0:
-        raise InvalidRequest(f"request {request_id}: token ids must not be negative, but one is {array.min()}")
+        raise InvalidRequest(f"request {request_id}: token ids must be non-negative, not {array.min()}")
     return array

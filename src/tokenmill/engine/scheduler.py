@@ -69,9 +69,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request in. One that can't be taken ends at once, with `overload`."""
         if request.request_id in self.requests or self.results.is_ending(request.request_id):
-            raise InvalidRequest(f"request {request.request_id} is running already")
+            raise InvalidRequest(f"request {request.request_id} is already running")
         if request.arrival or request.state is not RequestState.WAITING:
-            raise InvalidRequest(f"request {request.request_id} has been run before; make a new one")
+            raise InvalidRequest(f"request {request.request_id} has already run; create a new request")
         check_request(request, self.model, self.max_model_len)
         self._arrivals += 1
         request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick

@@ -55,8 +55,8 @@ class Submit(msgspec.Struct, tag=True):
         namespace = request.hints.namespace
         if not _is_plain(namespace):
             raise InvalidRequest(
-                f"request {request.request_id}: a namespace for an engine process is made of strings, bytes, numbers, "
-                f"None and tuples of them, not {namespace!r}"
+                f"request {request.request_id}: a namespace for an engine process must consist of strings, bytes, "
+                f"numbers, None and tuples of them, not {namespace!r}"
             )
         hints = replace(request.hints, namespace=None)
         return cls(
@@ -177,7 +177,7 @@ def pack(message: ToEngine, wrong: type[TokenmillError] = InvalidRequest) -> byt
         packed = encode(message)
         decode_for_engine(packed)  # what encodes may still be of a wrong type, which only the reader looks at
     except _CAN_NOT_BE_CARRIED as error:
-        raise wrong(f"{type(message).__name__} can't be sent to the engine process: {error}") from None
+        raise wrong(f"{type(message).__name__} cannot be sent to the engine process: {error}") from None
     return packed
 
 

@@ -220,6 +220,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
     try:
         items = list(prompts)
     except TypeError:
-        raise InvalidRequest(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}") from None
+        raise InvalidRequest(f"prompts must be strings or lists of token ids, not {type(prompts).__name__}") from None
     is_one = bool(items) and not any(isinstance(item, (str, Mapping)) or hasattr(item, "__len__") for item in items)
     return [items] if is_one else items

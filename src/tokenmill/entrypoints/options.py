@@ -90,7 +90,7 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
     if isinstance(model, str):
         handle = open_model(model, **load_options)
     elif load_options:
-        raise ConfigError(f"{', '.join(load_options)}: the model is loaded already")
+        raise ConfigError(f"{', '.join(load_options)}: the model is already loaded")
     else:
         handle = model
     try:

@@ -260,13 +260,13 @@ class PagedKV:
         if lo >= hi or delta == 0:
             return
         if not self.capabilities.shift:
-            raise Unsupported("this memory can't shift positions")
+            raise Unsupported("this memory cannot shift positions")
         if hi - lo < self.tables.length(seq):
-            raise InvalidOperation(f"shifting [{p0}, {p1}) tears sequence {seq} apart; shift all of it")
+            raise InvalidOperation(f"shifting [{p0}, {p1}) splits sequence {seq}; shift the whole sequence")
         if self.tables.shares_cells(seq):
-            raise InvalidOperation(f"sequence {seq} shares cells; shared cells can't be shifted")
+            raise InvalidOperation(f"sequence {seq} shares cells; shared cells cannot be shifted")
         if lo + delta < 0 or hi + delta > self.max_context:
-            raise InvalidOperation(f"shifting sequence {seq} by {delta} leaves positions 0 to {self.max_context - 1}")
+            raise InvalidOperation(f"shifting sequence {seq} by {delta} exceeds positions 0 to {self.max_context - 1}")
         self._shifts.append((self.tables.slots_of(seq), delta))
         self.tables.shift(seq, delta)
 
@@ -343,7 +343,7 @@ class PagedKV:
 
     def _plan(self, batch: Batch) -> PagedPlan:
         if batch.seq_ids.max() >= self.capabilities.max_seqs:
-            raise InvalidBatch(f"sequence {batch.seq_ids.max()} is not below max_seqs {self.capabilities.max_seqs}")
+            raise InvalidBatch(f"sequence {batch.seq_ids.max()} must be below max_seqs {self.capabilities.max_seqs}")
         segments = cut_into_segments(batch)
         left: Mapping[int, int] = {}
         if len(segments) == 1:
@@ -377,7 +377,7 @@ class PagedKV:
         if is_wrong.any():
             i = int(is_wrong.argmax())
             seq, pos = segment.token_lead[i], segment.token_pos[i]
-            raise InvalidBatch(f"sequence {seq} goes on at position {expected[i]}, not {pos}")
+            raise InvalidBatch(f"sequence {seq} must continue at position {expected[i]}, not {pos}")
         if segment.token_pos.max() >= self.max_context:
             pos = segment.token_pos.max()
             raise InvalidBatch(f"position {pos} is outside the context of {self.max_context} tokens")
@@ -419,7 +419,7 @@ class PagedKV:
 
     def _need_state_bytes(self) -> None:
         if not self.capabilities.state_bytes:
-            raise Unsupported("this memory can't export or import sequences")
+            raise Unsupported("this memory cannot export or import sequences")
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -437,11 +437,11 @@ class PagedKV:
 def _read_state(state: bytes) -> tuple[int, int, memoryview]:
     """Positions and data of exported bytes; `InvalidOperation` if they are not what `export` gave."""
     if len(state) < STATE_HEADER.size:
-        raise InvalidOperation("these bytes are too short for an exported sequence")
+        raise InvalidOperation("the data is too short for an exported sequence")
     magic, start, end, checksum = STATE_HEADER.unpack_from(state)
     data = memoryview(state)[STATE_HEADER.size :]
     if magic != STATE_MAGIC or zlib.crc32(data) != checksum:
-        raise InvalidOperation("these bytes are damaged, or were not exported from such a memory")
+        raise InvalidOperation("the data is corrupt, or was exported from a different kind of memory")
     return start, end, data
 
 

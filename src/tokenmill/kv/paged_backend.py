@@ -72,7 +72,7 @@ class StepQueue(Generic[AnyStep]):
         """Raise unless this step may be collected now: it has been before, or it is the oldest one."""
         step.raise_failure()
         if not step.collected and (not self._steps or self._steps[0] is not step):
-            raise InvalidOperation("steps are collected in the order they were submitted")
+            raise InvalidOperation("steps must be collected in the order of submission")
 
     def settle(self, step: AnyStep) -> None:
         """The oldest step is done."""
@@ -100,7 +100,7 @@ def again(failure: ForwardFailed) -> ForwardFailed:
 
 
 def _discarded(cause: ForwardFailed) -> ForwardFailed:
-    discarded = ForwardFailed(f"discarded: it followed a step that failed ({cause})", fatal=cause.fatal)
+    discarded = ForwardFailed(f"discarded: it followed a failed step ({cause})", fatal=cause.fatal)
     discarded.__cause__ = cause
     return discarded
 
@@ -144,7 +144,7 @@ class WeightsGate:
     def check(self, version: int, *, is_empty: Callable[[], bool]) -> int:
         """The current version, if KV of the given one may go on with it: only an empty memory may change over."""
         if version != self.version and not is_empty():
-            raise StaleKV(f"the weights were replaced: KV is of version {version}, they are of {self.version}")
+            raise StaleKV(f"the weights were replaced: KV has version {version}, the weights {self.version}")
         return self.version
 
 
@@ -275,7 +275,7 @@ class PagedBackend(Backend, Generic[S]):
         self._check_usable()
         step = self._own(forward)
         if step is not self._latest or step.collected:
-            raise InvalidOperation("a step is sampled before it is collected and before the next forward, not after")
+            raise InvalidOperation("a step must be sampled before it is collected and before the next forward")
         step.raise_failure()
         check_rows(rows, step.num_logits, self.capabilities.max_seqs, self._vocab_size, mask)
         sampled = self._sample(step, rows, mask)

@@ -71,7 +71,7 @@ class StepBridge:
             self._ends = {one: its for one, its in self._ends.items() if not one.is_closed()}
             end = self._ends[loop] = _LoopEnd(loop)
         if request.request_id in end.consumers:
-            raise InvalidRequest(f"request {request.request_id} is running already")
+            raise InvalidRequest(f"request {request.request_id} is already running")
         end.consumers[request.request_id] = consumer
         try:
             self._client.submit(request, end.put, core)

@@ -91,7 +91,7 @@ class Intake:
             kind = Pooling(pooling)
         except ValueError:
             known = ", ".join(repr(one.value) for one in Pooling)
-            raise InvalidRequest(f"pooling {pooling!r} is not known; known: {known}", param="pooling") from None
+            raise InvalidRequest(f"pooling {pooling!r} is not supported; supported: {known}", param="pooling") from None
         _, ids = self.prompt(prompt)
         limits = Limits(max_new_tokens=1, timeout_s=timeout_s)
         request = Request(self._engine_id(request_id, self._name()), ids, limits, hints, pooling=kind)

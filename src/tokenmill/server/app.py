@@ -242,5 +242,5 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.listen(BACKLOG)  # who comes while the server starts waits
     except OSError as error:
         listener.close()
-        raise EngineDead(f"can't listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise EngineDead(f"cannot bind to {config.host}:{config.port}: {error.strerror}") from None
     return listener

@@ -46,7 +46,7 @@ class JsonRequest(Request):
         try:
             body = await self.body()
         except ClientDisconnect:
-            raise HTTPException(400, "the connection was closed before the whole body had arrived") from None
+            raise HTTPException(400, "the connection was closed before the body was complete") from None
         caller_of(self.scope).body_bytes = len(body)
         if not body:
             return
@@ -122,7 +122,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
 
 async def _http(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "there is no such path", 405: f"this path does not take {http.method}"}
+    words = {404: "path not found", 405: f"method {http.method} not allowed"}
     answer = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
     return JSONResponse(answer.body(), answer.status, headers=dict(error.headers or {}))
 
@@ -140,22 +140,22 @@ HANDLERS: dict[type[Exception], Callable[[Request, Exception], Coroutine[Any, An
 
 
 WORDS = {
-    "missing": "is missing",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_parsing_size": "is too large a number",
+    "missing": "is required",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing_size": "is too large",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
-    "string_type": "must be a text",
-    "string_unicode": "must be a valid text",
+    "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode",
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
     "literal_error": "must be one of {expected}",
-    "greater_than": "must be more than {gt}",
+    "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
@@ -171,7 +171,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     inside, *where = first["loc"]
     if not where:
-        words = "a JSON body is needed" if first["type"] == "missing" else "the body must be a JSON object"
+        words = "a JSON body is required" if first["type"] == "missing" else "the body must be a JSON object"
         return ApiError(400, words)
     words = WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
     path = f"{'.'.join(str(part) for part in where):.200}"

@@ -91,13 +91,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.key_hashes and not self.insecure:
-            raise ConfigError(
-                f"listening on {self.host} lets others in: give --api-key, or --insecure if that is what you want"
-            )
+            raise ConfigError(f"binding to {self.host} requires --api-key (or --insecure)")
         if hash_key("") in self.every_key_hash:
             raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"a port is 0 to 65535, not {self.port}")
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         if self.tokenizer_threads < 2:
             raise ConfigError(f"tokenizer_threads must be at least 2, not {self.tokenizer_threads}")
         for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):
@@ -106,7 +104,7 @@ class ServerConfig:
         if self.session_ttl_s is not None and not self.session_ttl_s > 0:
             raise ConfigError(f"session_ttl_s must be positive, not {self.session_ttl_s}")
         if self.drain_s < 0:
-            raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
+            raise ConfigError(f"drain_s must be non-negative, not {self.drain_s}")
 
     @property
     def every_key_hash(self) -> tuple[bytes, ...]:

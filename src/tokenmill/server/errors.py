@@ -53,11 +53,11 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ContextOverflow):
         return ApiError(400, str(error), code="context_length_exceeded", param=error.param)
     if isinstance(error, SessionFileError):
-        return ApiError(400, f"the file is refused: {error}", code="bad_session_file")
+        return ApiError(400, f"invalid session file: {error}", code="bad_session_file")
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, SessionNotFound):
-        return ApiError(404, "there is no such session", code="session_not_found", param="session_id")
+        return ApiError(404, "session not found", code="session_not_found", param="session_id")
     if isinstance(error, SessionBusy):
         return ApiError(409, str(error), code="session_busy", headers=RETRY_SOON)
     if isinstance(error, AnswerLost):
@@ -102,7 +102,7 @@ def cancelled() -> ApiError:
 
 
 def stopping() -> ApiError:
-    return unavailable("the server is stopping", "stopping")
+    return unavailable("the server is shutting down", "stopping")
 
 
 def unavailable(message: str, code: str, headers: dict[str, str] = RETRY_LATER) -> ApiError:

@@ -67,7 +67,7 @@ def _stop(value: Any) -> Any:
     texts = value if isinstance(value, list) else [] if value is None else [value]
     if all(isinstance(one, str) for one in texts):
         return value
-    raise ValueError("must be a text or a list of texts")
+    raise ValueError("must be a string or a list of strings")
 
 
 Stop = Annotated[
@@ -102,7 +102,7 @@ def _texts_or_ids(value: Any) -> Any:
             return value
     elif kinds == {str} or (kinds == {int} and isinstance(value, list)):
         return value
-    raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of token id lists")
 
 
 TextsOrIds = Annotated[Any, AfterValidator(_texts_or_ids), WithJsonSchema(TEXTS_OR_IDS)]
@@ -128,10 +128,10 @@ def _content(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise ValueError("must be a text or a list of text parts")
+        raise ValueError("must be a string or a list of text parts")
     other = next((part for part in value if part.get("type") != "text" or not isinstance(part.get("text"), str)), None)
     if other is not None:
-        raise ValueError(f"parts of type {other.get('type')!r:.40} are not supported: only text is")
+        raise ValueError(f"content parts of type {other.get('type')!r:.40} are not supported; supported: text")
     return value
 
 
@@ -205,7 +205,7 @@ class RequestField:
 
     def rejection(self) -> ApiError:
         because = f": {self.note}" if self.note else ""
-        words = f"{self.name} is not supported here{because} (accepted: {', '.join(['null', *self.accepted])})"
+        words = f"{self.name} is not supported{because} (accepted: {', '.join(['null', *self.accepted])})"
         return ApiError(400, words.replace("`", ""), code="unsupported_parameter", param=self.name)
 
 

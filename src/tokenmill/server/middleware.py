@@ -49,16 +49,16 @@ CLOSE = {"Connection": "close"}
 """On an error that is sent before the whole body was read."""
 LINGER_BYTES, LINGER_S = 16 << 20, 5.0
 
-UNKNOWN_HOST = ApiError(421, "this server is not called that: see --allowed-host", code="unknown_host")
+UNKNOWN_HOST = ApiError(421, "unknown Host header; see --allowed-host", code="unknown_host")
 INVALID_KEY = ApiError(
     401,
-    "Incorrect API key provided. A valid one is needed: Authorization: Bearer KEY",
+    "Incorrect API key provided. Send a valid one: Authorization: Bearer KEY",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
-COMPRESSED = ApiError(415, "a body must not be compressed", headers=CLOSE)
-NO_JSON = ApiError(415, "send JSON, with Content-Type: application/json", headers=CLOSE)
-NO_FILE = ApiError(415, f"send a file, with Content-Type: {MEDIA_TYPE}", headers=CLOSE)
+COMPRESSED = ApiError(415, "compressed bodies are not supported", headers=CLOSE)
+NO_JSON = ApiError(415, "the body must be JSON, with Content-Type: application/json", headers=CLOSE)
+NO_FILE = ApiError(415, f"the body must be a session file, with Content-Type: {MEDIA_TYPE}", headers=CLOSE)
 
 
 # -- what is known of a request ---------------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ STYLES = ("text", "json")
 def configure_logs(level: str, style: str = "text") -> None:
     """One handler for tokenmill's and uvicorn's loggers: lines of text, or one JSON object a line."""
     if level not in LEVELS:
-        raise ConfigError(f"log level {level!r} is not known; known: {', '.join(LEVELS)}")
+        raise ConfigError(f"log level {level!r} is not supported; supported: {', '.join(LEVELS)}")
     if style not in STYLES:
-        raise ConfigError(f"log format {style!r} is not known; known: {', '.join(STYLES)}")
+        raise ConfigError(f"log format {style!r} is not supported; supported: {', '.join(STYLES)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else logging.Formatter(FORMAT))
     handler.addFilter(_add_request_id)

@@ -155,11 +155,11 @@ class Models:
         """Add a model."""
         for name in (spec.name, *spec.aliases):
             if name in self._names:
-                raise ConfigError(f"two models are called {name!r}")
+                raise ConfigError(f"duplicate model name {name!r}")
             self._names[name] = spec.name
         entry = self._entries[spec.name] = ModelEntry(spec)
         if ANY_NAME in self._names and len(self._entries) > 1:
-            raise ConfigError(f"the model name {ANY_NAME!r} is for a server with one model, not {len(self._entries)}")
+            raise ConfigError(f"the model name {ANY_NAME!r} requires a server with one model, not {len(self._entries)}")
         return entry
 
     # -- which there are ----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Models:
         try:
             return await self._while_open(self.load(entry))
         except TokenmillError as error:
-            what = f"{entry.spec.name} can't be loaded"
+            what = f"{entry.spec.name} failed to load"
             raise ApiError(503, what, "server_error", "model_load_failed", cause=str(error)) from None
         finally:
             entry.num_waiting -= 1
@@ -279,7 +279,7 @@ class Models:
             if model is None:
                 return False
             if not force and (count := self.users(model)):
-                what = f"{model.name} has {count} requests and sessions: end them, or use force"
+                what = f"{model.name} has {count} requests and sessions; end them, or use force"
                 raise ApiError(409, what, code="model_in_use", param="model")
             await self._unload(model)
             return True
@@ -389,7 +389,7 @@ def named(given: str) -> tuple[str, str]:
     if not is_named:
         return short_name(given), given
     if not name or not path:
-        raise ConfigError(f"--model is NAME=PATH, not {given!r}")
+        raise ConfigError(f"--model must be NAME=PATH, not {given!r}")
     return name, path
 
 
@@ -435,12 +435,12 @@ def read_catalogue(path: Path, options: Mapping[str, Any], keep_alive_s: float |
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     unknown = set(content) - {"model"}
     if unknown:
-        raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[model]] tables")
+        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: [[model]] tables")
     tables = content.get("model")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path} has no [[model]] table")
@@ -458,11 +458,11 @@ def _from_table(
         raise ConfigError(f"{where}: {what}")
     for name, kind in known.items():
         if name in table and (not isinstance(table[name], kind) or isinstance(table[name], bool) != (kind is bool)):
-            raise ConfigError(f"{where}: {name} can't be {table[name]!r}")
+            raise ConfigError(f"{where}: invalid {name} {table[name]!r}")
     if "path" not in table:
         raise ConfigError(f"{where}: path is missing")
     if not all(isinstance(alias, str) for alias in table.get("aliases", [])):
-        raise ConfigError(f"{where}: aliases are texts")
+        raise ConfigError(f"{where}: aliases must be strings")
     own = {name: table[name] for name in ("aliases", "at_start") if name in table}
     name = table.get("name") or short_name(table["path"])
     return spec(

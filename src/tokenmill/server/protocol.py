@@ -32,10 +32,10 @@ PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
 MAX_CONNECTIONS = 4096
 MAX_PIPELINED = 16
 """Pipelined requests that may wait on one connection."""
-TOO_SLOW = ApiError(408, "the request did not arrive in time", code="request_timeout")
-TOO_LARGE = ApiError(431, "the request's headers are too large", code="headers_too_large")
+TOO_SLOW = ApiError(408, "timed out receiving the request", code="request_timeout")
+TOO_LARGE = ApiError(431, "request headers too large", code="headers_too_large")
 TOO_MANY = unavailable("too many connections", "too_many_connections", RETRY_SOON)
-INVALID = ApiError(400, "this is no valid HTTP request", code="invalid_http")
+INVALID = ApiError(400, "invalid HTTP request", code="invalid_http")
 
 
 class Reading(Enum):

@@ -164,9 +164,9 @@ class SamplingFields(Shared):
     def check(self, config: ServerConfig) -> None:
         super().check(config)
         if self.n is not None and not 1 <= self.n <= config.max_n:
-            raise ApiError(400, f"n must be 1 to {config.max_n}", param="n")
+            raise ApiError(400, f"n must be from 1 to {config.max_n}", param="n")
         if self.stream_options is not None and not self.is_streamed:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+            raise ApiError(400, "stream_options requires stream: true", param="stream_options")
 
     @property
     def is_streamed(self) -> bool:
@@ -206,7 +206,7 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             what = f"at most {config.max_content_parts} parts in a message's content"
             raise ApiError(400, what, param="messages")
         if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
-            raise ApiError(400, "a message of the role tool needs a tool_call_id", param="messages")
+            raise ApiError(400, "a tool message requires tool_call_id", param="messages")
 
 
 def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
@@ -214,15 +214,15 @@ def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config
     options = dict(body.chat_template_kwargs or {})
     if set(options) - config.template_options:
         known = ", ".join(sorted(config.template_options))
-        raise ApiError(400, f"chat_template_kwargs may have: {known}", param="chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs accepts: {known}", param="chat_template_kwargs")
     if isinstance(body, CreateSession):
         return options
     # The prompt ends where an answer begins, or the last message goes on.
     if not body.continue_final_message:
         return {**options, "add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
-        what = "continue_final_message goes on with the last message, add_generation_prompt begins a new one"
-        raise ApiError(400, f"{what}: not both", param="continue_final_message")
+        what = "continue_final_message continues the last message, add_generation_prompt starts a new one"
+        raise ApiError(400, f"{what}: they are mutually exclusive", param="continue_final_message")
     return {**options, "continue_final_message": True}
 
 
@@ -255,7 +255,7 @@ class ChatFields(SamplingFields):
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -288,7 +288,7 @@ class ChatRequest(ChatFields):
         super().check(config)
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"):
             if self.session_id is not None and getattr(self, name) is not None:
-                raise ApiError(400, f"{name} is not for a session's messages", param=name)
+                raise ApiError(400, f"{name} is not supported with session_id", param=name)
         check_messages(self.messages, config)
 
 
@@ -316,7 +316,7 @@ class CompletionRequest(SamplingFields):
     def check(self, config: ServerConfig) -> None:
         super().check(config)
         if self.logprobs is not None and not 0 <= self.logprobs <= config.max_completion_logprobs:
-            raise ApiError(400, f"logprobs must be 0 to {config.max_completion_logprobs}", param="logprobs")
+            raise ApiError(400, f"logprobs must be from 0 to {config.max_completion_logprobs}", param="logprobs")
 
 
 class EmbeddingRequest(Hinted):
@@ -364,10 +364,10 @@ class TokenizeRequest(Body):
         """One of the three, and what goes with it."""
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
-            raise ApiError(400, "prompt is missing: send prompt, content or messages", param="prompt")
+            raise ApiError(400, "prompt, content or messages is required", param="prompt")
         is_same = given == ["prompt", "content"] and self.prompt == self.content  # for either server
         if len(given) > 1 and not is_same:
-            what = f"send one of prompt, content and messages, not {' and '.join(given)}"
+            what = f"only one of prompt, content and messages is allowed, not {' and '.join(given)}"
             raise ApiError(400, what, param=given[1])
         if None not in (self.add_special_tokens, self.add_special) and self.add_special != self.add_special_tokens:
             raise ApiError(400, "add_special and add_special_tokens contradict each other", param="add_special")
@@ -376,7 +376,7 @@ class TokenizeRequest(Body):
         check_messages(self.messages, config)
         for name in ("add_special_tokens", "add_special", "parse_special"):
             if getattr(self, name):
-                what = "the chat template writes the special tokens of messages"
+                what = "the chat template adds special tokens to messages"
                 raise ApiError(400, f"{name} must be false for messages: {what}", param=name)
 
     @property
@@ -517,7 +517,7 @@ class AnswerRequest(ChatFields):
         super().check(config)
         for name in ("cache_salt", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                raise ApiError(400, f"{name} is not for a session's answer", param=name)
+                raise ApiError(400, f"{name} is not supported in sessions", param=name)
 
     @property
     def is_streamed(self) -> bool:

@@ -30,7 +30,7 @@ from tokenmill.session.session import SessionInfo
 from tokenmill.session.store import SessionStore
 from tokenmill.text.workers import TextWorkers
 
-LOADING = unavailable("the model is being loaded", "loading")
+LOADING = unavailable("the model is loading", "loading")
 STOPPING = stopping()
 TIMEOUT_HEADER = "x-request-timeout"
 """A client's timeout, in seconds."""
@@ -58,7 +58,7 @@ class Served:
         self.responses = ResponseStore(config.max_stored_responses)
 
     def open(self) -> None:
-        """The models are loaded: admit requests, unless the server is stopping already."""
+        """The models are loaded: admit requests, unless the server is shutting down already."""
         if self.gate.closed is LOADING:
             self.gate.closed = None
 
@@ -85,7 +85,7 @@ class Served:
         """The model that a request of OpenAI's API names, or the only one where it names none."""
         if name is None and not (self.config.default_model and len(self.models) == 1):
             names = ", ".join(entry.spec.name for entry in self.models.entries)
-            raise ApiError(400, f"model is missing; this server has {names:.200}", param="model")
+            raise ApiError(400, f"model is required; served models: {names:.200}", param="model")
         return await self.models.use(name)
 
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
@@ -151,7 +151,7 @@ def _seconds(given: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ApiError(400, f"{TIMEOUT_HEADER} is a number of seconds, not {given!r:.40}", param=TIMEOUT_HEADER)
+        raise ApiError(400, f"{TIMEOUT_HEADER} must be a number of seconds, not {given!r:.40}", param=TIMEOUT_HEADER)
     return seconds
 
 
@@ -200,7 +200,7 @@ class ResponseStore:
             else:
                 self._stored.move_to_end(response_id)
                 return stored
-        what = f"the response {response_id!r:.80} is not stored here"
+        what = f"response {response_id!r:.80} not found"
         raise ApiError(400, what, code="previous_response_not_found", param="previous_response_id")
 
     def forget(self, stored: StoredResponse) -> None:

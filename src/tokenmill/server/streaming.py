@@ -613,7 +613,7 @@ class EventId:
 
     def check(self, answer: Answer) -> None:
         if self.request_id not in (None, answer.request_id):
-            what = "the session has another answer by now; read it from the beginning, or see its turns"
+            what = "the session has a newer answer; read it from the beginning, or get its turns"
             raise ApiError(409, what, code="answer_replaced", param="Last-Event-ID")
 
 
@@ -624,7 +624,7 @@ def read_event_id(header: str | None) -> EventId:
     name, _, place = header.rpartition(":")
     is_end = place == END
     if not name or (not is_end and (not place.isdecimal() or len(place) > 9)):
-        raise ApiError(400, "Last-Event-ID is not one of ours", param="Last-Event-ID")
+        raise ApiError(400, "invalid Last-Event-ID", param="Last-Event-ID")
     return EventId(name, None if is_end else int(place))
 
 

@@ -116,7 +116,7 @@ class Answer:
         """What the answer has from its `offset`-th token on, as it grows; the last delta has the finish reason."""
         if not 0 <= offset <= len(self.token_ids):
             so_far = "" if self.is_over else " so far"
-            raise InvalidRequest(f"the answer has {len(self.token_ids)} tokens{so_far}; there is nothing at {offset}")
+            raise InvalidRequest(f"offset {offset} is beyond the answer of {len(self.token_ids)} tokens{so_far}")
         while True:
             is_over, num_tokens = self.is_over, len(self.token_ids)
             if is_over or num_tokens > offset:

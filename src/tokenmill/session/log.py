@@ -309,7 +309,7 @@ class TokenLog:
     def cut_at_turn(self, count: int) -> TokenLog:
         """The first `count` turns. Where they were rewritten since, the ids must be rendered from the messages."""
         if not 0 <= count <= len(self.turns):
-            raise InvalidRequest(f"the session has {len(self.turns)} turns; {count} of them can't be kept")
+            raise InvalidRequest(f"cannot keep {count} turns; the session has {len(self.turns)}")
         kept = self._first_turns(count)
         end = kept.turns[-1].end if kept.turns else 0
         return kept._cut(0 if end is None else end)
@@ -324,12 +324,12 @@ class TokenLog:
     def cut_at_token(self, count: int, text: str) -> TokenLog:
         """The first `count` tokens. A turn that they end inside is cut; `text` is what is left of an answer."""
         if not 0 <= count <= len(self.tokens):
-            raise InvalidRequest(f"the session has {len(self.tokens)} tokens; {count} of them can't be kept")
+            raise InvalidRequest(f"cannot keep {count} tokens; the session has {len(self.tokens)}")
         ends = [turn.end for turn in self.turns]
         whole = sum(1 for end in ends if end is not None and end <= count)
         begin = (self.turns[whole - 1].end or 0) if whole else 0
         if None in ends[: whole + 1]:
-            raise InvalidRequest("the template has rewritten these turns; choose a turn instead of a token")
+            raise InvalidRequest("the chat template has rewritten these turns; use at_turn instead of at_token")
         kept = self._first_turns(whole)._cut(count)
         if whole == len(self.turns) or count <= begin:
             return kept

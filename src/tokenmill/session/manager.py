@@ -117,7 +117,7 @@ class LogBudget:
     def check(self) -> None:
         """Raise `Overloaded` if it is used up."""
         if self.total >= self._max_bytes:
-            raise Overloaded(f"the logs of all sessions have {self.total} bytes; end some sessions first")
+            raise Overloaded(f"the session logs take {self.total} bytes; end some sessions first")
 
 
 class SessionManager:
@@ -152,7 +152,7 @@ class SessionManager:
         self._owns_engine = not isinstance(source, AsyncLLM)
         if isinstance(source, AsyncLLM):
             if options or client is not None:
-                raise ConfigError("the engine is made already; it takes no options")
+                raise ConfigError("options cannot be given with an existing engine")
             opened = self.opened = source.opened
             self.client: EngineClient = source.client
             self.bridge = source.bridge
@@ -197,7 +197,7 @@ class SessionManager:
         """`EngineDead` if there is none left."""
         alive = self.client.cores_alive
         if not alive:
-            raise EngineDead("all engine cores are gone; reload the model")
+            raise EngineDead("all engine cores have failed; reload the model")
         return alive
 
     async def close(self) -> None:
@@ -230,9 +230,9 @@ class SessionManager:
     ) -> Session:
         """An empty conversation, routed to one engine core; its options are checked."""
         if overflow not in ("error", "drop_oldest_turns"):
-            raise ConfigError(f"overflow {overflow!r} is not known; known: 'error', 'drop_oldest_turns'")
+            raise ConfigError(f"overflow {overflow!r} is not supported; supported: 'error', 'drop_oldest_turns'")
         if system is not None and not isinstance(system, str):
-            raise InvalidRequest(f"the system prompt must be a text, not {type(system).__name__}")
+            raise InvalidRequest(f"the system prompt must be a string, not {type(system).__name__}")
         Hints(key=key, namespace=namespace, priority=priority)
         sampling = self.opened.text.sampling_params(max_tokens=None) if sampling_params is None else sampling_params
         chosen = seed if seed is not None else getattr(sampling, "seed", None)
@@ -492,7 +492,7 @@ class SessionManager:
         is_trusted = template_options is None
         unknown = set(file.record.head["template_options"]) - set(template_options or ()) if not is_trusted else set()
         if unknown:
-            raise SessionFileError(f"its template options {', '.join(sorted(unknown))} are not taken here")
+            raise SessionFileError(f"template options {', '.join(sorted(unknown))} are not accepted")
         core = self.routing.choose(file.record.head["system"], self.cores_alive())
         session = restored(file.record, core, asyncio.get_running_loop().time())
         renderer = self.renderer(session.options.template_options)
@@ -519,7 +519,7 @@ class SessionManager:
         longest, said = self.client.max_model_len, self._num_rendered(file.record)
         if len(file.record.tokens) >= longest or said > SAID_PER_CONTEXT * longest:
             count = max(len(file.record.tokens), said)
-            raise SessionFileError(f"its {count} tokens do not fit the context of {longest}")
+            raise SessionFileError(f"the session has {count} tokens; the context is {longest}")
         return file
 
     def _num_rendered(self, record: SessionRecord) -> int:
@@ -549,5 +549,5 @@ def no_answer(session: Session, request_id: str | None) -> TokenmillError:
         return InvalidRequest(f"session {session.session_id} has no answer to read")
     is_kept = known is not None and request_id in (None, known.request_id)
     offset = known.num_tokens if known is not None and is_kept else 0
-    what = f"the answer can't be resumed after a restart; {offset} tokens of it are in the session's turns"
+    what = f"the answer cannot be resumed after a restart; the session has {offset} of its tokens"
     return AnswerLost(what, durable_offset=offset)

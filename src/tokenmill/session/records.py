@@ -225,7 +225,7 @@ def _plain(namespace: Hashable) -> Any:
         return namespace
     if isinstance(namespace, tuple):
         return [_plain(one) for one in namespace]
-    raise InvalidRequest(f"a namespace of {type(namespace).__name__} can't be written down; use texts and tuples")
+    raise InvalidRequest(f"a namespace of type {type(namespace).__name__} cannot be stored; use strings and tuples")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def read_record(session_id: str, head: Any, turns: Any, tokens: IntArray, vocab_
     """A record from what was written; `SessionFileError` says what is wrong with it."""
     try:
         if not isinstance(head, Mapping) or not isinstance(turns, Sequence):
-            raise InvalidRequest("it has no head or no turns")
+            raise InvalidRequest("head or turns are missing")
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(outside):
             raise InvalidRequest(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -269,7 +269,7 @@ def read_record(session_id: str, head: Any, turns: Any, tokens: IntArray, vocab_
         return SessionRecord(session_id, _head(head), Tokens(tokens), read)
     except (InvalidRequest, KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise SessionFileError(f"the session can't be read: {what}") from None
+        raise SessionFileError(f"invalid session: {what}") from None
 
 
 def _head(head: Mapping[str, Any]) -> Json:
@@ -323,7 +323,7 @@ def _check_ends(turns: Sequence[Turn], num_tokens: int) -> None:
     """Turns follow each other, and the last one ends where the log does."""
     ends = [turn.end for turn in turns if turn.end is not None]
     if ends != sorted(ends) or (ends[-1] if ends else 0) != num_tokens:
-        raise InvalidRequest(f"its turns do not end where its {num_tokens} tokens do")
+        raise InvalidRequest(f"the turns do not match the {num_tokens} tokens")
 
 
 def _messages(given: Any) -> tuple[Message, ...]:
@@ -336,19 +336,19 @@ def _hashable(value: Any) -> Hashable:
 
 def _name(value: Any) -> Hashable:
     if value is not None and not isinstance(value, str | int):
-        raise InvalidRequest("its namespace is no text")
+        raise InvalidRequest("namespace must be a string")
     return value
 
 
 def _text_or_none(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{name} is no text")
+        raise InvalidRequest(f"{name} must be a string")
     return value
 
 
 def _count(name: str, value: Any, least: int | None = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        raise InvalidRequest(f"{name} is no number that can be")
+        raise InvalidRequest(f"{name} must be a non-negative integer")
     return value
 
 
@@ -360,7 +360,7 @@ def _time(name: str, value: Any) -> float | None:
 
 def _one_of(name: str, value: Any, known: Sequence[Any]) -> Any:
     if value not in known:
-        raise InvalidRequest(f"{name} is {value!r:.40}; known: {', '.join(map(repr, known))}")
+        raise InvalidRequest(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r:.40}")
     return value
 
 
@@ -413,9 +413,9 @@ def unpack(data: bytes, session_id: str, vocab_size: int) -> SessionFile:
         head = {**header["session"], **PRIVATE}
         turns = header["turns"]
     except (KeyError, TypeError) as error:
-        raise SessionFileError(f"its header is not complete: {error}") from None
+        raise SessionFileError(f"incomplete header: {error}") from None
     if not isinstance(count, int) or not 0 <= count <= len(tokens) or bool(count) != bool(kv):
-        raise SessionFileError("its KV is not of its ids")
+        raise SessionFileError("the KV does not match the token ids")
     return SessionFile(read_record(session_id, head, turns, tokens, vocab_size), fingerprint, count, kv)
 
 
@@ -425,14 +425,14 @@ def read_fingerprint(data: bytes) -> Fingerprint:
     try:
         return Fingerprint(*(str(header["model"][name]) for name in ("weights", "text", "form")))
     except (KeyError, TypeError) as error:
-        raise SessionFileError(f"its header is not complete: {error}") from None
+        raise SessionFileError(f"incomplete header: {error}") from None
 
 
 def read_whole(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SessionFileError(f"{path} can't be read: {error.strerror or error}") from None
+        raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def write_whole(path: Path, data: bytes) -> Path:
@@ -449,7 +449,7 @@ def write_whole(path: Path, data: bytes) -> Path:
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        raise SessionFileError(f"{path} can't be written: {error.strerror or error}") from None
+        raise SessionFileError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
 
 
@@ -466,24 +466,24 @@ def _sync_directory(directory: Path) -> None:
 def _parts(data: bytes) -> tuple[Any, IntArray, bytes]:
     start = len(MAGIC) + LENGTHS.size
     if not data.startswith(MAGIC):
-        raise SessionFileError("it is no session file" if data else "it is empty")
+        raise SessionFileError("not a session file" if data else "the file is empty")
     if len(data) < start:
-        raise SessionFileError(f"it is cut short: {len(data)} bytes are less than the beginning of one")
+        raise SessionFileError(f"truncated: {len(data)} bytes are less than a header")
     version, header_bytes, num_tokens, kv_bytes = LENGTHS.unpack_from(data, len(MAGIC))
     if version > VERSION:
-        raise SessionFileError(f"it is of version {version}, of a later tokenmill; this one reads up to {VERSION}")
+        raise SessionFileError(f"version {version} is newer than the supported version {VERSION}; upgrade tokenmill")
     expected = start + header_bytes + 4 * num_tokens + kv_bytes + DIGEST_BYTES
     if len(data) != expected:
-        what = "cut short" if len(data) < expected else "too long"
-        raise SessionFileError(f"it is {what}: {len(data)} bytes, not {expected}")
+        what = "truncated" if len(data) < expected else "too long"
+        raise SessionFileError(f"{what}: {len(data)} bytes, expected {expected}")
     if hashlib.sha256(memoryview(data)[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
-        raise SessionFileError("it is damaged: its checksum does not fit")
+        raise SessionFileError("corrupt: checksum mismatch")
     ids_at = start + header_bytes
     kv_at = ids_at + 4 * num_tokens
     try:
         header = json.loads(data[start:ids_at])
     except (ValueError, RecursionError):
-        raise SessionFileError("its header is no JSON") from None
+        raise SessionFileError("the header is not valid JSON") from None
     tokens = np.frombuffer(data, dtype="<i4", count=num_tokens, offset=ids_at).astype(np.int32)
     return header, tokens, data[kv_at:-DIGEST_BYTES]
 

@@ -95,7 +95,7 @@ class CommandQueue:
             self._loop = loop
             self._consumer = asyncio.create_task(self._consume(), name="tokenmill-commands")
         elif self._loop is not loop:
-            raise InvalidRequest("a service belongs to the event loop that it was first used on")
+            raise InvalidRequest("a service must be used on the event loop of its first call")
         answer: asyncio.Future[T] = loop.create_future()
         self._ingress.put_nowait(Command(session_id, operation, answer, at_once, prepare))
         try:
@@ -125,7 +125,7 @@ class CommandQueue:
 
     def find(self, session_id: str) -> Session:
         if not isinstance(session_id, str):
-            raise SessionNotFound(f"a session's name is a text, not {type(session_id).__name__}")
+            raise SessionNotFound(f"a session id must be a string, not {type(session_id).__name__}")
         session = self.sessions.get(session_id)
         if session is not None:
             return session
@@ -168,7 +168,10 @@ class CommandQueue:
         if command.at_once or (not session.is_busy and not session.waiting):
             self._carry_out(session, command)
         elif session.waiting is not None and len(session.waiting) >= MAX_WAITING:
-            _fail(command, SessionBusy(f"{MAX_WAITING} operations wait for session {session.session_id}"))
+            _fail(
+                command,
+                SessionBusy(f"{MAX_WAITING} operations are queued for session {session.session_id}; wait for them"),
+            )
         else:
             session.waiting = session.waiting or deque()
             session.waiting.append(command)
@@ -308,4 +311,4 @@ def make_routing(policy: Policy, num_cores: int) -> Routing:
         return RoundRobin(num_cores)
     if policy == "least_loaded":
         return LeastLoaded(num_cores)
-    raise ConfigError(f"routing {policy!r} is not known; known: 'round_robin', 'least_loaded'")
+    raise ConfigError(f"routing {policy!r} is not supported; supported: 'round_robin', 'least_loaded'")

@@ -107,7 +107,7 @@ class SessionService:
     def current(cls) -> SessionService:
         """The service that `init` made; `ModelNotLoaded` if there is none."""
         if cls._current is None:
-            raise ModelNotLoaded("there is no service; call SessionService.init first")
+            raise ModelNotLoaded("no service; call SessionService.init first")
         return cls._current
 
     async def reload(self) -> None:
@@ -272,7 +272,7 @@ class SessionService:
         checks = {"title": check_title, "metadata": check_metadata}
         unknown = changes.keys() - checks.keys()
         if unknown:
-            raise InvalidRequest(f"a session has no {', '.join(sorted(unknown))} to change; known: title, metadata")
+            raise InvalidRequest(f"cannot change {', '.join(sorted(unknown))} of a session; supported: title, metadata")
         checked = {name: checks[name](value) for name, value in changes.items()}
 
         def operation(session: Session) -> None:

@@ -77,9 +77,9 @@ class SessionOptions:
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         unknown = set(changes) - set(SamplingParams.__dataclass_fields__)
         if unknown:
-            raise InvalidRequest(f"SamplingParams has no {', '.join(sorted(unknown))}")
+            raise InvalidRequest(f"unknown sampling parameter {', '.join(sorted(unknown))}")
         if changes.get("n", params.n) != 1:
-            raise InvalidRequest("an answer of a session is one; fork it for more", param="n")
+            raise InvalidRequest("n must be 1 in a session; fork the session for more answers", param="n")
         return replace(params, **changes)
 
     def for_fork(self, number: int) -> SessionOptions:
@@ -325,7 +325,7 @@ class Session:
     def _begin_answer(self, begun: Message, text: ModelText, max_model_len: int) -> int:
         """The messages that wait, and the beginning of their answer; as after one that was cut short."""
         if not self.is_unanswered:
-            raise InvalidRequest("the beginning of an answer must follow some input", param="continue_final_message")
+            raise InvalidRequest("the prefix of an answer must follow input", param="continue_final_message")
         with _within(max_model_len):
             ids = text.tokenizer.encode(str(begun["content"]), add_special=False, limit=max_model_len)
         num_prompt = self._fit(text, max_model_len, 1 + len(ids)) if self.inbox else len(self.log)
@@ -370,7 +370,9 @@ class Session:
         if not ids:
             raise InvalidRequest("the input is empty")
         if self._opening():
-            raise InvalidRequest("a session with a system prompt begins with a message, not with ids or raw text")
+            raise InvalidRequest(
+                "the first input of a session with a system prompt must be a message, not token ids or raw text"
+            )
         waiting = self._continuation(text) if self.inbox else Continuation(len(self.log), [])
         total = waiting.keep + len(waiting.ids) + len(ids)
         if total >= max_model_len:
@@ -552,7 +554,7 @@ class Session:
     def rewind(self, text: ModelText, at_turn: int | None, at_token: int | None) -> None:
         """Forget everything after a turn or a token."""
         if (at_turn is None) == (at_token is None):
-            raise InvalidRequest("say at_turn or at_token, one of them")
+            raise InvalidRequest("exactly one of at_turn and at_token is required")
         log = self.log
         if at_turn is not None:
             log = log.cut_at_turn(whole_number("at_turn", at_turn))
@@ -573,10 +575,10 @@ class Session:
     def edit(self, turn: int, content: str, text: ModelText, max_model_len: int) -> int:
         """Another text for an input turn; everything after it is forgotten."""
         if not 0 <= whole_number("turn", turn) < len(self.log.turns) or self.log.turns[turn].kind != "input":
-            raise InvalidRequest(f"turn {turn} is no input of this session")
+            raise InvalidRequest(f"turn {turn} is not an input turn of this session")
         old = self.log.turns[turn].messages
         if not old or old[-1]["role"] != "user":
-            raise InvalidRequest(f"turn {turn} is no message of the user's")
+            raise InvalidRequest(f"turn {turn} is not a user message")
         before = self.snapshot()
         self.rewind(text, turn, None)
         kept = [message for message in old[:-1] if message["role"] != "system" or self.system is None]
@@ -589,7 +591,7 @@ class Session:
     def drop_answer(self, text: ModelText) -> None:
         """Forget the last answer, so that another can be drawn."""
         if not self.log.turns or self.log.turns[-1].kind != "answer" or self.inbox:
-            raise InvalidRequest("the last turn of the session is no answer; there is nothing to regenerate")
+            raise InvalidRequest("the last turn of the session is not an answer; nothing to regenerate")
         self.rewind(text, len(self.log.turns) - 1, None)
         self.attempt += 1
 
@@ -607,7 +609,7 @@ def _within(max_model_len: int, num_droppable: int = 0) -> Iterator[None]:
 def whole_number(name: str, value: Any) -> int:
     """A number that a caller gave; `InvalidRequest` for anything else."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, not {value!r}")
+        raise InvalidRequest(f"{name} must be an integer, not {value!r}")
     return value
 
 
@@ -625,7 +627,7 @@ def check_metadata(metadata: Any) -> dict[str, str]:
     if not is_small or not all(_is_entry(key, value) for key, value in found.items()):
         what = f"at most {MAX_METADATA} strings of at most {MAX_METADATA_CHARS} characters"
         keys = f"keys of at most {MAX_METADATA_KEY_CHARS} characters"
-        raise InvalidRequest(f"metadata must map {keys} to {what}", param="metadata")
+        raise InvalidRequest(f"metadata must be a mapping of {keys} to {what}", param="metadata")
     return dict(found)
 
 
@@ -637,7 +639,7 @@ def _is_entry(key: Any, value: Any) -> bool:
 def _beginning_of_answer(message: Message) -> Message:
     content = message.get("content")
     if message["role"] != "assistant" or not content or set(message) != {"role", "content"}:
-        what = "the last message must be the assistant's, with a text and nothing else, to be continued"
+        what = "the message to continue must be an assistant message with text content only"
         raise InvalidRequest(what, param="continue_final_message")
     return message
 
@@ -657,8 +659,8 @@ def check_template_options(options: Any) -> dict[str, Any]:
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise InvalidRequest("template_options must map names to values")
+        raise InvalidRequest("template_options must be a mapping")
     taken = RESERVED & set(options)
     if taken:
-        raise InvalidRequest(f"template_options can't set {', '.join(sorted(taken))}")
+        raise InvalidRequest(f"template_options cannot set {', '.join(sorted(taken))}")
     return copy.deepcopy(dict(options))

@@ -341,7 +341,7 @@ def _lock(directory: Path) -> int | None:
     except OSError as error:
         if error.errno == errno.EROFS:
             return None
-        raise ConfigError(f"the store {directory} can't be used: {error.strerror}") from None
+        raise ConfigError(f"cannot use the store {directory}: {error.strerror}") from None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -404,12 +404,12 @@ def _open(path: Path) -> tuple[sqlite3.Connection, bool]:
         except sqlite3.OperationalError as error:
             problem = error
         except sqlite3.DatabaseError as error:
-            raise ConfigError(f"{path} is no store, or is damaged: {error}") from None
+            raise ConfigError(f"{path} is not a session store, or is corrupt: {error}") from None
         else:
             if is_read_only:
                 log.warning("%s can only be read: sessions are not durable", path)
             return connection, is_read_only
-    raise ConfigError(f"the store {path} can't be opened: {problem}")
+    raise ConfigError(f"cannot open the store {path}: {problem}")
 
 
 def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.Connection:
@@ -420,9 +420,11 @@ def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if num_tables and application != APPLICATION:
-            raise ConfigError(f"{path} is a database, but no store of sessions")
+            raise ConfigError(f"{path} is a database, but not a session store")
         if version > VERSION:
-            raise ConfigError(f"{path} was made by a later tokenmill (version {version}; this one knows {VERSION})")
+            raise ConfigError(
+                f"{path} has version {version}, newer than the supported version {VERSION}; upgrade tokenmill"
+            )
         if not is_read_only:
             if not num_tables:
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # before anything is written

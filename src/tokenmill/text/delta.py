@@ -111,7 +111,7 @@ class DeltaRenderer:
         now = self._template.rendered([QUESTION, answer, *check_messages(messages)], **self._options)
         at = now.text.find(ANSWER)
         if at < 0:
-            raise InvalidRequest("this chat template does not write answers as they are: give the whole conversation")
+            raise InvalidRequest("this chat template does not render answers verbatim: send the whole conversation")
         ids = self._template.encode_rendered(now, at + len(ANSWER), limit)
         return self._without_second_end(ids, ended_with)
 

@@ -22,7 +22,7 @@ def compile_template(source: str) -> Template:
     try:
         return _Environment().from_string(source)
     except Exception as error:  # jinja2 lets some others than its own through, RecursionError for one
-        raise InvalidRequest(f"the chat template is no valid template: {_one_line(error)}") from None
+        raise InvalidRequest(f"invalid chat template: {_one_line(error)}") from None
 
 
 def parse_template(source: str) -> nodes.Template:
@@ -30,7 +30,7 @@ def parse_template(source: str) -> nodes.Template:
     try:
         return _Environment().parse(source)
     except Exception as error:
-        raise InvalidRequest(f"the chat template is no valid template: {_one_line(error)}") from None
+        raise InvalidRequest(f"invalid chat template: {_one_line(error)}") from None
 
 
 def run_template(template: Template, variables: Mapping[str, Any]) -> str:
@@ -40,10 +40,10 @@ def run_template(template: Template, variables: Mapping[str, Any]) -> str:
     except InvalidRequest:
         raise
     except TemplateError as error:
-        raise InvalidRequest(f"the chat template refuses these messages: {_one_line(error)}") from None
+        raise InvalidRequest(f"the chat template rejected the messages: {_one_line(error)}") from None
     except Exception as error:
         name = type(error).__name__
-        raise InvalidRequest(f"the chat template fails on these messages: {name}: {_one_line(error)}") from None
+        raise InvalidRequest(f"the chat template failed: {name}: {_one_line(error)}") from None
 
 
 def _one_line(error: Exception) -> str:

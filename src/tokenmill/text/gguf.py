@@ -48,7 +48,7 @@ def gguf_tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
     except ModelLoadError:
         raise
     except Exception as error:  # the package raises plain Exception, and values in the file may have any type
-        raise ModelLoadError(f"{file.path} has a broken tokenizer: {error}") from None
+        raise ModelLoadError(f"{file.path} has an invalid tokenizer: {error}") from None
 
 
 def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
@@ -59,7 +59,7 @@ def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(file, tokens)
     else:
-        raise ModelLoadError(f"{file.path} has a tokenizer of kind {kind!r}; known: 'gpt2', 'llama'")
+        raise ModelLoadError(f"{file.path} has a tokenizer of type {kind!r}; supported: 'gpt2', 'llama'")
     tokenizer.add_special_tokens(_added(tokens, types, CONTROL))
     tokenizer.add_tokens(_added(tokens, types, USER_DEFINED))
     if tokenizer.get_vocab_size() != len(tokens):
@@ -90,7 +90,7 @@ def chat_source(file: GGUFFile) -> str | None:
     """The chat template, if the file has one."""
     source = file.get("tokenizer.chat_template")
     if source is not None and not isinstance(source, str):
-        raise ModelLoadError(f"{file.path}: tokenizer.chat_template must be a text, not {source!r:.80}")
+        raise ModelLoadError(f"{file.path}: tokenizer.chat_template must be a string, not {source!r:.80}")
     return source
 
 
@@ -118,7 +118,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Any:
     cut = file.get("tokenizer.ggml.pre", "default")
     if cut not in CUTS:
         raise ModelLoadError(
-            f"{file.path} cuts text by {cut!r}, which is not known here; known: {', '.join(sorted(CUTS))}"
+            f"{file.path}: pre-tokenizer {cut!r} is not supported; supported: {', '.join(sorted(CUTS))}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: number for number, token in enumerate(tokens)}

@@ -52,7 +52,7 @@ class Guard:
     def _next(self, code: int) -> str:
         number = next(self._free, None)
         if number is None:
-            raise InvalidRequest("the messages hold more different characters than can be told from the template's")
+            raise InvalidRequest("the messages contain too many distinct characters to be separated from the template")
         self._to_character[number] = chr(code)
         return chr(number)
 

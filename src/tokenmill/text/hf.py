@@ -61,7 +61,7 @@ class HuggingFaceTokenizer:
         try:
             tokenizer = cls(text)
         except Exception as error:  # the package raises plain Exception
-            raise ModelLoadError(f"{path} is no tokenizer: {error}") from None
+            raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
         tokenizer._eos_ids = frozenset(_eos_ids(folder, tokenizer._for_templates))
         return tokenizer
 
@@ -154,7 +154,7 @@ def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(number) is int and number >= 0 for number in listed):
             raise ModelLoadError(
-                f"{folder / name}: eos_token_id must be a token's number or a list of them, not {ids!r}"
+                f"{folder / name}: eos_token_id must be a token id or a list of token ids, not {ids!r}"
             )
         found.update(listed)
     token = read_json(folder / "tokenizer_config.json").get("eos_token")
@@ -184,4 +184,4 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path} can't be read: {error}") from None
+        raise ModelLoadError(f"{path} cannot be read: {error}") from None

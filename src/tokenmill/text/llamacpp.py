@@ -127,7 +127,9 @@ def _check_runs(text: str) -> None:
         window = text[start : start + RUN_CHARS]
         if len(window.split(None, 1)) < 2 and len({_class_of(character) for character in set(window)}) == 1:
             what = f"a run of {RUN_CHARS} or more characters of one kind, near character {start}"
-            raise TokenizeFailed(f"the text has {what}: this model's tokenizer can't process it. Break it by spaces.")
+            raise TokenizeFailed(
+                f"the text contains {what}: the tokenizer of this model cannot process it; insert spaces"
+            )
 
 
 def _class_of(character: str) -> str:

@@ -29,13 +29,13 @@ PROBE_CALL: Message = {
 def check_messages(messages: Any) -> list[Message]:
     """Messages as templates expect them: a role and a text each. Lists of text parts are joined to one text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message", param="messages")
+        raise InvalidRequest("messages must be a non-empty list", param="messages")
     return [_check_message(message) for message in messages]
 
 
 def _check_message(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        what = f"a message is an object with a role and a content, not {message!r:.80}"
+        what = f"a message must be an object with role and content, not {message!r:.80}"
         raise InvalidRequest(what, param="messages")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
@@ -44,7 +44,7 @@ def _check_message(message: Any) -> Message:
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return {**message, "content": "".join(map(str, texts))}
-    raise InvalidRequest("the content of a message must be a text or a list of text parts", param="messages")
+    raise InvalidRequest("the content of a message must be a string or a list of text parts", param="messages")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _with_object(call: Any) -> Any:
 def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """The same JSON value with every string in it changed, keys included."""
     if depth > MAX_DEPTH:
-        raise InvalidRequest(f"messages or template options are nested more than {MAX_DEPTH} deep")
+        raise InvalidRequest(f"messages and template options must not be nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> An
         return [with_strings(one, change, depth + 1) for one in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise InvalidRequest(f"messages and template options are JSON values, and {type(value).__name__} is none")
+    raise InvalidRequest(f"messages and template options must be JSON values, not {type(value).__name__}")
 
 
 def num_chars(value: Any) -> int:

@@ -55,7 +55,7 @@ class ModelText:
     def chat_template(self) -> ChatTemplate:
         """The template, or `InvalidRequest` for a model that has none."""
         if self.template is None:
-            raise InvalidRequest("this model has no chat template; use generate, or give a chat_template")
+            raise InvalidRequest("this model has no chat template; use generate, or pass chat_template")
         return self.template
 
     def template_of(self, source: str | None) -> ChatTemplate:
@@ -63,7 +63,7 @@ class ModelText:
         if source is None:
             return self.chat_template()
         if not isinstance(source, str):
-            raise InvalidRequest(f"a chat template is a text, not {type(source).__name__}")
+            raise InvalidRequest(f"a chat template must be a string, not {type(source).__name__}")
         return self._own_template(source)
 
 

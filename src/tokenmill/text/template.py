@@ -91,7 +91,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
         if not isinstance(source, str):
-            raise InvalidRequest(f"a chat template is a text, not {type(source).__name__}")
+            raise InvalidRequest(f"a chat template must be a string, not {type(source).__name__}")
         self.source = source
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
@@ -159,7 +159,7 @@ class ChatTemplate:
         if not any(self._special.search(one) for one in given.strings()):
             return Rendered(text, self._places(text))
         if own is None:
-            raise InvalidRequest("this chat template can't be used with messages that hold special tokens as text")
+            raise InvalidRequest("this chat template does not support messages that contain special tokens as text")
         return own
 
     def encode_rendered(self, rendered: Rendered, start: int = 0, limit: int | None = None) -> list[int]:
@@ -179,12 +179,14 @@ class ChatTemplate:
         """The conversation up to the last character of its last message, which is an answer's beginning."""
         *past, last = check_messages(messages)
         if last["role"] != "assistant" or not last.get("content"):
-            raise InvalidRequest("the message to go on with must be an assistant's, with a text", param="messages")
+            raise InvalidRequest(
+                "the message to continue must be an assistant message with text content", param="messages"
+            )
         mark = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
         whole = self.rendered([*past, {**last, "content": last["content"] + mark}], False, **options)
         end = whole.text.rfind(mark)
         if end < 0:
-            raise InvalidRequest("this chat template does not show the last message as it is", param="messages")
+            raise InvalidRequest("this chat template does not render the last message verbatim", param="messages")
         return Rendered(whole.text[:end], [(at, until) for at, until in whole.special if until <= end])
 
     def _encode(self, rendered: Rendered, limit: int | None) -> list[int]:
@@ -201,11 +203,11 @@ class ChatTemplate:
 
     def _checked(self, messages: Sequence[Message], options: Mapping[str, Any]) -> _Input:
         if "messages" in options:
-            raise InvalidRequest("the options of a chat template can't set 'messages'")
+            raise InvalidRequest("chat template options cannot set 'messages'")
         checked = [message_with_strings(self._known(message), _check_text) for message in check_messages(messages)]
         for role in {message["role"] for message in checked} - ROLES:
             if self._special is not None and self._special.search(role):
-                raise InvalidRequest(f"the role {role!r:.80} holds a special token")
+                raise InvalidRequest(f"role {role!r:.80} contains a special token")
         return _Input(checked, {name: with_strings(value, _check_text) for name, value in options.items()})
 
     def _known(self, message: Message) -> Message:

@@ -59,7 +59,7 @@ def to_utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TokenizeFailed(f"the text is no valid Unicode: {error.reason} at {error.start}") from None
+        raise TokenizeFailed(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
 
 
 class ByteTokenizer:

@@ -53,7 +53,9 @@ class TextWorkers:
     def __init__(self, num_threads: int = 2, max_bytes: int = 64 * MIB) -> None:
         """`max_bytes`: of all long texts that are worked on or wait."""
         if num_threads < 2:
-            raise ConfigError(f"tokenizer threads must be at least 2, one of them for short texts; not {num_threads}")
+            raise ConfigError(
+                f"tokenizer threads must be at least 2 (one is reserved for short texts), not {num_threads}"
+            )
         self._num_threads = num_threads
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenmill-text")
@@ -90,7 +92,9 @@ class TextWorkers:
         job = _Job(due, next(self._numbers), num_bytes, work, loop.create_future())
         if job.is_long:
             if self._long_bytes and self._long_bytes + num_bytes > self._max_bytes:
-                raise Overloaded(f"{self._long_bytes} bytes of long prompts wait to be tokenized; try again")
+                raise Overloaded(
+                    f"{self._long_bytes} bytes of long prompts are queued for tokenization; try again later"
+                )
             self._long_bytes += num_bytes
         heapq.heappush(self._queue_of(job), job)
         self._begin_jobs()

@@ -147,7 +147,7 @@ def test_all_sequences_but_one_of_llama_cpps_can_be_used(model: Any) -> None:
             builder.add(seq, 0, seq, 1)
         backend.decode(builder.build())
         assert backend.kv.stats().num_seqs == 255
-        with pytest.raises(InvalidBatch, match="not below max_seqs 255"):
+        with pytest.raises(InvalidBatch, match="must be below max_seqs 255"):
             backend.decode(BatchBuilder().add(1, 0, 255).build())
 
 

@@ -58,8 +58,8 @@ def a_tensor_missing(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "saying"),
     [
-        (no_gguf, "is no GGUF file"),
-        (cut_in_the_header, "cut short"),
+        (no_gguf, "is not a GGUF file"),
+        (cut_in_the_header, "truncated"),
         (cut_in_the_tensors, "is not within the file bounds, model is corrupted or incomplete"),
         (unknown_architecture, "unknown model architecture: 'gpt99'"),
         (a_tensor_missing, "tensor 'token_embd.weight' not found"),
@@ -122,14 +122,14 @@ def test_what_torch_has_goes_to_torch_and_all_else_to_llama_cpp(
 
 def test_options_that_do_not_go_together_are_refused(small: Path) -> None:
     for options, saying in (
-        ({"dtype": "int8"}, "takes weights as they are in their file"),
+        ({"dtype": "int8"}, "does not convert weights"),
         ({"deterministic": True}, "depends on the batch"),
-        ({"device": "tpu"}, "not known to llama.cpp"),
-        ({"n_ubatch": 0}, "n_ubatch must be a whole number of at least 1, not 0"),
-        ({"type_k": "q3"}, "type_k 'q3' is not known; known: f32, f16, q8_0, q4_0"),
-        ({"type_v": "q8_0", "flash_attn": False}, "needs flash attention"),
+        ({"device": "tpu"}, "not supported by llama.cpp"),
+        ({"n_ubatch": 0}, "n_ubatch must be an integer of at least 1, not 0"),
+        ({"type_k": "q3"}, "type_k 'q3' is not supported; supported: f32, f16, q8_0, q4_0"),
+        ({"type_v": "q8_0", "flash_attn": False}, "requires flash attention"),
         ({"use_mmap": "yes"}, "use_mmap must be true or false"),
-        ({"threads": 2}, "unknown option threads; llama.cpp's are flash_attn"),
+        ({"threads": 2}, "unknown option threads; supported by llama.cpp: flash_attn"),
     ):
         with pytest.raises(ConfigError, match=saying):
             open_model(str(small), backend="llamacpp", **options)

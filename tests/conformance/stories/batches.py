@@ -84,11 +84,11 @@ def bad_batches_are_refused_and_change_nothing(subject: Subject) -> None:
         prefill(backend, [1, 2, 3])
         before = backend.kv.stats()
         refusals = {
-            "goes on at position 3, not 4": BatchBuilder().add(1, 4, 0),
-            "goes on at position 3, not 2": BatchBuilder().add(1, 2, 0),
-            "goes on at position 0, not 1": BatchBuilder().add(1, 1, 1),
-            "goes on at position 4, not 3": BatchBuilder().add(1, 3, 0).add(1, 3, 0),
-            "not below max_seqs 8": BatchBuilder().add(1, 0, 8),
+            "must continue at position 3, not 4": BatchBuilder().add(1, 4, 0),
+            "must continue at position 3, not 2": BatchBuilder().add(1, 2, 0),
+            "must continue at position 0, not 1": BatchBuilder().add(1, 1, 1),
+            "must continue at position 4, not 3": BatchBuilder().add(1, 3, 0).add(1, 3, 0),
+            "must be below max_seqs 8": BatchBuilder().add(1, 0, 8),
             "outside the context of 64": BatchBuilder().add_run([1] * 62, 3, 0),
             "outside the vocabulary of 64": BatchBuilder().add(64, 3, 0),
             "row in which nothing was sampled": BatchBuilder().add(last_sampled(5), 3, 0),

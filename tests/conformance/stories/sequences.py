@@ -126,7 +126,7 @@ def a_moved_sequence_can_be_shared_and_filled_to_the_last_position(subject: Subj
         last = prefill(backend, list(range(40, 48)), start=8)
         assert backend.kv.seq_pos_max(0) == 15
         backend.kv.seq_rm(1)
-        with refused(InvalidOperation, "leaves positions"):
+        with refused(InvalidOperation, "exceeds positions"):
             backend.kv.seq_add(0, -1, -1, 2**31)
     if subject.tolerance == 0:
         assert same(subject, output.logits[0], fresh(subject, [*range(4, 11), 30]))
@@ -178,11 +178,11 @@ def only_sequences_with_the_same_cells_may_share_a_token(subject: Subject) -> No
 def seq_add_is_guarded(subject: Subject) -> None:
     with subject.make(SMALL) as backend:
         prefill(backend, list(range(1, 11)))
-        with refused(InvalidOperation, "tears sequence 0 apart"):
+        with refused(InvalidOperation, "splits sequence 0"):
             backend.kv.seq_add(0, 5, -1, 1)
-        with refused(InvalidOperation, "leaves positions 0 to 63"):
+        with refused(InvalidOperation, "exceeds positions 0 to 63"):
             backend.kv.seq_add(0, -1, -1, -1)
-        with refused(InvalidOperation, "leaves positions 0 to 63"):
+        with refused(InvalidOperation, "exceeds positions 0 to 63"):
             backend.kv.seq_add(0, -1, -1, 55)
         backend.kv.seq_cp(0, 1, 0, 4)
         with refused(InvalidOperation, "shares cells"):

@@ -13,7 +13,7 @@ from tokenmill.errors import ForwardFailed, InvalidOperation
 from tokenmill.kv.paged import Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
-LOST = "llama.cpp's memory can't be brought back to where it was before the step that failed"
+LOST = "llama.cpp's memory cannot be restored to its state before the failed step"
 
 
 class LlamaStep(PagedStep):
@@ -118,7 +118,7 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         if has_nan and isinstance(self._context, StreamedContext):
             self._context.cleanse()
         elif has_nan and self._had_nan:
-            self._lost = ForwardFailed("llama.cpp's memory holds keys or values that are no numbers", fatal=True)
+            self._lost = ForwardFailed("llama.cpp's KV contains NaN", fatal=True)
         self._had_nan = has_nan
 
     def _wait(self, step: LlamaStep) -> None:
@@ -127,7 +127,7 @@ class LlamaBackend(PagedBackend[LlamaStep]):
     def _output(self, step: LlamaStep) -> DecodeOutput:
         if step.call is not None:
             if step.call != self._context.num_calls:
-                raise InvalidOperation("the rows of a step are first asked for before the next forward, not after")
+                raise InvalidOperation("the rows of a step must be requested before the next forward")
             step.logits, step.call = step.logits.copy(), None
         return DecodeOutput(step.logits, step.output_ids, step.hidden, step.hidden_ids)
 

@@ -64,9 +64,11 @@ class LlamaOptions:
                 raise ConfigError(f"{name} must be true or false, not {value!r}")
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in BITS_PER_VALUE:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not known; known: {', '.join(BITS_PER_VALUE)}")
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is not supported; supported: {', '.join(BITS_PER_VALUE)}"
+                )
         if self.needs_flash_attn and self.flash_attn is False:
-            raise ConfigError(f"type_v {self.type_v} needs flash attention; leave flash_attn out, or set it to true")
+            raise ConfigError(f"type_v {self.type_v} requires flash attention; omit flash_attn or set it to true")
 
     @property
     def needs_flash_attn(self) -> bool:
@@ -79,13 +81,15 @@ def read_options(given: Mapping[str, Any]) -> LlamaOptions:
     known = {one.name for one in fields(LlamaOptions)}
     unknown = set(given) - known
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; llama.cpp's are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown option {', '.join(sorted(unknown))}; supported by llama.cpp: {', '.join(sorted(known))}"
+        )
     return LlamaOptions(**given)
 
 
 def _check_count(name: str, value: Any, *, least: int) -> None:
     if value is not None and (type(value) is not int or value < least):  # a bool is no number here
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
 SLOWDOWN = 0.1
@@ -151,7 +155,7 @@ def read_header(path: Path, options: LlamaOptions) -> Header:
     file = GGUFFile(path)
     architecture = file.get("general.architecture")
     if not isinstance(architecture, str):
-        raise ModelLoadError(f"{path} does not say what architecture it has")
+        raise ModelLoadError(f"{path} has no general.architecture")
 
     def number(name: str) -> int:
         value = file.get(f"{architecture}.{name}")

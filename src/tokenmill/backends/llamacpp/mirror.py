@@ -51,7 +51,7 @@ class SequenceStorage:
             self._context.seq_rm(self.seq, ANY, ANY)
             if NO_CELLS in refusal:  # enough are free, but not side by side
                 raise OutOfKV(len(slots), 0)
-            raise InvalidOperation(f"llama.cpp does not take this sequence: {refusal or 'it has other cells'}")
+            raise InvalidOperation(f"llama.cpp rejected the sequence: {refusal or 'its cells differ'}")
 
 
 class LlamaMemory(PagedKV):
@@ -123,7 +123,7 @@ class LlamaMemory(PagedKV):
             refusal = self._context.write_state(seq, memoryview(state))
             if refusal:
                 self.is_lost = True
-                raise ForwardFailed(f"llama.cpp does not take a sequence back: {refusal}", fatal=True)
+                raise ForwardFailed(f"llama.cpp rejected a sequence that it had exported: {refusal}", fatal=True)
 
     def _num_held(self) -> int:
         return len(self._step_of_slot) - self.free()

@@ -221,7 +221,7 @@ class LlamaModel:
         return self.options.flash_attn
 
     def replace_weight(self, name: str, value: Any) -> None:  # noqa: ARG002
-        raise Unsupported("llama.cpp can't replace the weights of a model that is loaded; use the torch backend")
+        raise Unsupported("llama.cpp cannot replace weights; use the torch backend")
 
     def close(self) -> None:
         self._native.close()
@@ -252,7 +252,7 @@ def open_path(path: Path, options: LoadOptions) -> LlamaModel:
         )
     if not native.generates:
         native.close()
-        raise ModelLoadError(f"{path}: {header.architecture} is an encoder, which can't go on with a text")
+        raise ModelLoadError(f"{path}: {header.architecture} is an encoder and cannot generate text")
     log.info("%s: %s, as it is in its file, by llama.cpp", path.name, native.description)
     return LlamaModel(path, native, header, chosen)
 
@@ -290,13 +290,13 @@ def describe(path: Path, options: LoadOptions) -> LlamaDescription:
 
 def _checked(path: Path, options: LoadOptions) -> LlamaOptions:
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; llama.cpp takes a .gguf file")
+        raise ConfigError(f"{path} is a directory; llama.cpp needs a .gguf file")
     if options.dtype != "auto":
-        raise ConfigError(f"dtype {options.dtype!r}: llama.cpp takes weights as they are in their file")
+        raise ConfigError(f"dtype {options.dtype!r}: llama.cpp does not convert weights; use auto")
     if options.deterministic:
         raise ConfigError("deterministic: llama.cpp's arithmetic depends on the batch; use the torch backend")
     if options.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {options.device!r} is not known to llama.cpp; use auto, cpu or cuda")
+        raise ConfigError(f"device {options.device!r} is not supported by llama.cpp; use auto, cpu or cuda")
     extra = {"n_gpu_layers": 0, **options.extra} if options.device == "cpu" else options.extra
     return read_options(extra)
 

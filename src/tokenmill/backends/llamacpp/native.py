@@ -156,7 +156,7 @@ class NativeModel:
         self.pointer = llama.llama_model_load_from_file(str(path).encode(), params)
         del told  # it had to live until here
         if not self.pointer:
-            raise ModelLoadError(f"{path}: llama.cpp can't load it: {log.errors() or 'it does not say why'}")
+            raise ModelLoadError(f"{path}: llama.cpp cannot load it: {log.errors() or 'no reason given'}")
         self.vocab = llama.llama_model_get_vocab(self.pointer)
         self._users = 1
         self._lock = threading.Lock()
@@ -301,7 +301,7 @@ class NativeContext:
         if not self._pointer:
             model.let_go()
             said = self._log.errors() or "it does not say why"
-            raise ModelLoadError(f"llama.cpp can't make a context of n_ctx {settings.n_ctx}: {said}")
+            raise ModelLoadError(f"llama.cpp cannot create a context of n_ctx {settings.n_ctx}: {said}")
         self._memory = llama.llama_get_memory(self._pointer)
         self._batch = NativeBatch()
         self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
@@ -323,8 +323,8 @@ class NativeContext:
             return
         said = self._log.errors() or "it does not say why"
         if code == INVALID:
-            raise InvalidBatch(f"llama.cpp refuses the batch: {said}")
-        what = {NO_ROOM: "found no room for the batch", ABORTED: "was told to stop"}.get(code, "failed")
+            raise InvalidBatch(f"llama.cpp rejected the batch: {said}")
+        what = {NO_ROOM: "has no room for the batch", ABORTED: "was aborted"}.get(code, "failed")
         raise ForwardFailed(f"llama.cpp {what} (code {code}): {said}")
 
     def _decode(self) -> int:

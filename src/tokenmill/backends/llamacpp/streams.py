@@ -252,7 +252,7 @@ class StreamedContext:
             return
         refusal = self._native.write_state(stream, memoryview(kept.state))
         if refusal:
-            raise ForwardFailed(f"llama.cpp does not take a sequence back: {refusal}", fatal=True)
+            raise ForwardFailed(f"llama.cpp rejected a sequence that it had exported: {refusal}", fatal=True)
         self._native.seq_rm(stream, kept.end, ANY)
         self._native.seq_rm(stream, ANY, kept.begin)
 

@@ -47,9 +47,9 @@ class DecoderConfig:
             if getattr(self, name) < 1:
                 raise ModelLoadError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
-            raise ModelLoadError(f"{self.num_heads} heads can't share {self.num_kv_heads} KV heads evenly")
+            raise ModelLoadError(f"{self.num_heads} heads are not divisible by {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
-            raise ModelLoadError(f"head_dim {self.head_dim} is odd")
+            raise ModelLoadError(f"head_dim must be even, not {self.head_dim}")
         if not self.windows:
             raise ModelLoadError("the model has no layers")
 

@@ -88,7 +88,7 @@ class TorchKV:
             raw = torch.from_numpy(np.frombuffer(data[at : at + size], dtype=np.uint8).copy())
             cells = raw.view(tensor.dtype).view(len(slots), *tensor.shape[1:])
             if not bool(cells.to(as_wide_as(tensor.dtype)).isfinite().all()):
-                raise InvalidOperation("these bytes hold keys or values that are not finite")
+                raise InvalidOperation("the data contains non-finite keys or values")
             _movable(tensor)[index] = _movable(cells).to(self._device)
             at += size
 

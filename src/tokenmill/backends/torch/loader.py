@@ -165,7 +165,7 @@ def _load(
         needed = num_values(config) * size / GIB
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
-            f"{path}: its weights need {needed:.1f} GiB of memory on {device.type} and can't be loaded: {reason}"
+            f"{path}: the weights need {needed:.1f} GiB of memory on {device.type} and cannot be loaded: {reason}"
         ) from error
 
 
@@ -174,11 +174,11 @@ def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[
         raise ModelLoadError(f"{folder} has no config.json")
     config = read_json(folder / "config.json")
     if "auto_map" in config:
-        raise ModelLoadError(f"{folder} brings code of its own (auto_map in config.json), which is never run")
+        raise ModelLoadError(f"{folder} requires custom code (auto_map in config.json), which is not supported")
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else reprlib.repr(quantised)
-        raise ModelLoadError(f"{folder} is quantised with {method!r}, which is not supported; use a GGUF file")
+        raise ModelLoadError(f"{folder} is quantized with {method!r}, which is not supported; use a GGUF file")
     family = family_of(config)
     return family.read(config), SafetensorsSource(folder), family.names
 
@@ -195,7 +195,7 @@ def _check_extras(extra: Mapping[str, Any]) -> None:
         raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
     block_size, depth = extra.get("block_size", BLOCK_SIZE), extra.get("depth")
     if type(block_size) is not int or block_size < 1:  # a bool is no number here
-        raise ConfigError(f"block_size must be a whole number of at least 1, not {block_size!r}")
+        raise ConfigError(f"block_size must be an integer of at least 1, not {block_size!r}")
     if depth is not None and (type(depth) is not int or depth not in (0, 1)):
         raise ConfigError(f"depth must be 0 or 1, not {depth!r}")
 
@@ -206,9 +206,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known; use cpu, cuda or cuda:0") from None
+        raise ConfigError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: torch finds no CUDA device here")
+        raise ConfigError(f"device {name!r}: torch found no CUDA device")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
     return device
@@ -223,13 +223,13 @@ def _form(name: str, device: torch.device, is_quantised: bool, fits: bool) -> Fo
             return torch.bfloat16
         return Native(None) if is_quantised and fits and library() is not None else torch.float32
     if name not in BITS:
-        raise ConfigError(f"dtype {name!r} is not known; known: auto, {', '.join([*DTYPES, *BITS])}")
+        raise ConfigError(f"dtype {name!r} is not supported; supported: auto, {', '.join([*DTYPES, *BITS])}")
     if device.type != "cpu":
-        raise ConfigError(f"dtype {name!r} is for the CPU alone")
+        raise ConfigError(f"dtype {name!r} is supported on the CPU only")
     if not fits:
-        raise ConfigError(f"dtype {name!r}: the kernels can't do a model of these sizes; use float32")
+        raise ConfigError(f"dtype {name!r}: the kernels do not support the shapes of this model; use float32")
     if library() is None:
-        raise ConfigError(f"dtype {name!r} needs the CPU kernels, which are not there")
+        raise ConfigError(f"dtype {name!r} requires the CPU kernels, which are not built")
     return Native(BITS[name])
 
 
@@ -237,13 +237,13 @@ def _kv_dtype(options: LoadOptions, device: torch.device, form: Form) -> torch.d
     """What was asked for keys and values; None: what goes with the weights."""
     name = options.extra.get("kv_cache_dtype", "auto")
     if name not in KV_DTYPES:
-        raise ConfigError(f"kv_cache_dtype {name!r} is not known; known: {', '.join(KV_DTYPES)}")
+        raise ConfigError(f"kv_cache_dtype {name!r} is not supported; supported: {', '.join(KV_DTYPES)}")
     dtype = KV_DTYPES[name]
     if dtype is not None and (device.type != "cuda" or kv_dtype(form).itemsize != 2):
-        raise ConfigError(f"kv_cache_dtype {name!r} is for CUDA and weights of 16 bits, not {form} on {device.type}")
+        raise ConfigError(f"kv_cache_dtype {name!r} requires CUDA and 16-bit weights, not {form} on {device.type}")
     return dtype
 
 
 def _check_deterministic(dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cpu" or dtype is not torch.float32:
-        raise ConfigError(f"deterministic needs float32 on the CPU, not {dtype} on {device.type}")
+        raise ConfigError(f"deterministic requires float32 on the CPU, not {dtype} on {device.type}")

@@ -51,7 +51,7 @@ class TorchModel:
         self.decoder = decoder
         # The kernels of a `NativeDecoder` are made so that a row depends on nothing but itself.
         if deterministic and isinstance(decoder, Decoder) and not rows_are_independent(_matrices(decoder)):
-            raise ConfigError("deterministic: on this machine a row of a matrix product depends on the rows around it")
+            raise ConfigError("deterministic: on this machine a row of a matrix product depends on the other rows")
         config, self._device, self._dtype = decoder.config, decoder.device, kv_dtype or decoder.kv_dtype
         self._form: Form = decoder.kv_dtype if form is None else form
         layers, held_as = config.layer_kv(self._dtype.itemsize), f"torch {self._form} {self._dtype}"
@@ -123,7 +123,7 @@ class TorchModel:
         try:
             tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidOperation(f"the new value of {name} is no tensor: {error}") from None
+            raise InvalidOperation(f"the new value of {name} is not a tensor: {error}") from None
         with self._gate.replacing(), torch.inference_mode():
             self.decoder.replace(own, tensor)
 

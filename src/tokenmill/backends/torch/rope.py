@@ -82,7 +82,7 @@ def check_rope(rope: Rope) -> None:
     except (ArithmeticError, ValueError, RuntimeError):
         usable = False
     if not usable:
-        raise ModelLoadError(f"the rope settings of the model give no usable rotations: {rope}")
+        raise ModelLoadError(f"invalid RoPE settings: {rope}")
 
 
 def frequencies(rope: Rope) -> tuple[Tensor, float]:

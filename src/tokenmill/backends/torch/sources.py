@@ -40,7 +40,7 @@ class SafetensorsSource:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"{path} is damaged or cut short: {error}") from None
+                raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
             for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
                 if name in self._file_of:
                     raise ModelLoadError(f"{folder}: {name} is in two files")
@@ -62,7 +62,7 @@ class SafetensorsSource:
         try:
             tensor: Tensor = self._file_of[name].get_tensor(name)
         except SafetensorError as error:
-            raise ModelLoadError(f"{self.where}: {name} can't be read: {error}") from None
+            raise ModelLoadError(f"{self.where}: {name} cannot be read: {error}") from None
         return tensor
 
 
@@ -77,8 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
             return found
     if list(folder.glob("*.bin")):
         raise ModelLoadError(
-            f"{folder} has its weights only as .bin files, which can run code when they are opened; "
-            "convert them to safetensors"
+            f"{folder} has only pickled weights (.bin), which can execute code; convert them to safetensors"
         )
     raise ModelLoadError(f"{folder} has no weights: no .safetensors and no .gguf file")
 
@@ -89,7 +88,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     named = Settings(read_json(index), str(index)).mapping("weight_map").values()
     wrong = [name for name in named if not isinstance(name, str)]
     if wrong or not named:
-        raise ModelLoadError(f"{index} is no index of weights: weight_map names {wrong[0] if wrong else 'no file'}")
+        raise ModelLoadError(f"{index} is not a weight index: weight_map names {wrong[0] if wrong else 'no file'}")
     names = sorted(set(named))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -128,7 +127,7 @@ class GGUFSource:
         found = from_gguf(layout.kind.name, self._file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows))
         parts = [] if found is None else [part for part in (found.scale, found.minimum) if part is not None]
         if not all((np.abs(part) <= MOST_WEIGHT).all() for part in parts):  # NaN is not, either
-            raise ModelLoadError(f"{self.where}: {name} has values that are no finite numbers")
+            raise ModelLoadError(f"{self.where}: {name} has non-finite values")
         order = self._order(name)
         return found if found is None or order is None else found.rows(order)
 
@@ -172,9 +171,11 @@ def _layout(file: GGUFFile, tensor: GGUFTensor) -> _Layout:
         kind = gguf.GGMLQuantizationType(tensor.type)
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
-        raise ModelLoadError(f"{file.path}: {tensor.name} has the unknown type {tensor.type}") from None
+        raise ModelLoadError(f"{file.path}: {tensor.name} has an unknown type {tensor.type}") from None
     if not tensor.shape or tensor.shape[-1] % per_block:
-        raise ModelLoadError(f"{file.path}: {tensor.name} has the shape {tensor.shape}, not in blocks of {per_block}")
+        raise ModelLoadError(
+            f"{file.path}: {tensor.name} has shape {tensor.shape}, not a multiple of the block size {per_block}"
+        )
     return _Layout(kind, (*tensor.shape[:-1], tensor.shape[-1] // per_block * block_bytes))
 
 
@@ -187,7 +188,7 @@ def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     try:
         values = gguf.quants.dequantize(rows, layout.kind)
     except NotImplementedError:
-        raise ModelLoadError(f"{file.path}: {tensor.name} is of type {layout.kind.name}, which can't be read") from None
+        raise ModelLoadError(f"{file.path}: {tensor.name} has the unsupported type {layout.kind.name}") from None
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(tensor.shape))
 
 
@@ -200,7 +201,7 @@ class Metadata(Settings):
         if not isinstance(value, list):
             return self.number(name, default)
         if len(value) != num_layers or any(one != value[0] for one in value):
-            raise self.wrong(name, f"a whole number, or the same one for each of {num_layers} layers", value)
+            raise self.wrong(name, f"an integer, or a list with the same one for each of {num_layers} layers", value)
         return Settings({name: value[0]}, self._where).number(name)
 
 
@@ -249,7 +250,7 @@ def _rope(file: GGUFFile, metadata: Metadata, head_dim: int, max_context: int) -
     """As llama.cpp reads it: scaling without a type is linear, and its older name is `rope.scale_linear`."""
     turned = metadata.number("rope.dimension_count", head_dim)
     if turned != head_dim:
-        raise ModelLoadError(f"{file.path}: rotating {turned} of {head_dim} dimensions is not supported")
+        raise ModelLoadError(f"{file.path}: partial RoPE ({turned} of {head_dim} dimensions) is not supported")
     kind = metadata.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ModelLoadError(f"{file.path}: rope scaling of type {kind!r} is not supported")
@@ -281,7 +282,7 @@ def _refuse_other_scaling(metadata: Metadata, kind: str) -> None:
     }
     for name in sorted(set(metadata.names_under("rope.scaling.")) - READ_OR_HARMLESS):
         if name not in neutral:
-            raise ModelLoadError(f"the setting rope.scaling.{name} of the file is not supported")
+            raise ModelLoadError(f"rope.scaling.{name} is not supported")
         value = metadata.given(f"rope.scaling.{name}")
         if value not in neutral[name]:
             raise metadata.wrong(f"rope.scaling.{name}", " or ".join(f"{one:g}" for one in neutral[name]), value)
@@ -296,5 +297,5 @@ def _divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
         raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has shape {tensor.shape}, not {(head_dim // 2,)}")
     values = dequantise(file, tensor)
     if not bool((values.isfinite() & (values > 0)).all()):
-        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has values that are not above 0")
+        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} must be positive")
     return tuple(values.tolist())

@@ -101,10 +101,12 @@ class DecoderWeights:
             name = in_file(own, names)
             value = source.load(name)
             if not value.is_floating_point():
-                raise ModelLoadError(f"{source.where}: {name} is of {value.dtype}, which is no floating point type")
+                raise ModelLoadError(
+                    f"{source.where}: {name} has the type {value.dtype}, which is not a floating point type"
+                )
             view.copy_(value)
             if not _all_finite(view):
-                raise ModelLoadError(f"{source.where}: {name} has values that are no finite numbers as {view.dtype}")
+                raise ModelLoadError(f"{source.where}: {name} has non-finite values as {view.dtype}")
             report(done + 1, len(self.views))
 
     def replace(self, own: str, value: Tensor) -> None:
@@ -115,7 +117,7 @@ class DecoderWeights:
         # Converted first: a number may be finite in its own type and too large for the weights'.
         converted = value.to(view.dtype) if value.is_floating_point() else None
         if converted is None or not _all_finite(converted):
-            raise InvalidOperation(f"the new tensor has values that are no finite numbers as {view.dtype}")
+            raise InvalidOperation(f"the new tensor has non-finite values as {view.dtype}")
         view.copy_(converted)
 
     def _layer(self, i: int) -> LayerWeights:

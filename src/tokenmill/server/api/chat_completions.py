@@ -33,7 +33,7 @@ def chat_routes(served: Served) -> APIRouter:
         """An answer to a conversation; with `session_id`, to what is new in one."""
         model = await served.requested_model(body.model)
         if body.session_id is not None and served.session(caller_of(http.scope), body.session_id)[0] is not model:
-            raise ApiError(400, "the session is one with another model", param="model")
+            raise ApiError(400, "the session belongs to another model", param="model")
         with served.call(http, body, model, "chatcmpl-") as call:
             return await call.respond(await start_chat(call, body, model, served.config), stream=bool(body.stream))
 

@@ -63,7 +63,7 @@ def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
     if not 1 <= len(several) <= most:
         raise ApiError(400, f"at most {most} in one request, not {len(several)}", param=param)
     if not all(several):
-        raise ApiError(400, "an input is empty", param=param)
+        raise ApiError(400, "inputs must not be empty", param=param)
     return several
 
 

@@ -84,7 +84,7 @@ async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, con
     prompts = await call.tokens(lambda: [_checked(one, call.llm) for one in inputs])
     size = call.llm.embedding_size
     if body.dimensions is not None and body.dimensions != size:
-        raise ApiError(400, f"this model's embeddings have {size} dimensions", param="dimensions")
+        raise ApiError(400, f"embeddings of this model have {size} dimensions", param="dimensions")
     options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
     outputs = []
     named = [(f"{call.id}/{place}", prompt) for place, prompt in enumerate(prompts)]

@@ -75,7 +75,7 @@ def _check_admin(caller: Caller, config: ServerConfig) -> None:
     """Raise unless the caller may load and unload models: with an admin key, or where there are no keys at all."""
     is_admin = any(hmac.compare_digest(known.hex(), caller.key) for known in config.admin_key_hashes)
     if not is_admin and (config.key_hashes or config.admin_key_hashes):
-        raise ApiError(403, "this needs a key that was given as --admin-key", code="admin_key_needed")
+        raise ApiError(403, "requires an admin key (--admin-key)", code="admin_key_needed")
 
 
 # -- requests and engines ---------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def engine_routes(served: Served) -> APIRouter:
         """End a request that runs, wherever it is. Whoever waits for it is told."""
         num_cancelled = served.calls.cancel(request_id, caller_of(http.scope).key)
         if not num_cancelled:
-            raise ApiError(404, f"no request {request_id!r:.140} runs", code="request_not_found")
+            raise ApiError(404, f"no running request {request_id!r:.140}", code="request_not_found")
         return JSONResponse({"id": request_id, "object": "request.cancelled", "cancelled": num_cancelled})
 
     @api.get(
@@ -115,7 +115,7 @@ def engine_routes(served: Served) -> APIRouter:
         """Where the time of a request went, for each of its generations. Only for the key that made it."""
         found = telemetry.timelines(request_id, caller_of(http.scope).key)
         if not found:
-            raise ApiError(404, f"no request {request_id!r:.140} is known", code="request_not_found")
+            raise ApiError(404, f"request {request_id!r:.140} not found", code="request_not_found")
         first, now = found[0].timeline.begin, time.monotonic()
         names = telemetry.names.seen_by(caller_of(http.scope).key)
         generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]

@@ -296,7 +296,7 @@ def as_input(given: Any, config: ServerConfig, param: str = "input") -> Input:
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given:
-        raise ApiError(400, f"{param} must be a text, a list of messages or a list of token ids", param=param)
+        raise ApiError(400, f"{param} must be a string, a list of messages or a list of token ids", param=param)
     if all(type(one) is int for one in given):
         return given
     if len(given) > config.max_messages:

@@ -198,7 +198,7 @@ class Telemetry:
             for watch in watches:
                 watch.leave(reader)
 
-    def end_streams(self, why: str = "the server is stopping") -> None:
+    def end_streams(self, why: str = "the server is shutting down") -> None:
         """Nobody is to be held up by those who only watch."""
         self._stopping = why
         for reader in self._readers:

@@ -198,7 +198,7 @@ def open_spans(endpoint: str) -> Spans:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"spans need more packages ({error.name}): pip install 'tokenmill[otel]'") from None
+        raise ConfigError(f"missing package {error.name}: pip install 'tokenmill[otel]'") from None
     provider = TracerProvider(resource=Resource.create({"service.name": "tokenmill"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return Spans(provider)

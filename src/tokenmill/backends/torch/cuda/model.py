@@ -81,7 +81,7 @@ class CudaModel(TorchModel):
 
     def new_backend(self, limits: BackendLimits) -> CudaBackend:
         if self._dtype is FP8 and not self.decoder.switches.attention:
-            raise ConfigError("kv_cache_dtype fp8 needs attention that reads paged KV")
+            raise ConfigError("kv_cache_dtype fp8 requires the paged attention kernels")
         kv, storage = self._new_memory(limits)
         return CudaBackend(
             self.decoder,

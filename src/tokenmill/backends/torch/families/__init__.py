@@ -30,7 +30,7 @@ _families: dict[str, Family] = {}
 def register_family(family: Family) -> None:
     """Add a family. The engine and the decoder need no change for it."""
     if family.name in _families:
-        raise ConfigError(f"the family {family.name!r} is registered already")
+        raise ConfigError(f"the family {family.name!r} is already registered")
     _families[family.name] = family
 
 

@@ -115,7 +115,7 @@ def declare(lib: Any) -> Any:
 def address(array: np.ndarray[Any, Any]) -> int:
     """Where an array's numbers are."""
     if not array.flags.c_contiguous:
-        raise ValueError("the kernels need arrays that lie in one piece")
+        raise ValueError("the kernels require contiguous arrays")
     return int(array.ctypes.data)
 
 

@@ -145,7 +145,7 @@ class NativeWeights:
             raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {expected}")
         most = MOST_WEIGHT if len(expected) == 2 else torch.finfo(torch.float32).max
         if not value.is_floating_point() or not bool((value.abs() <= most).all()):
-            raise InvalidOperation("the new tensor has values that are no finite numbers, or too large to be rounded")
+            raise InvalidOperation("the new tensor has values that are not finite or too large to be quantized")
         floats = value.detach().to("cpu", torch.float32).numpy()
         if own in self._vectors:
             self._vectors[own][:] = floats
@@ -197,9 +197,9 @@ class NativeWeights:
 def _floats(source: QuantisedSource, name: str) -> Floats:
     value = source.load(name)
     if not value.is_floating_point():
-        raise ModelLoadError(f"{source.where}: {name} is of {value.dtype}, which is no floating point type")
+        raise ModelLoadError(f"{source.where}: {name} has the type {value.dtype}, which is not a floating point type")
     if not bool(value.isfinite().all()):
-        raise ModelLoadError(f"{source.where}: {name} has values that are no finite numbers")
+        raise ModelLoadError(f"{source.where}: {name} has non-finite values")
     return np.ascontiguousarray(value.to(torch.float32).numpy())
 
 
