@@ -56,7 +56,7 @@ REFUSED |= {"previous_response_id", "text", "prompt_logprobs", "top_logprobs", "
 
 @schemathesis.serializer(MEDIA_TYPE)
 def as_file(_: Any, value: Any) -> bytes:
-    """What is made up is no session file."""
+    """Made-up bytes are not a session file."""
     return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
 
 

@@ -87,12 +87,12 @@ class TurnCost:
     num_cached: int
     cause: Cause
     num_again: int
-    """Tokens that had been computed before, and had to be again."""
+    """Tokens that had to be recomputed."""
     difference: Difference | None = None
     lost_s: float | None = None
-    """How long before the answer KV was given up."""
+    """Seconds between the eviction and the answer."""
     lost_to: tuple[str, str] | None = None
-    """The request that needed the room, and its key."""
+    """The request that the KV was evicted for, and its key."""
 
     @property
     def num_prefilled(self) -> int:
@@ -100,14 +100,14 @@ class TurnCost:
 
 
 def mark_before(session: Session) -> KVMark | None:
-    """What a session had of KV before it came from a store or a file: its log up to its last answer."""
+    """The KV that a session from a store or a file had in its former process: its log up to the last answer."""
     turns = session.log.turns
     last = next((turn for turn in reversed(turns) if turn.kind == "answer"), None)
     return None if last is None else KVMark(last.end or 0, session.core, 0, BEFORE)
 
 
 def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> None:
-    """An answer is over: remember what it cost, and what of the log has KV now."""
+    """An answer is over: record its cost, and how much of the log has KV now."""
     request, weights, now = generation.choices[0].request, opened.model.weights_version, time.monotonic()
     prompt = generation.prompt_token_ids
     if generation.num_generated:
@@ -122,7 +122,7 @@ def cost_of(
     session: Session, request_id: str, prompt: Sequence[int], num_cached: int, verdict: CacheVerdict | None,
     weights: int, at: float, tokenizer: Tokenizer,
 ) -> TurnCost:  # fmt: skip
-    """What an answer cost, asked when it is over: before its session's mark is moved."""
+    """The cost of an answer that is over, before its session's mark is moved."""
     mark = session.mark
     if verdict is None:
         return TurnCost(request_id, len(prompt), num_cached, Cause.UNKNOWN, 0)

@@ -107,7 +107,7 @@ class _Storage:
             grown = np.empty(needed + needed // 8, dtype=np.int32)
             grown[: self.used] = self.array[: self.used]
             grown[self.used : needed] = ids
-            self.array = grown  # whole before anybody sees it
+            self.array = grown  # complete before it is visible to other threads
         else:
             self.array[self.used : needed] = ids
         self.used = needed
@@ -279,7 +279,7 @@ class TokenLog:
         return replace(self, tokens=self.tokens.first(keep), low=min(self.low, keep))
 
     def _first_turns(self, count: int) -> TokenLog:
-        """All ids, but only so many of the turns."""
+        """All ids, but only the first `count` turns."""
         gone = self.turns[count:]
         messages = [message for turn in gone for message in turn.messages]
         return replace(

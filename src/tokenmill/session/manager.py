@@ -327,7 +327,7 @@ class SessionManager:
         return result
 
     async def change_text(self, session_id: str, num_bytes: int, operation: Callable[[Session], T]) -> T:
-        """As `change`, with an operation that renders and tokenizes so many bytes of new text."""
+        """As `change`, with an operation that renders and tokenizes `num_bytes` of new text."""
 
         def change(session: Session, result: T) -> tuple[T, asyncio.Future[bool] | None]:
             return result, self._changed(session)
@@ -439,7 +439,7 @@ class SessionManager:
         return None
 
     def end_idle(self, seconds: float) -> int:
-        """End the sessions that were idle for so long; how many."""
+        """End the sessions that have been idle for this many seconds; their number."""
         now = asyncio.get_running_loop().time()
         idle = [
             session

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MIN_KV_TOKENS = 64
 """Shorter logs are replayed: bytes would win little or nothing. docs/durability.md has what was measured."""
 QUIET_S = 5.0
-"""KV of a session is written when nobody has used it for so long."""
+"""KV of a session is written after this many idle seconds."""
 FLUSH_S = 5.0
 """What writing KV may take when the service is closed."""
 
@@ -143,7 +143,7 @@ class Persistence:
             await asyncio.to_thread(self._write_file, session, *found)
 
     def _write_file(self, session: Session, tokens: IntArray, state: bytes) -> None:
-        """On a thread. A session that ends meanwhile has its file removed: by whoever comes last."""
+        """On a thread. If the session ends meanwhile, its file is removed here or by the store, whichever is later."""
         self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state, session.used_at)
         if session.is_dropped:
             self.store.kv.remove(session.session_id)

@@ -263,7 +263,7 @@ def read_record(session_id: str, head: Any, turns: Any, tokens: IntArray, vocab_
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(outside):
             raise InvalidRequest(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-        json.dumps([head, turns], ensure_ascii=False).encode()  # what is no valid Unicode could be written nowhere
+        json.dumps([head, turns], ensure_ascii=False).encode()  # invalid Unicode could not be written again
         read = SharedList([_turn(turn) for turn in turns])
         _check_ends(read, len(tokens))
         return SessionRecord(session_id, _head(head), Tokens(tokens), read)
@@ -373,7 +373,7 @@ LENGTHS = struct.Struct("<IQQQ")
 DIGEST_BYTES = 32
 MEDIA_TYPE = "application/vnd.tokenmill.session"
 PRIVATE = {"key": "", "namespace": None, "priority": 0, "created_at": None, "used_at": None, "last_answer": None}
-"""What is nobody's business elsewhere, and what a session has instead that comes from a file."""
+"""Fields that a session file leaves out, and their values in a session that is restored from one."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,7 @@ def unpack(data: bytes, session_id: str, vocab_size: int) -> SessionFile:
 
 
 def read_fingerprint(data: bytes) -> Fingerprint:
-    """Which model a file is of, for whoever has several; the file is checked."""
+    """The model that a file belongs to, for a server with several; the file is checked."""
     header, _, _ = _parts(data)
     try:
         return Fingerprint(*(str(header["model"][name]) for name in ("weights", "text", "form")))
@@ -437,7 +437,7 @@ def read_whole(path: Path) -> bytes:
 
 def write_whole(path: Path, data: bytes) -> Path:
     """Write a file that is whole or not there, and on the disk."""
-    # A name of its own: somebody else may be writing the same file.
+    # A unique name: the same file may be written twice at once.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         with unfinished.open("xb") as file:

@@ -32,32 +32,32 @@ MAX_REMEMBERED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TextWork:
-    """What of an operation renders and tokenizes."""
+    """The part of an operation that renders and tokenizes text."""
 
     workers: TextWorkers
     text: ModelText
     num_bytes: int
-    """Of the text that is new; what is read of the session's history comes on top."""
+    """Of the new text; the part of the session's history that is rendered with it comes on top."""
     work: Callable[[Session], Any]
-    """Runs on any thread, with a copy of the session, which the session becomes if it succeeds."""
+    """Runs on any thread, on a copy of the session; if it succeeds, the session takes over the copy's state."""
 
     def num_bytes_in(self, session: Session) -> int:
-        """About how much text it works on. With a long history never on the event loop: all of it may be rendered."""
+        """Approximate size of the text. A session with a long history never runs inline: all of it may be rendered."""
         num_bytes = self.num_bytes + session.num_text_bytes(self.text)
         return num_bytes if self.workers.runs_inline(session.num_bytes) else max(num_bytes, self.workers.inline_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to be done with a session, and who wants to know how it went."""
+    """An operation on a session, and the future that gets its result."""
 
     session_id: str
     operation: Callable[..., Any]
     answer: asyncio.Future[Any]
     at_once: bool
-    """Not queued behind a running answer: it is what ends one."""
+    """Run it even while the session generates, such as a cancel."""
     prepare: TextWork | None
-    """Done first, if there is any; the operation gets its result."""
+    """Done before the operation, which gets its result."""
 
 
 class CommandQueue:
@@ -82,11 +82,11 @@ class CommandQueue:
         undo: Callable[[T], object] | None = None,
         prepare: TextWork | None = None,
     ) -> T:
-        """Have something done with a session when its turn comes; the result.
+        """Run an operation on a session, after those that were queued before it; the result.
 
         `operation` gets the session, and the result of `prepare` where that is done first; if either fails, the session
-        is as it was. For whoever leaves before, nothing is done. If it was done in that very moment, `undo` gets the
-        result nobody has.
+        is as it was. If the caller is cancelled first, nothing is done. If it is cancelled after the operation, `undo`
+        gets the result.
         """
         if self._closed:
             raise EngineDead("the service was closed")
@@ -109,7 +109,7 @@ class CommandQueue:
         self.sessions[session.session_id] = session
 
     def remove(self, session: Session) -> None:
-        """The session has ended: whoever waits for it is told."""
+        """The session has ended: its waiting commands fail with `SessionEnded`."""
         self.sessions.pop(session.session_id, None)
         self._ended[session.session_id] = None
         while len(self._ended) > MAX_REMEMBERED:
@@ -119,7 +119,7 @@ class CommandQueue:
         session.waiting = None
 
     def note_free(self, session: Session) -> None:
-        """Its answer is over: the consumer goes on with what waits for it."""
+        """Its answer is over: run the commands that wait for it."""
         if session.waiting:
             self._ingress.put_nowait(session.session_id)
 
@@ -134,7 +134,7 @@ class CommandQueue:
         raise SessionNotFound(f"no session {session_id!r}")
 
     async def close(self) -> None:
-        """Answer what is left with an error, and stop."""
+        """Fail the commands that are left, and stop."""
         self._closed = True
         if self._consumer is not None:
             tasks = [self._consumer, *self._preparing]
@@ -177,7 +177,7 @@ class CommandQueue:
             session.waiting.append(command)
 
     def _go_on(self, session: Session) -> None:
-        """Carry out what waits, in order, until the next answer begins."""
+        """Run waiting commands in order, until the next answer begins."""
         while session.waiting and not session.is_busy and session.state is not SessionState.ENDED:
             self._carry_out(session, session.waiting.popleft())
         if not session.waiting:
@@ -185,7 +185,7 @@ class CommandQueue:
 
     def _carry_out(self, session: Session, command: Command) -> None:
         if command.answer.cancelled():
-            return  # whoever asked has gone
+            return  # the caller has gone
         prepare = command.prepare
         num_bytes = 0 if prepare is None else prepare.num_bytes_in(session)
         if prepare is not None and not prepare.workers.runs_inline(num_bytes):
@@ -227,7 +227,7 @@ class CommandQueue:
         """However it ended, and if it never began."""
         self._preparing.discard(task)
         session.is_preparing = False
-        _fail(command, EngineDead("the service was closed"))  # unless it was answered, or nobody waits
+        _fail(command, EngineDead("the service was closed"))  # unless it was answered or cancelled
         self.note_free(session)
 
 
@@ -247,7 +247,7 @@ class Routing(Protocol):
         ...
 
     def leave(self, core: int, opening: str | None) -> None:
-        """A session of this core that began so has ended."""
+        """A session of this core with this system prompt has ended."""
         ...
 
     def stay(self, core: int, opening: str | None) -> None:
@@ -269,17 +269,17 @@ class RoundRobin:
         return core
 
     def leave(self, core: int, opening: str | None) -> None:
-        """It does not matter here."""
+        """Loads are not counted."""
 
     def stay(self, core: int, opening: str | None) -> None:
-        """Nor does this."""
+        """Loads are not counted."""
 
 
 class LeastLoaded:
-    """The core with the fewest sessions; among those that are not much fuller, one that knows the opening."""
+    """The core with the fewest sessions, give or take `SLACK`; preferably one that has the system prompt in its KV."""
 
     SLACK = 2
-    """Sessions that a core may have more than the emptiest and still be chosen for what it knows."""
+    """A core that has the system prompt may have this many sessions more than the least loaded one."""
 
     def __init__(self, num_cores: int) -> None:
         self._loads = [0] * num_cores

@@ -120,7 +120,7 @@ class SessionService:
     async def load_model_with_workers(
         self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
     ) -> None:
-        """Open a model on so many engine cores, in place of any before it; `params` are `EngineOptions`."""
+        """Open a model on `num_workers` engine cores, in place of any before it; `params` are `EngineOptions`."""
         async with self._changing:
             await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
 
@@ -215,7 +215,7 @@ class SessionService:
             self._loaded.watch_idle()
 
     def end_idle(self, seconds: float) -> int:
-        """End the sessions that were idle for so long; how many."""
+        """End the sessions that have been idle for this many seconds; their number."""
         return self._model().end_idle(seconds)
 
     async def __aenter__(self) -> Self:
@@ -247,7 +247,7 @@ class SessionService:
 
         With `overflow="drop_oldest_turns"` a conversation that outgrows the context is cut down to the fraction
         `overflow_keep` of it.
-        `title` and `metadata` are for whoever lists sessions: the model does not see them.
+        `title` and `metadata` are for lists of sessions: the model does not see them.
         """
         loaded = self._model()
         loaded.budget.check()
@@ -323,7 +323,7 @@ class SessionService:
         priority: int | None = None,
         **changes: Any,
     ) -> Answer:
-        """The answer on its way, for whoever reads it; `generate_stream` and `regenerate` are made of it.
+        """The answer as it grows, for any number of readers; `generate_stream` and `regenerate` are built on it.
 
         `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
         without a word, by an error or a cancel, the session is as it was. If it `must_fit`, an answer that could
@@ -448,7 +448,7 @@ class SessionService:
         return names[0] if n is None else names
 
     async def rewind(self, session_id: str, *, at_turn: int | None = None, at_token: int | None = None) -> None:
-        """Keep so many turns, or so many tokens, and forget the rest."""
+        """Keep the first `at_turn` turns, or the first `at_token` tokens, and forget the rest."""
         loaded = self._model()
 
         def operation(session: Session) -> None:
@@ -488,8 +488,8 @@ class SessionService:
     ) -> str:
         """A new session from a file or its bytes; its name. `SessionFileError` says why it is refused.
 
-        It is this key's, whosever it was. KV that does not fit is dropped, and the log replayed. Of a file that may
-        come from anywhere, say which `template_options` it may have: then its KV is not taken at all.
+        It belongs to this key, not to its former one. KV that does not fit is dropped, and the log replayed. For an
+        untrusted file, `template_options` names the options that it may set; then its KV is ignored.
         """
         loaded = self._model()
         loaded.budget.check()

@@ -204,7 +204,7 @@ class Session:
         self.state = SessionState.IDLE
         self.num_forks = 0
         self.attempt = 0
-        """Counts regenerations, so that each draws anew."""
+        """Counts regenerations, so that each has draws of its own."""
         self.live: Answer | None = None
         """The answer on its way."""
         self.answer: Answer | None = None
@@ -416,7 +416,7 @@ class Session:
         self.inbox, self.rendered = (), None
 
     def _rebuilt(self, log: TokenLog, text: ModelText) -> TokenLog:
-        """A log that was cut to a turn which the template has rewritten since: its messages, rendered anew."""
+        """A log that was cut to a turn which the template has rewritten since: its messages, rendered again."""
         if log.is_known:
             return log
         messages, template = list(log.messages), text.chat_template()
@@ -429,7 +429,7 @@ class Session:
     # -- more than the context holds ----------------------------------------------------------------------------------
 
     def reserve(self, text: ModelText, max_model_len: int, num_tokens: int) -> None:
-        """Leave so many tokens of the context for the answer to what waits, if turns may be dropped for that."""
+        """Leave `num_tokens` of the context for the answer to the inbox, if turns may be dropped for that."""
         if self.inbox and self.options.overflow == "drop_oldest_turns":
             self._fit(text, max_model_len, num_tokens)
 
@@ -472,7 +472,7 @@ class Session:
     def _later_starts(self) -> list[_Start]:
         """Where the conversation could begin: at each user message but the first, or with what waits alone.
 
-        The system prompt goes first in any case. Raw input can't be rendered anew: all starts are after it.
+        The system prompt goes first in any case. Raw input can't be rendered again: all starts are after it.
         """
         turns = self.log.turns
         system = tuple(message for message in self.log.messages[:1] if message["role"] in SYSTEM_ROLES)

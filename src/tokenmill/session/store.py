@@ -5,9 +5,9 @@
     reserve           disk space for deletions: SQLite needs some to delete, too
     lock              held by the one process that uses the directory
 
-One thread owns the database. Everybody else leaves work for it and gets a future; what waits is committed together, so
-that many sessions cost one sync. A write is the whole state of a session, but only what differs from what is there is
-written: it can be repeated, and never leaves half a turn or a turn twice.
+One thread owns the database. Other threads queue work for it and get a future; queued work is committed together, so
+that many sessions cost one sync. A write is the whole state of a session, but only its difference from the stored state
+is written: it can be repeated, and never leaves half a turn or a turn twice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Stored:
-    """A session that was in the store, and for how many seconds nobody had used it."""
+    """A session that was in the store, and for how many seconds it has been idle."""
 
     record: SessionRecord
     idle_s: float
@@ -133,11 +133,11 @@ class SessionStore:
 
         deleting = self._post(work, frees_space=True)
         deleting.add_done_callback(lambda done: self._note_undeleted(session_id, done))
-        self._held.discard(session_id)  # not before: whoever loads from now on comes after it
+        self._held.discard(session_id)  # not before: a load from now on is queued behind the deletion
         return deleting
 
     def load(self, fingerprint: str, vocab_size: int) -> list[Stored]:
-        """The sessions of a model that nobody in this process has; they are the caller's from now on."""
+        """The sessions of a model that are not in use in this process; they are the caller's from now on."""
         with self._loading:
             taken = self._held | self._undeleted  # as it is before the sessions are read: some may end meanwhile
             found = self._post(lambda connection: _read_all(connection, fingerprint, vocab_size)).result()
@@ -165,7 +165,7 @@ class SessionStore:
 
     def _post(self, work: Callable[[sqlite3.Connection], T], *, frees_space: bool = False) -> Future[T]:
         done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # whoever stops waiting does not take it back
+        done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         with self._closing:
             if self._is_closed:
                 done.set_exception(NotDurable("the store was closed"))
@@ -176,7 +176,7 @@ class SessionStore:
     # -- one session, on the store's thread ---------------------------------------------------------------------------
 
     def _write(self, connection: sqlite3.Connection, record: SessionRecord, fingerprint: str) -> None:
-        """Write what differs from what is there. Where that is known, only what is new is looked at."""
+        """Write the difference from the stored state. After the first write that is known without reading it back."""
         name, known = record.session_id, self._written.get(record.session_id)
         _write_head(connection, record, fingerprint)
         if known is None:
@@ -334,7 +334,7 @@ def _not_durable(error: Exception) -> NotDurable:
 def _lock(directory: Path) -> int | None:
     """Have the directory for this process alone; None where even the lock can't be written."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is said in there is nobody else's business
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are private
         held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except PermissionError:
         return None
@@ -448,7 +448,7 @@ def _connect(path: Path, options: Sequence[str], is_read_only: bool) -> sqlite3.
 
 
 def _make_shrinkable(connection: sqlite3.Connection, path: Path) -> None:
-    """Rewrite a database of an earlier tokenmill, which can't give pages back; not if there is no room for a copy."""
+    """Rewrite a database of an earlier version, which can't shrink, if there is space for a copy."""
     is_shrinkable = connection.execute("PRAGMA auto_vacuum").fetchone()[0] == INCREMENTAL
     with suppress(sqlite3.Error, OSError):
         if not is_shrinkable and shutil.disk_usage(path.parent).free > 2 * path.stat().st_size + RESERVE_BYTES:
@@ -501,7 +501,7 @@ def _write_head(connection: sqlite3.Connection, record: SessionRecord, fingerpri
 
 
 def _write_tokens(connection: sqlite3.Connection, name: str, tokens: Tokens, stored: Tokens) -> None:
-    """Cut what is there where it begins to differ, and add the rest as one piece."""
+    """Truncate the stored ids at the first difference, and insert the rest as one piece."""
     same = stored.num_same(tokens)
     if same < len(stored):
         connection.execute("DELETE FROM tokens WHERE session = ? AND begin >= ?", (name, same))

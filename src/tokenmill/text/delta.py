@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Continuation:
-    """What new messages do to a conversation's log: so many of its ids are kept, and these follow."""
+    """What new messages do to a conversation's log: its first `keep` ids are kept, and `ids` follow."""
 
     keep: int
     ids: list[int]
