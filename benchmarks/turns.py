@@ -100,38 +100,52 @@ def write_text_files(directory: Path, template: str) -> int:
     return len(alphabet) + len(SPECIAL)
 
 
-async def converse(service: SessionService, num_turns: int, tokens: int) -> Costs:
-    """One session: `tokens` in and `tokens` out each turn."""
-    costs = Costs()
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
-    name = await service.create_session(sampling_params=params, seed=0)
-    for turn in range(num_turns):
-        question = f"{turn} {WORDS * tokens}"[:tokens]
-        host, backend = time.process_time(), TimedBackend.spent_s
-        async for _ in (await service.answer(name, given=question)).read():
-            pass
-        spent = TimedBackend.spent_s - backend
-        costs.host_s.append(time.process_time() - host - spent)
-        costs.backend_s.append(spent)
-    await service.end_session(name)
-    return costs
+class Talk:
+    """A session with `tokens` in and `tokens` out each turn."""
+
+    def __init__(self, service: SessionService, name: str, tokens: int) -> None:
+        self._service, self._name, self._tokens = service, name, tokens
+        self.costs = Costs()
+
+    @classmethod
+    async def begin(cls, service: SessionService, tokens: int) -> Talk:
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
+        return cls(service, await service.create_session(sampling_params=params, seed=0), tokens)
+
+    async def turns(self, count: int) -> None:
+        for _ in range(count):
+            question = f"{len(self.costs.host_s)} {WORDS * self._tokens}"[: self._tokens]
+            host, backend = time.process_time(), TimedBackend.spent_s
+            async for _ in (await self._service.answer(self._name, given=question)).read():
+                pass
+            spent = TimedBackend.spent_s - backend
+            self.costs.host_s.append(time.process_time() - host - spent)
+            self.costs.backend_s.append(spent)
 
 
-async def run(num_turns: int, tokens: int, template: str, store: Path | None) -> Costs:
-    context = num_turns * (2 * tokens + TEMPLATE_TOKENS)
+async def run(options: argparse.Namespace, template: str, store: Path | None) -> tuple[Costs, Costs]:
+    """The costs of a young and of an old session, whose last turns alternate: the machine is the same for both."""
+    context = options.turns * (2 * options.tokens + TEMPLATE_TOKENS)
     with tempfile.TemporaryDirectory() as directory:
         vocabulary = write_text_files(Path(directory), template)
         model = TimedModel(FakeConfig(vocab_size=vocabulary, max_context=context), Path(directory))
-        async with SessionService(model, kv_cache_tokens=2 * context, store=store) as service:
-            return await converse(service, num_turns, tokens)
+        async with SessionService(model, kv_cache_tokens=3 * context, store=store) as service:
+            old = await Talk.begin(service, options.tokens)
+            await old.turns(options.turns - options.window)
+            young = await Talk.begin(service, options.tokens)
+            await young.turns(options.early - options.window // 2)
+            for _ in range(options.window):
+                await young.turns(1)
+                await old.turns(1)
+            return young.costs, old.costs
 
 
 def parser() -> argparse.ArgumentParser:
     made = bench_parser("python -m benchmarks.turns", __doc__)
     made.add_argument("--turns", type=int, default=1000, help="turns of the session")
     made.add_argument("--tokens", type=int, default=20, help="tokens of each question and of each answer")
-    made.add_argument("--early", type=int, default=10, help="turn to compare the last one with")
-    made.add_argument("--window", type=int, default=10, help="turns around both over which the median is taken")
+    made.add_argument("--early", type=int, default=10, help="turn of a young session to compare the last one with")
+    made.add_argument("--window", type=int, default=10, help="alternating turns of both that medians are taken over")
     made.add_argument("--template", type=Path, help="file with another chat template (default: that of SmolLM2)")
     made.add_argument("--store", action="store_true", help="keep the session in a store on disk")
     made.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -143,17 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     template = CHATML if options.template is None else options.template.read_text()
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store" if options.store else None
-        costs = asyncio.run(run(options.turns, options.tokens, template, store))
-    first = max(1, options.early - options.window // 2)  # the first turn compiles the template
-    early, late = slice(first, first + options.window), slice(options.turns - options.window, options.turns)
-    for turns in (early, *(slice(at, at + options.window) for at in (options.turns // 4, options.turns // 2)), late):
-        backend = 1000 * statistics.median(costs.backend_s[turns])
-        host = costs.median_ms(turns)
-        print(f"turns {turns.start + 1:5}-{turns.stop:5}: {host:7.2f} ms host CPU, {backend:.2f} ms backend")
-    ratio = costs.median_ms(late) / costs.median_ms(early)
-    print(f"ratio of the last to the early turns: {ratio:.2f}")
+        young, old = asyncio.run(run(options, template, store))
+    latest = slice(-options.window, None)
+    for costs in (young, old):
+        backend, num_turns = 1000 * statistics.median(costs.backend_s[latest]), len(costs.host_s)
+        turns = f"turns {num_turns - options.window + 1:4}-{num_turns:4}"
+        print(f"{turns}: {costs.median_ms(latest):6.2f} ms host CPU, {backend:.2f} ms backend")
+    ratio = old.median_ms(latest) / young.median_ms(latest)
+    print(f"ratio: {ratio:.2f}")
     if options.json is not None:
-        figures = {"early_ms": costs.median_ms(early), "late_ms": costs.median_ms(late), "ratio": ratio}
+        figures = {"early_ms": young.median_ms(latest), "late_ms": old.median_ms(latest), "ratio": ratio}
         options.json.write_text(json.dumps(figures))
     return 0
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from tokenmill.contract import Batch, Capabilities, IntArray, KVMemory
 from tokenmill.engine.events import EventBus, ParkedChange, ParkedEvent, ParkedTokens, ParkedView
@@ -182,7 +180,7 @@ class KVManager:
         self._forget_lease(seq)
         self._free(seq)
 
-    def park(self, seq: int, tokens: Sequence[int], num_prompt: int, hints: Hints) -> None:
+    def park(self, seq: int, tokens: IntArray, num_prompt: int, hints: Hints) -> None:
         """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus).
 
         It replaces what its holder had parked. If that, or another plain request's KV, holds all of it, it is freed.
@@ -192,7 +190,7 @@ class KVManager:
         if not self._reuse or keep == 0 or not self._trim(seq, keep):
             self._free(seq)
             return
-        log = np.array(tokens, dtype=np.int32)
+        log = tokens.copy()
         holder = (hints.namespace, log[:num_prompt].tobytes()) if hints.owner is None else hints.owner
         entry = Entry(seq, log[:keep], hints.namespace, lambda: keep, parked=True, owner=hints.owner)
         covering = self._covering(entry, self._held.get(holder))
@@ -255,7 +253,7 @@ class KVManager:
         if self.kv.seq_pos_min(seq) != 0 or self.length(seq) != len(tokens):
             self.release(seq)
             return False
-        self.park(seq, tokens.tolist(), len(tokens), hints)
+        self.park(seq, tokens, len(tokens), hints)
         return True
 
     def drop_owner(self, owner: str) -> None:

@@ -105,7 +105,7 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
             else:
-                self.kv.park(seq, request.tokens, request.num_prompt, request.hints)
+                self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
         elif request in self.queue:
             self.queue.remove(request)
         del self.requests[request.request_id]
@@ -342,7 +342,7 @@ class Scheduler:
         self.order.settle(request, request.row)
         num_computed = self._num_computed(request)
         seq = self._take_row(request)
-        self.kv.park(seq, request.tokens, request.num_prompt, request.hints)
+        self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
         request.last_progress = self.tick
