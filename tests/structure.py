@@ -16,6 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "tokenmill"
 SMALL_LINES = 100
 SHARED_NAMES = frozenset({"__init__", "backend", "config", "errors", "model", "routes", "timeline"})
 """Modules that more than one package has."""
+COMMANDS = ("cli/", "bench/")
+"""Modules that are called what a user calls them."""
 SCHEMAS = ("server/schemas.py", "engine/wire.py")
 """Their classes are shapes of a protocol, and may be called what the thing is called inside."""
 
@@ -40,13 +42,13 @@ def structure() -> Structure:
         basenames=_several(
             (path.stem, name)
             for name, path in names.items()
-            if path.stem not in SHARED_NAMES and not name.startswith("cli/")
+            if path.stem not in SHARED_NAMES and not name.startswith(COMMANDS)
         ),
     )
 
 
 def _is_small(name: str, path: Path) -> bool:
-    may_be = path.stem in ("__init__", "__main__") or "/families/" in name or name.startswith("cli/")
+    may_be = path.stem in ("__init__", "__main__") or "/families/" in name or name.startswith(COMMANDS[0])
     return not may_be and len(path.read_text().splitlines()) < SMALL_LINES
 
 

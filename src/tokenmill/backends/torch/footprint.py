@@ -10,8 +10,7 @@ import torch
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families.names import in_file, num_values, shapes
 from tokenmill.backends.torch.native.bindings import INT4, INT8
-from tokenmill.backends.torch.native.packed_weights import KV_DTYPE, MERGED, Native
-from tokenmill.backends.torch.native.packing import num_groups, packed_bytes
+from tokenmill.backends.torch.native.packing import KV_DTYPE, MERGED, Native, num_groups, packed_bytes
 from tokenmill.backends.torch.weights import TensorSource
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan, free_host_bytes

@@ -29,7 +29,7 @@ from tokenmill.backends.torch.footprint import (
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.backends.torch.native.bindings import INT4, INT8, library
-from tokenmill.backends.torch.native.packed_weights import Native, NativeWeights, can_hold
+from tokenmill.backends.torch.native.packing import Native, NativeWeights, can_hold
 from tokenmill.backends.torch.native_backend import NativeDecoder
 from tokenmill.backends.torch.rope import check_rope
 from tokenmill.backends.torch.sources import GGUFSource, SafetensorsSource, config_of

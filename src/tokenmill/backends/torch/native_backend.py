@@ -15,7 +15,7 @@ from tokenmill.backends.torch.backend import HostBackend, Ubatch
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.native.bindings import Matrix, Pool, StepStruct, address
-from tokenmill.backends.torch.native.packed_weights import KV_DTYPE, NativeWeights
+from tokenmill.backends.torch.native.packing import KV_DTYPE, NativeWeights
 from tokenmill.backends.torch.rope import frequencies, rotations
 from tokenmill.contract import Batch, IntArray
 from tokenmill.kv.paged import PagedKV, Segment

@@ -21,8 +21,7 @@ from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTens
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
 from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
 from tokenmill.backends.torch.native.bindings import INT4, INT8
-from tokenmill.backends.torch.native.packed_weights import MOST_WEIGHT
-from tokenmill.backends.torch.native.packing import FOUR_BITS, Quantised, from_gguf
+from tokenmill.backends.torch.native.packing import FOUR_BITS, MOST_WEIGHT, Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings, read_json
