@@ -23,6 +23,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.server import bodies as routing
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.telemetry import hub as telemetry
+from tokenmill.server.telemetry.metrics import Metrics
 from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.text import template as chat
 from tokenmill.text.tokenizer import ByteTokenizer
@@ -303,7 +304,7 @@ def test_21_1_the_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 100 <= watched.loop_lag_s.count <= 110  # 2 s, a probe every 20 ms
         late = {float(bound): count for bound, count in watched.loop_lag_s.cumulative()}
         assert 48 <= late[1.0] <= 55
-        lines = watched.metrics.text().decode().splitlines()
+        lines = Metrics(watched).text().decode().splitlines()
         assert any(line.startswith("tokenmill_event_loop_lag_seconds_bucket") for line in lines)
 
     asyncio.run(scene())

@@ -18,7 +18,7 @@ from tests.server.telling import OTHER_KEY, make_config, make_llm
 from tests.session.test_files import header, resealed
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.errors import NotDurable
+from tokenmill.server.errors import ApiError
 from tokenmill.server.models import Models, ModelSpec
 from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
@@ -127,8 +127,9 @@ def test_a_model_whose_sessions_can_not_be_read_is_closed_again(tmp_path: Path) 
     async def run() -> None:
         spec = ModelSpec(name="fake", load=lambda: llm)
         models = Models([spec], OpenCalls(), Telemetry(None), SessionLimits(), store)
-        with pytest.raises(NotDurable):
+        with pytest.raises(ApiError) as failed:
             await models.use("fake")
+        assert failed.value.code == "model_load_failed"
         assert not llm.is_ready
         await models.close()
 

@@ -427,6 +427,8 @@ class _CallEvents:
                 for delta in deltas:
                     if self._silent or delta.finish_reason is not None or not delta.text:
                         piece += self._odd(delta)
+                        if self._is_over:  # the first failure ends the stream for all choices
+                            break
                     else:
                         piece += self._writer.delta(delta)
             except Exception as error:  # the status has been sent: the error goes into the stream
