@@ -8,10 +8,10 @@ from importlib import import_module
 import typer
 
 BENCHMARKS = {
-    "serve": "Load on any OpenAI-compatible server: throughput and latencies, as `vllm bench serve` has them.",
-    "throughput": "Tokens per second by the number of concurrent requests, offline.",
-    "sessions": "What a session saves, turn by turn; the cost of a stalled reader; when KV bytes beat a replay.",
-    "compare": "This engine next to llama.cpp's raw loop and transformers, on the same file, interleaved.",
+    "serve": "Load test for any OpenAI-compatible server; metrics as in `vllm bench serve`.",
+    "throughput": "Offline throughput by number of concurrent requests (tok/s).",
+    "sessions": "TTFT per turn with and without sessions; cost of a stalled reader; KV restore against replay.",
+    "compare": "Throughput next to llama.cpp and transformers on the same model file, interleaved.",
 }
 IN_THE_REPOSITORY = ("agreement", "engine", "events", "flood", "http", "llamacpp", "memory")
 """Benchmarks of the project itself, which the wheel does not have."""
