@@ -65,7 +65,7 @@ def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
         *_, out = talk.ask(question)
         if turn:
             assert out.usage.cached_tokens >= before - 1
-        assert talk.session.log.tokens[: out.usage.prompt_tokens].tolist() == out.prompt_token_ids
+        assert talk.session.log.tokens.tolist()[: out.usage.prompt_tokens] == out.prompt_token_ids
     assert "Tokyo" in talk.session.log.messages[1]["content"]
     assert "Rome" in talk.session.log.messages[3]["content"]
     answer = talk.ask("Count to one hundred.")

@@ -33,7 +33,7 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
                 first, usage = await first_logprobs(service, name, turn)
                 computed = usage.prompt_tokens - usage.cached_tokens
                 assert computed <= total - known + 1, f"turn {turn}: {computed} tokens for {total - known} new ones"
-                check_fresh(fresh, session.log.tokens[:total].tolist(), first)
+                check_fresh(fresh, session.log.tokens.tolist()[:total], first)
                 known = len(session.log)
             assert len(session.log.turns) == 2 * NUM_TURNS
 
