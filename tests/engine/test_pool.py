@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import VOCAB, alone, request
+from tests.engine.helpers import VOCAB, alone, backend_of, request
 from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
@@ -299,3 +299,47 @@ def test_a_core_with_nothing_to_do_waits(monkeypatch: pytest.MonkeyPatch) -> Non
             assert pool.stats()[0] is not None
             threading.Event().wait(0.005)  # time to look again and again, if it did
     assert next(looks) < 50
+
+
+def test_a_question_for_an_idle_core_is_answered_by_a_busy_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.engine.pool.BUSY_S", 0.0)
+    hold = Fault(FaultKind.STALL, after=3)
+    with make_pool(num_cores=1) as pool:
+        backend_of(pool.cores[0].core).faults.add(hold)
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=200), listener)
+        assert listener.heard.wait(WAIT_S)
+        asked = pool.cores[0].call(lambda core: core.has_work, when_idle=True)
+        hold.release.set()
+        assert asked.result(WAIT_S) is True
+
+
+def test_a_core_that_can_not_be_closed_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug in the backend")
+
+    pool = make_pool(num_cores=1)
+    hold = Fault(FaultKind.STALL, after=3)
+    backend_of(pool.cores[0].core).faults.add(hold)
+    monkeypatch.setattr(pool.cores[0].core._executor, "close", fail)
+    listener = Listener()
+    pool.submit(request("r", (1,), max_new_tokens=200), listener)
+    assert listener.heard.wait(WAIT_S)
+    pool.cores[0].stop()
+    hold.release.set()
+    assert listener.result()[1] is FinishReason.SHUTDOWN
+    assert pool.close(WAIT_S)
+    assert "could not be closed" in caplog.text
+
+
+def test_an_engine_that_is_gone_raises_a_new_error_each_time() -> None:
+    pool = make_pool(num_cores=1)
+    assert pool.close(WAIT_S)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(EngineDead, match="closed") as caught:
+            pool.submit(request("r", (1,)), Listener())
+        errors.append(caught.value)
+    assert errors[0] is not errors[1], "one that is raised again keeps the frames of all its callers"

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,6 +36,8 @@ MakeSubscriber = Callable[[CoreSnapshot], Subscriber]
 """Makes the subscriber that goes on from a snapshot: `CoreView`, for one."""
 T = TypeVar("T")
 
+BUSY_S = 1.0
+"""How long a command for an idle core waits for it to be idle: a busy server may never be."""
 ANSWER_S = 10.0
 """How long a core may take to answer: it does so between two steps."""
 
@@ -73,8 +76,8 @@ class Sinks:
             self._remove(result.request_ids[place])
         return parts
 
-    def silence(self, request_ids: Sequence[str]) -> None:
-        """Nobody listens to these any more, but their ids are taken until they have ended."""
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Discard further results of these requests; their ids stay reserved until they end."""
         for request_id in request_ids:
             self._remove(request_id)
             self.add(request_id, _ignore)
@@ -92,7 +95,8 @@ def tell(sink: Sink, result: StepResult) -> list[str]:
     try:
         sink(result)
     except Exception:
-        going_on = [name for place, name in enumerate(result.request_ids) if place not in result.ends]
+        ended = {result.request_ids[place] for place in result.ends}
+        going_on = [name for name in result.request_ids if name not in ended]
         log.exception("the sink of request %s failed; it is cancelled", ", ".join(result.request_ids[:8]))
         return going_on
     return []
@@ -123,10 +127,10 @@ class CoreThread:
         self._restarts_left = max_restarts
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._sinks = Sinks()
-        self._leisure: deque[Command] = deque()
-        """What is done when there is nothing else to do."""
+        self._idle_commands: deque[tuple[float, Command]] = deque()
+        """Commands to run while the core is idle, or at the latest at some time."""
         self._lock = threading.Lock()
-        self._gone: EngineDead | None = None
+        self._gone: str | None = None
         """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -156,7 +160,7 @@ class CoreThread:
         self.post(command)
 
     def call(self, question: Callable[[EngineCore], T], *, when_idle: bool = False) -> Future[T]:
-        """Ask the core something on its own thread, between two steps; or when it has nothing else to do."""
+        """Ask the core something on its own thread, between two steps; `when_idle`: while it is idle, if it soon is."""
         future: Future[T] = Future()
 
         def answer(core: EngineCore) -> None:
@@ -167,13 +171,16 @@ class CoreThread:
             except Exception as error:
                 future.set_exception(error)
 
-        self.post((lambda _: self._leisure.append(answer)) if when_idle else answer)
+        def wait_for_idle(_: EngineCore) -> None:
+            self._idle_commands.append((self.events.clock() + BUSY_S, answer))
+
+        self.post(wait_for_idle if when_idle else answer)
         return future
 
     def post(self, command: Command) -> None:
         with self._lock:
             if self._gone is not None:
-                raise self._gone
+                raise EngineDead(self._gone)
             self._inbox.put(command)
 
     @property
@@ -201,7 +208,7 @@ class CoreThread:
         """Take nothing more, and stop after the step in flight; does not wait."""
         with self._lock:
             if self._gone is None:
-                self._gone = EngineDead("the engine was closed")
+                self._gone = "the engine was closed"
                 self._inbox.put(None)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ class CoreThread:
         going = True
         while going:
             try:
-                going = self._obey()
+                going = self._run_commands()
                 if going and self.core.has_work:
                     self._dispatch(self.core.step())
             except Exception as error:  # a bug in a command or in the engine: nobody may be left waiting
@@ -219,21 +226,31 @@ class CoreThread:
                 self._dispatch(self.core.scheduler.results.take())
             if self.core.failure is not None and not self._restart():
                 return
-        self._dispatch(self.core.close())
+        self._close_core()
         self._drain()
 
-    def _obey(self) -> bool:
-        """Carry out what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
+    def _close_core(self) -> None:
+        """Close the core and tell its requests; a backend that fails to close keeps nobody waiting."""
+        try:
+            ends = self.core.close()
+        except Exception:
+            log.exception("engine core %s could not be closed", self._thread.name)
+            ends = self.core.scheduler.results.take()
+        self._dispatch(ends)
+
+    def _run_commands(self) -> bool:
+        """Run what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
         for i in range(max(1, self._inbox.qsize())):
             try:
-                command = self._inbox.get(block=i == 0 and not self.core.has_work and not self._leisure)
+                command = self._inbox.get(block=i == 0 and not self.core.has_work and not self._idle_commands)
             except queue.Empty:
-                if self._leisure and not self.core.has_work:
-                    self._leisure.popleft()(self.core)
-                return True
+                break
             if command is None:
                 return False
             command(self.core)
+        idle = self._idle_commands
+        if idle and (not self.core.has_work or idle[0][0] <= self.events.clock()):
+            idle.popleft()[1](self.core)
         return True
 
     def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
@@ -255,7 +272,7 @@ class CoreThread:
             self._on_end(result.request_ids[place])
         for sink, part in self._sinks.route(result):
             if unheard := tell(sink, part):
-                self._sinks.silence(unheard)
+                self._sinks.drop(unheard)
                 for request_id in unheard:
                     self.core.cancel(request_id)
 
@@ -263,7 +280,7 @@ class CoreThread:
         """Build a new core in place of a dead one. False if it died too often or can't be built."""
         failure = self.core.failure
         log.error("engine core %s died: %s", self._thread.name, failure)
-        self.core.close()
+        self._close_core()
         if self._restarts_left > 0:
             self._restarts_left -= 1
             try:
@@ -274,7 +291,7 @@ class CoreThread:
             except Exception:
                 log.exception("engine core %s could not be built again", self._thread.name)
         with self._lock:
-            self._gone = EngineDead(f"the engine failed: {failure}")
+            self._gone = f"the engine failed: {failure}"
         self._drain()
         return False
 
@@ -287,8 +304,8 @@ class CoreThread:
                 break
             if command is not None:
                 command(self.core)
-        while self._leisure:
-            self._leisure.popleft()(self.core)
+        while self._idle_commands:
+            self._idle_commands.popleft()[1](self.core)
 
 
 class EnginePool:
@@ -337,7 +354,7 @@ class EnginePool:
     def release(self, owner: str) -> None:
         """A session has ended: KV that is parked for it is free, on whatever core it is."""
         for core in self.cores:
-            if core.is_alive:
+            with suppress(EngineDead):  # with it, its KV is gone
                 core.post(lambda engine: engine.release(owner))
 
     def finish(self, core: int, request_id: str, keep_tokens: int) -> None:

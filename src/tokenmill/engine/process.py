@@ -68,7 +68,7 @@ class ProcessClient:
         self._sinks = Sinks()
         self._questions: dict[int, Future[list[Any]]] = {}
         self._numbers = itertools.count()
-        self._gone: EngineDead | None = None
+        self._gone: str | None = None
         self._ready: Future[wire.Ready] = Future()
         command = [sys.executable, "-m", "tokenmill.engine.process", address]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -114,7 +114,7 @@ class ProcessClient:
         message = wire.pack(wire.Submit.of(request, core))
         with self._lock:
             if self._gone is not None:
-                raise self._gone
+                raise EngineDead(self._gone)
             if request.request_id in self._requests:
                 raise InvalidRequest(f"request {request.request_id} is already running")
             self._requests[request.request_id] = request
@@ -139,7 +139,7 @@ class ProcessClient:
         answer: Future[list[Any]] = Future()
         with self._lock:
             if self._gone is not None:
-                raise self._gone
+                raise EngineDead(self._gone)
             number = next(self._numbers)
             self._questions[number] = answer
             self._mail.post(wire.encode(wire.AskStats(number)))
@@ -159,7 +159,7 @@ class ProcessClient:
         """Stop the engine process; requests that were not done end with `shutdown`."""
         with self._lock:
             if self._gone is None:
-                self._gone = EngineDead("the engine was closed")
+                self._gone = "the engine was closed"
         self._mail.post(wire.encode(wire.Close()))
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -211,7 +211,7 @@ class ProcessClient:
         for sink, part in parts:
             if unheard := tell(sink, part):
                 with self._lock:
-                    self._sinks.silence(unheard)
+                    self._sinks.drop(unheard)
                 for request_id in unheard:
                     self.cancel(request_id)
 
@@ -226,7 +226,7 @@ class ProcessClient:
             question.set_exception(EngineDead(message.error))
 
     def _reap(self) -> None:
-        """The child is gone after this; it is killed only if it is not gone already."""
+        """Kill the child if it is still running, and wait for it."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -237,18 +237,18 @@ class ProcessClient:
         code = self.process.returncode
         with self._lock:
             closed = self._gone is not None
-            gone = self._gone = self._gone or EngineDead(f"the engine process ended with exit code {code}")
+            gone = self._gone = self._gone or f"the engine process ended with exit code {code}"
             reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
-            ends = [StepResult.of_end(request_id, reason, str(gone)) for request_id in self._requests]
+            ends = [StepResult.of_end(request_id, reason, gone) for request_id in self._requests]
             parts = [part for end in ends for part in self._sinks.route(end)]
             self._requests = {}
             questions, self._questions = self._questions, {}
         for sink, part in parts:
             tell(sink, part)
         for question in questions.values():
-            question.set_exception(gone)
+            question.set_exception(EngineDead(gone))
         if not self._ready.done():
-            self._ready.set_exception(gone)
+            self._ready.set_exception(EngineDead(gone))
 
 
 class EngineProcess:

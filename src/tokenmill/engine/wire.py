@@ -140,7 +140,11 @@ class Step(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, result: StepResult, facts: dict[str, Facts]) -> Step:
-        return cls(result.request_ids, result.token_ids, result.logprobs, result.ends, facts)
+        ends = {
+            place: end if end.error is None else End(end.finish_reason, _printable(end.error))
+            for place, end in result.ends.items()
+        }
+        return cls(result.request_ids, result.token_ids, result.logprobs, ends, facts)
 
     def result(self) -> StepResult:
         return StepResult(self.request_ids, self.token_ids, self.logprobs, self.ends)

@@ -23,18 +23,18 @@ class LoopSignal:
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
         self._loop = loop
         self._callback = callback
-        self._is_on_its_way = False
+        self._is_scheduled = False
 
     def notify(self) -> None:
-        if not self._is_on_its_way:
-            self._is_on_its_way = True
+        if not self._is_scheduled:
+            self._is_scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._run)
             except RuntimeError:
                 return  # the loop is closed: nobody reads any more
 
     def _run(self) -> None:
-        self._is_on_its_way = False  # before the callback: what comes now is notified again
+        self._is_scheduled = False  # before the callback: what comes now is notified again
         self._callback()
 
 
@@ -52,7 +52,7 @@ class _LoopEnd:
         self._signal.notify()
 
     def _deliver(self) -> None:
-        while self._results:
+        for _ in range(len(self._results)):  # what comes meanwhile has its own turn: the loop has more to do
             deliver(self._results.popleft(), self.consumers)
 
 

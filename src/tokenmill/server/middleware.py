@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.errors import ConfigError
-from tokenmill.outputs import RequestOutput, Usage
+from tokenmill.outputs import Usage
 from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
 from tokenmill.server.errors import ApiError
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome, outcome_of
@@ -89,11 +89,6 @@ class Caller:
     """When sending waited for the client."""
     differs_in: tuple[int, str] | None = None
     """The message in which a chat's prompt diverges from the cached prefix: its number and its role."""
-
-    def note(self, output: RequestOutput) -> None:
-        """Something that runs for it has grown."""
-        if self.first_token_at is None and any(choice.token_ids for choice in output.outputs):
-            self.first_token_at = time.monotonic()
 
     def charge(self, usage: Usage) -> None:
         """Add the tokens of something that ran for it."""

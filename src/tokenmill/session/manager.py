@@ -7,6 +7,7 @@ persistence of its sessions. Everything but loading and reading files runs on th
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -70,6 +71,8 @@ from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.messages import num_chars
 from tokenmill.text.workers import INLINE_BYTES, TextWorkers
+
+log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 NAME_BYTES = 16
@@ -391,6 +394,19 @@ class SessionManager:
         if session.state is SessionState.ENDED or session.live is not live:
             live.durable = False if self.persistence is not None and session.options.is_kept else None
             return None
+        try:
+            self._take_answer(session, live)
+            saving = self._changed(session)
+        except Exception:  # a bug; but the session is not to wait for this answer for ever
+            log.exception("answer %s could not be put into its session's log", live.request_id)
+            saving = None
+        if saving is None:
+            self._settle(session, live)
+        else:
+            saving.add_done_callback(lambda done: self._settle(session, live, done.result()))
+        return saving
+
+    def _take_answer(self, session: Session, live: Answer) -> None:
         if live.end is None:
             raise IntegrityError(f"the engine has let go of answer {live.request_id} before its end")
         if live.undo is not None and not live.token_ids and live.end.is_failure:
@@ -400,12 +416,6 @@ class SessionManager:
         if live.token_ids:
             session.last_answer = LastAnswer(live.request_id, len(live.token_ids))
         note_cost(session, live.generation, self.opened)
-        saving = self._changed(session)
-        if saving is None:
-            self._settle(session, live)
-        else:
-            saving.add_done_callback(lambda done: self._settle(session, live, done.result()))
-        return saving
 
     def _settle(self, session: Session, live: Answer, durable: bool | None = None) -> None:
         """An answer is over: the session is free for what comes next."""
