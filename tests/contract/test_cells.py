@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill.contract import BatchBuilder, Capabilities, CellTable
-from tokenmill.errors import OutOfKV
+from tokenmill.errors import ConfigError, OutOfKV
 
 
 def table(num_cells: int = 16, block_size: int = 4) -> CellTable:
@@ -86,3 +86,9 @@ def test_integers_in_results_are_plain() -> None:
     write(cells, 0, 3)
     for value in (cells.free(), cells.seq_pos_max(0), cells.seq_pos_min(0), cells.stats().held_cells):
         assert not isinstance(value, np.integer)
+
+
+@pytest.mark.parametrize(("num_cells", "block_size"), [(0, 1), (3, 4), (8, 0)])
+def test_a_table_that_holds_nothing_is_rejected(num_cells: int, block_size: int) -> None:
+    with pytest.raises(ConfigError):
+        CellTable(num_cells, 16, block_size, Capabilities(max_seqs=4))

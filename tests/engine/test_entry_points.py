@@ -402,3 +402,10 @@ def test_a_long_batch_shows_progress(capsys: pytest.CaptureFixture[str], monkeyp
         assert "generating |" in capsys.readouterr().err
         llm.generate(["a", "b"], SHORT, use_tqdm=False)
         assert capsys.readouterr().err == ""
+
+
+def test_a_stream_of_a_closed_model_is_refused() -> None:
+    llm = LLM("fake")
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        next(llm.stream("a", SHORT))
