@@ -25,13 +25,13 @@ Prompt = str | Sequence[int] | IntArray | Mapping[str, Any]
 """A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
-OWN_NAME = "~"
-"""In the engine's name for a request: between its caller's and the engine's own."""
+ID_SEPARATOR = "~"
+"""Between the caller's request id and the engine's own suffix, which makes it unique."""
 
 
 def callers_name(request_id: str) -> str:
     """What its caller called a request of the engine; all of it, if that said nothing."""
-    name, is_named, _ = request_id.rpartition(OWN_NAME)
+    name, is_named, _ = request_id.rpartition(ID_SEPARATOR)
     return name if is_named else request_id
 
 
@@ -139,7 +139,7 @@ class Intake:
     @staticmethod
     def _engine_id(request_id: str | None, name: str) -> str:
         """The engine's name for a request is its own, so that a caller's can be used again, or twice at a time."""
-        return name if request_id is None else f"{request_id}{OWN_NAME}{name}"
+        return name if request_id is None else f"{request_id}{ID_SEPARATOR}{name}"
 
 
 def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:

@@ -1,4 +1,4 @@
-"""Server-sent events: LF framing, escapes that no client stumbles over, comments that keep a silent line open."""
+"""Server-sent events: LF framing, escaped Unicode line separators, keep-alive comments."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ from tokenmill.text.messages import Message
 from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
-LOOKED_AT, MORE_LOOKED_AT = 1024, 512
-"""Tokens of a prompt up to where it leaves what was known, and beyond, among which the message is looked for."""
+MAX_DIVERGENCE, LOOKAHEAD_TOKENS = 1024, 512
+"""Tokens of a prompt up to where it diverges from the cached prefix, and beyond, in which the message is searched."""
 END = "end"
 """In an event's id, instead of a number of tokens: there is nothing after it."""
 
@@ -386,11 +386,11 @@ class Call:
     def _note_difference(self, generation: Generation) -> None:
         """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
         divergence = None if generation.cache is None else generation.cache.divergence
-        if self._messages is None or divergence is None or divergence.at > LOOKED_AT:
+        if self._messages is None or divergence is None or divergence.at > MAX_DIVERGENCE:
             return
         tokenizer, ids = self.llm.get_tokenizer(), generation.prompt_token_ids
         place = len(tokenizer.decode(ids[: divergence.at], skip_special=False))
-        text = tokenizer.decode(ids[: divergence.at + MORE_LOOKED_AT], skip_special=False)
+        text = tokenizer.decode(ids[: divergence.at + LOOKAHEAD_TOKENS], skip_special=False)
         number = message_at(self._messages, text, place)
         if number is not None:
             self.caller.differs_in = (number, str(self._messages[number]["role"]))
@@ -405,7 +405,7 @@ class _CallEvents:
         self._source = source
         self._first: asyncio.Future[list[OutputDelta]] | None = first
         self._begin = first
-        self._silent: dict[int, OutputDelta] = {}
+        self._buffered: dict[int, OutputDelta] = {}
         """Of each choice, deltas without text: they are told with the next that has some."""
         self._is_over = False
 
@@ -425,8 +425,8 @@ class _CallEvents:
                     self._is_over = True
                     return self._writer.closing() + DONE
                 for delta in deltas:
-                    if self._silent or delta.finish_reason is not None or not delta.text:
-                        piece += self._odd(delta)
+                    if self._buffered or delta.finish_reason is not None or not delta.text:
+                        piece += self._write_buffered(delta)
                         if self._is_over:  # the first failure ends the stream for all choices
                             break
                     else:
@@ -435,16 +435,16 @@ class _CallEvents:
                 return piece + self._fail(error)
         return piece
 
-    def _odd(self, delta: OutputDelta) -> bytes:
-        """A delta that has an end, has no text, or follows one that has none."""
-        if delta.index in self._silent:
-            delta = joined([self._silent.pop(delta.index), delta])
+    def _write_buffered(self, delta: OutputDelta) -> bytes:
+        """Write a final delta or one without text, merged with what is buffered for its choice."""
+        if delta.index in self._buffered:
+            delta = joined([self._buffered.pop(delta.index), delta])
         if delta.is_failure:  # it has no end of its own: the stream has, and it is an error
             text = self._writer.delta(replace(delta, finish_reason=None)) if delta.text else b""
             return text + self._fail(_failure(delta))
         if delta.text or delta.finish_reason is not None:
             return self._writer.delta(delta)
-        self._silent[delta.index] = delta
+        self._buffered[delta.index] = delta
         return b""
 
     def _fail(self, error: Exception) -> bytes:
@@ -521,7 +521,7 @@ class AnswerEvents:
             await stop(reading)
         self._note(whole)
         _raise_if_silent(whole)
-        if (error := _unwanted(whole)) is not None:
+        if (error := _answer_error(whole)) is not None:
             raise error
         return {**self._shape(whole), "object": "session.answer"}
 
@@ -567,7 +567,7 @@ class AnswerEvents:
 
     def _event(self, delta: OutputDelta) -> bytes:
         shape, place = self._shape(delta), delta.offset + len(delta.token_ids)
-        if (error := _unwanted(delta)) is not None:  # the status has been sent
+        if (error := _answer_error(delta)) is not None:  # the status has been sent
             log_failure(error, error)
             self._caller.outcome = Outcome.FAILED
             shape |= error.body()
@@ -592,8 +592,8 @@ async def _all_of(deltas: AsyncIterator[OutputDelta]) -> list[OutputDelta]:
     return [delta async for delta in deltas]
 
 
-def _unwanted(delta: OutputDelta) -> ApiError | None:
-    """The error of an answer that has failed. That it was cancelled is no failure: somebody wanted it."""
+def _answer_error(delta: OutputDelta) -> ApiError | None:
+    """The error of an answer that has failed; None if it is complete or was cancelled."""
     is_failure = delta.is_failure and delta.finish_reason != FinishReason.CANCELLED.value
     return _failure(delta) if is_failure else None
 

@@ -145,16 +145,16 @@ class Answer:
         self._unread_since = None
 
     def _watch_reader(self) -> None:
-        """Something is there to read: it must be, before long."""
+        """Cancel the answer if too much of its text is unread, or for longer than `stall_timeout_s`."""
         unread = self.text[self._num_read :]
         if unread and self._unread_since is None:
             self._unread_since = self._loop.time()
         if 4 * len(unread) > self._max_unread_bytes and len(unread.encode()) > self._max_unread_bytes:
             self.cancel(FinishReason.TIMEOUT)
         elif self._alarm is None and self._stall_timeout_s is not None:
-            self._alarm = self._loop.call_later(self._stall_timeout_s, self._look_at_reader)
+            self._alarm = self._loop.call_later(self._stall_timeout_s, self._check_stall)
 
-    def _look_at_reader(self) -> None:
+    def _check_stall(self) -> None:
         self._alarm = None
         if self.has_ended or self._stall_timeout_s is None:
             return
@@ -162,7 +162,7 @@ class Answer:
         if late >= self._stall_timeout_s:
             self.cancel(FinishReason.TIMEOUT)
         else:
-            self._alarm = self._loop.call_later(self._stall_timeout_s - late, self._look_at_reader)
+            self._alarm = self._loop.call_later(self._stall_timeout_s - late, self._check_stall)
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:
