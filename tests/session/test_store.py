@@ -222,7 +222,7 @@ def test_a_disk_that_takes_its_time_holds_up_the_end_of_an_answer_and_nothing_el
                 chunk = await anext(reader)
                 assert chunk.finish_reason is None
                 count += len(chunk.token_ids)
-            while not live.has_ended:
+            while not live.is_released:
                 await asyncio.sleep(0)
             assert not live.is_over
         ends = [asyncio.ensure_future(anext(reader)) for reader in readers]

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -54,9 +54,6 @@ class Sinks:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sink_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sink_of)
 
     def add(self, request_id: str, sink: Sink) -> None:
         self._sink_of[request_id] = sink

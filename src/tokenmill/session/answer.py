@@ -39,7 +39,7 @@ class Answer:
         self.end: OutputDelta | None = None
         """Finish reason, usage and error, without text; there before readers may hear of it."""
         self.durable: bool | None = None
-        self.has_ended = False
+        self.is_released = False
         """Has the engine let go of it? After a stop string that is some steps after its end."""
         self.is_over = False
         """May readers hear the end? Only when the turn is in the store, where there is one."""
@@ -95,7 +95,7 @@ class Answer:
 
     def _release(self) -> None:
         self._stop_alarm()
-        self.has_ended = True
+        self.is_released = True
         saving = self._on_end(self)
         if saving is None:
             self._finish()
@@ -156,7 +156,7 @@ class Answer:
 
     def _check_stall(self) -> None:
         self._alarm = None
-        if self.has_ended or self._stall_timeout_s is None:
+        if self.is_released or self._stall_timeout_s is None:
             return
         late = 0.0 if self._unread_since is None else self._loop.time() - self._unread_since
         if late >= self._stall_timeout_s:

@@ -1,7 +1,7 @@
 """What is known before a model is loaded: `LlamaOptions`, by the names they have in llama.cpp, and its file's `Header`.
 
 The header says what a model takes in memory, for any architecture. `parked_cells` says how much KV of ended requests
-may stay while others run: llama.cpp's attention reads every cell up to the highest one in use, whoever's it is, so
+may stay while others run: llama.cpp's attention reads every cell up to the highest one in use, of any sequence, so
 parked KV makes each step slower, in proportion. The step of a lone sequence suffers most: it reads all weights once,
 and of each parked cell the keys and values. The bytes alone would say by how much; measured, a byte of KV costs less
 than a byte of weights (`python -m benchmarks.llamacpp` gives the curve, docs/llamacpp.md has it).
@@ -88,7 +88,7 @@ def read_options(given: Mapping[str, Any]) -> LlamaOptions:
 
 
 def _check_count(name: str, value: Any, *, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):  # a bool is no number here
+    if value is not None and (type(value) is not int or value < least):  # bool is a subclass of int
         raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 

@@ -93,7 +93,7 @@ class LlamaVocab:
         raise AssertionError("llama.cpp has changed its mind about the length of a text")
 
     def piece(self, token: int) -> bytes:
-        """What one token stands for inside a text; empty if there is no such token."""
+        """The text of a token within a prompt; empty if the model has no such token."""
         if not 0 <= token < self.size:
             return b""
         room = 64

@@ -46,7 +46,7 @@ class NativeLog:
         self._level, self._text = INFO, ""
 
     def install(self) -> None:
-        """Take the log from whoever had it."""
+        """Redirect llama.cpp's log to this logger."""
         llama.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def forget_errors(self) -> None:

@@ -181,7 +181,7 @@ class HostBackend(TorchBackend[D, TorchStep]):
         """[rows, vocab] in float32."""
 
     def _note_bad_numbers(self, hidden: Tensor) -> None:
-        """A token whose state is no number has left such keys and values."""
+        """A token whose hidden state is not finite has written such keys and values."""
         if not self._storage.holds_bad_numbers:
             self._storage.holds_bad_numbers = not bool(hidden.sum().isfinite())
 

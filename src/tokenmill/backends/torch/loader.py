@@ -194,7 +194,7 @@ def _check_extras(extra: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
     block_size, depth = extra.get("block_size", BLOCK_SIZE), extra.get("depth")
-    if type(block_size) is not int or block_size < 1:  # a bool is no number here
+    if type(block_size) is not int or block_size < 1:  # bool is a subclass of int
         raise ConfigError(f"block_size must be an integer of at least 1, not {block_size!r}")
     if depth is not None and (type(depth) is not int or depth not in (0, 1)):
         raise ConfigError(f"depth must be 0 or 1, not {depth!r}")

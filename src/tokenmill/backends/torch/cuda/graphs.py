@@ -5,7 +5,7 @@ graphs share one pool of memory: they run one after the other, and none keeps an
 
 `OutputTurns`: where graphs leave logits, and the ids of the largest ones. A graph writes to the same addresses each
 time, so a step's results would be gone with the next one. Two sets of buffers take turns, one for each step that may be
-in flight; whoever still wants a step after that keeps a copy of its logits.
+in flight; a caller that needs a step's logits after that keeps a copy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class GraphOutputs:
     """Where each row's largest logit is."""
 
     def first(self, count: int) -> GraphOutputs:
-        """Of the first so many rows."""
+        """Outputs of the first `count` rows."""
         return GraphOutputs(self.turn, self.logits[:count], self.ids[:count])
 
 

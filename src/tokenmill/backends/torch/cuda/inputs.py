@@ -49,7 +49,7 @@ class InputBuffer:
         return self._arrays[self._turn]
 
     def send(self, count: int) -> None:
-        """Copy the first so many numbers of this step to the same places on the card."""
+        """Upload the first `count` values of this step to the same offsets in device memory."""
         parts = self._ends[self._turn]
         if parts is None or parts[0] != count:
             parts = self._ends[self._turn] = (count, self.card[:count], self._hosts[self._turn][:count])
