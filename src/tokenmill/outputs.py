@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -146,11 +146,10 @@ class CacheVerdict:
     """Is KV found wherever it is? Not without prefix caching, nor where a sequence can only be had as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """What one choice of a request has grown by. Its text is that of its tokens; neither is taken back later."""
 
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # in place of tuple's method
     """Of the choice."""
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -184,8 +183,7 @@ def joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
     if len(deltas) == 1:
         return deltas[0]
     first, last = deltas[0], deltas[-1]
-    return replace(
-        last,
+    return last._replace(
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         offset=first.offset,

@@ -12,7 +12,7 @@ from tokenmill import AsyncLLM, SamplingParams
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.engine.client import ThreadClient
 from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, joined
-from tokenmill.pipeline.bridge import LoopSignal
+from tokenmill.pipeline.bridge import _LoopEnd
 from tokenmill.pipeline.output import deliver
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
@@ -83,14 +83,14 @@ def test_a_consumer_that_fails_does_not_keep_others_from_their_tokens(caplog: py
 
 def test_a_step_wakes_the_loop_once_for_all_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     wakeups = 0
-    run = LoopSignal._run
+    run = _LoopEnd._deliver
 
-    def counted(signal: LoopSignal) -> None:
+    def counted(end: _LoopEnd) -> None:
         nonlocal wakeups
         wakeups += 1
-        run(signal)
+        run(end)
 
-    monkeypatch.setattr(LoopSignal, "_run", counted)
+    monkeypatch.setattr(_LoopEnd, "_deliver", counted)
 
     async def play() -> None:
         async with make_llm() as llm:

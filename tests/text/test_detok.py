@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -206,3 +207,50 @@ def test_special_tokens_without_end_cost_no_more_each(kind: str) -> None:
     pieces = stream(tokenizer, tokens)
     assert time.process_time() - begin < 2  # about 0.1 s; with a growing window, minutes
     assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+def with_decoder(decoder: Any) -> HuggingFaceTokenizer:
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *BYTES, *PIECES, "##b", "b</w>", "."])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    return HuggingFaceTokenizer(tokenizer.to_str())
+
+
+STRIP_END = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)])
+ACROSS_TOKENS = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")])
+LOOKS_AROUND = [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), STRIP_END, ACROSS_TOKENS, None]
+
+
+@pytest.mark.req("R31")
+@pytest.mark.parametrize("decoder", LOOKS_AROUND)
+def test_a_decoder_that_looks_at_other_tokens_is_always_asked(decoder: Any) -> None:
+    texts = with_decoder(decoder).inner_texts()
+    assert not any(texts[token] for token in range(len(SPECIAL) + len(BYTES) + len(PIECES)))
+
+
+@pytest.mark.req("R31")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_a_stream_is_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are detokenized on the event loop, tens of thousands of tokens a second: a known token is a lookup."""
+    tokenizer = KINDS[kind]
+    tokens = tokenizer.encode("a a aa a\n", add_special=False) * 3
+    expected = stream(tokenizer, tokens)
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: pytest.fail("it was decoded again"))
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer._context, detokenizer._before = tokens[:1], None  # the first token of a text is always decoded
+    assert [detokenizer.push(token) for token in tokens[1:]] == expected[1:-1]
+
+
+@pytest.mark.req("R31")
+@pytest.mark.parametrize("skip_special", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_token_is_the_same_after_any_other(kind: str, skip_special: bool) -> None:
+    tokenizer = KINDS[kind]
+    texts = tokenizer.inner_texts(skip_special=skip_special)
+    vocabulary = range(tokenizer.vocab_size)
+    before = [token for token in vocabulary if texts[token]]
+    assert len(before) > 100 if kind != "byte-fallback" else before
+    for first in before[::7]:
+        shown = tokenizer.decode([first], skip_special=skip_special)
+        for token in before:
+            assert tokenizer.decode([first, token], skip_special=skip_special) == shown + texts[token]

@@ -263,7 +263,7 @@ class CoreThread:
             self._dispatch(StepResult.of_end(request.request_id, reason, str(error)))
 
     def _dispatch(self, result: StepResult) -> None:
-        if not result:
+        if not result.request_ids:
             return
         for place in result.ends:
             self._on_end(result.request_ids[place])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Request
@@ -17,41 +18,26 @@ from tokenmill.outputs import FinishReason, OutputDelta, StepResult, joined
 from tokenmill.pipeline.output import Consumer, Generation, deliver
 
 
-class LoopSignal:
-    """Runs a callback on an event loop, from any thread: once for all that was notified since it last ran."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-        self._loop = loop
-        self._callback = callback
-        self._is_scheduled = False
-
-    def notify(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            try:
-                self._loop.call_soon_threadsafe(self._run)
-            except RuntimeError:
-                return  # the loop is closed: nobody reads any more
-
-    def _run(self) -> None:
-        self._is_scheduled = False  # before the callback: what comes now is notified again
-        self._callback()
-
-
 class _LoopEnd:
     """The bridge's end on one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.consumers: dict[str, Consumer] = {}
+        self._loop = loop
         self._results: deque[StepResult] = deque()
-        self._signal = LoopSignal(loop, self._deliver)
+        self._is_scheduled = False
+        """Is the loop going to deliver what is there?"""
 
     def put(self, result: StepResult) -> None:
         """On a thread of the engine."""
         self._results.append(result)
-        self._signal.notify()
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
+        self._is_scheduled = False  # first: what comes from now on is scheduled again
         for _ in range(len(self._results)):  # what comes meanwhile has its own turn: the loop has more to do
             deliver(self._results.popleft(), self.consumers)
 

@@ -11,7 +11,7 @@ import bisect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from tokenmill.engine.client import EngineClient
@@ -88,18 +88,17 @@ class TextStage:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: frozenset[int], index: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self._is_plain = not params.stop
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         """Without stop strings, text is given out as soon as it is complete."""
         self._stop_ids = stop_ids
         self._index = index
-        self.num_generated = 0
-        """Tokens that were computed; a stop string takes some of them out of the output again."""
         self.num_settled = 0
         """Tokens that were given out."""
         self.has_ended = False
         self.stop_string: str | None = None
         """The stop string that ended it, if one did."""
+        self.ends: list[int] = []
+        """For each token with complete text, the number of characters up to its end."""
         self._ids: list[int] = []
         """Tokens that were not given out yet..."""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -108,54 +107,40 @@ class TextStage:
         self._num_given = 0
         """Characters given out."""
         self._num_chars = 0
-        """Characters given to the stop matcher."""
+        """Characters that came out of the detokenizer..."""
         self._num_texts = 0
-        """Tokens given to the detokenizer."""
-        self._ends: list[int] = []
-        """For each token with complete text, the number of characters up to its end."""
+        """...and tokens that went into it."""
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None = None) -> OutputDelta | None:
         """What a token or the end of its request adds; None if that is nothing yet."""
         if token_id is not None:
-            self.num_generated += 1
             self._ids.append(token_id)
             if self._logprobs is not None and logprobs is not None:
                 self._logprobs.append(logprobs)
-            is_stop_token = end is not None and end.finish_reason is FinishReason.STOP and token_id in self._stop_ids
-            if not is_stop_token:  # the stop token itself is not text
-                self._num_texts += 1
+            # The stop token itself is not text.
+            if end is None or end.finish_reason is not FinishReason.STOP or token_id not in self._stop_ids:
                 text = self._detokenizer.push(token_id)
-                if self._is_plain and end is None and len(self._ids) == 1 and self._detokenizer.is_whole:
-                    return self._give_token(text)
+                self._num_texts += 1
+                if end is None and self._stops is None and len(self._ids) == 1 and self._detokenizer.is_whole:
+                    # As most tokens: no other one waits, and no stop string can take this one back.
+                    self._num_chars += len(text)
+                    self._num_given = self._num_chars
+                    self.ends.append(self._num_chars)
+                    offset, self.num_settled = self.num_settled, self.num_settled + 1
+                    ids, self._ids = self._ids, []
+                    scores, self._logprobs = self._logprobs, None if self._logprobs is None else []
+                    return OutputDelta(self._index, text, ids, offset, scores)
                 self._take(text)
-        if end is not None and self._stops.found is None:
+        if end is not None and self.stop_string is None:
             self._take(self._detokenizer.flush())
-            self._text += self._stops.flush()
-        if self._stops.found is not None:
-            self.stop_string = self._stops.found
-            return self._end(End(FinishReason.STOP), self.stop_string, self._num_visible())
+            self._text += "" if self._stops is None else self._stops.flush()
+        if self.stop_string is not None:
+            return self._give(self._num_visible(), len(self._text), End(FinishReason.STOP), self.stop_string)
         if end is not None:
             stop_token = token_id if end.finish_reason is FinishReason.STOP else None
-            return self._end(end, stop_token, self.num_settled + len(self._ids))
+            return self._give(self.num_settled + len(self._ids), len(self._text), end, stop_token)
         settled = self._num_visible()
-        return self._give(settled, self._ends[settled - 1] - self._num_given) if settled > self.num_settled else None
-
-    def _give_token(self, text: str) -> OutputDelta:
-        """One token and its text, as most deltas are: no other token waits, and no stop string can take it back."""
-        self._num_chars += len(text)
-        self._num_given = self._num_chars
-        self._ends.append(self._num_chars)
-        offset, self.num_settled = self.num_settled, self.num_settled + 1
-        ids, self._ids = self._ids, []
-        if self._logprobs is None:
-            return OutputDelta(self._index, text, ids, offset)
-        logprobs, self._logprobs = self._logprobs, []
-        return OutputDelta(self._index, text, ids, offset, logprobs)
-
-    def num_chars(self, num_tokens: int) -> int:
-        """Characters of the text up to the end of so many tokens; those at its very end may have none."""
-        known = min(num_tokens, len(self._ends))
-        return self._ends[known - 1] if known else 0
+        return self._give(settled, self.ends[settled - 1] - self._num_given) if settled > self.num_settled else None
 
     def fail(self, error: str) -> OutputDelta:
         """It can't go on: what was given out stays, and the rest is lost."""
@@ -166,28 +151,33 @@ class TextStage:
         """New text: note where tokens end in it, and show what can't be part of a stop string."""
         self._num_chars += len(text)
         num_complete = self._num_texts - self._detokenizer.num_open
-        self._ends += [self._num_chars] * (num_complete - len(self._ends))
-        self._text += self._stops.push(text)
+        self.ends += [self._num_chars] * (num_complete - len(self.ends))
+        if self._stops is None:
+            self._text += text
+        else:
+            self._text += self._stops.push(text)
+            self.stop_string = self._stops.found
 
     def _num_visible(self) -> int:
         """Tokens whose text can all be seen."""
-        return bisect.bisect_right(self._ends, self._num_given + len(self._text))
+        return bisect.bisect_right(self.ends, self._num_given + len(self._text))
 
-    def _give(self, num_tokens: int, num_chars: int) -> OutputDelta:
-        """The tokens up to this one, and so many more characters."""
+    def _give(
+        self, num_tokens: int, num_chars: int, end: End | None = None, stop_reason: str | int | None = None
+    ) -> OutputDelta:
+        """The tokens up to this one, and so many more characters; the last ones, if it has ended."""
         count, offset = num_tokens - self.num_settled, self.num_settled
         text, self._text = self._text[:num_chars], self._text[num_chars:]
         ids, self._ids = self._ids[:count], self._ids[count:]
         self.num_settled, self._num_given = num_tokens, self._num_given + num_chars
-        if self._logprobs is None:
-            return OutputDelta(self._index, text, ids, offset)
-        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
-        return OutputDelta(self._index, text, ids, offset, logprobs)
-
-    def _end(self, end: End, stop_reason: str | int | None, num_tokens: int) -> OutputDelta:
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        if end is None:
+            return OutputDelta(self._index, text, ids, offset, logprobs)
         self.has_ended = True
-        rest = self._give(num_tokens, len(self._text))
-        return replace(rest, finish_reason=end.finish_reason.value, stop_reason=stop_reason, error=end.error)
+        reason, error = end.finish_reason.value, end.error
+        return OutputDelta(self._index, text, ids, offset, logprobs, reason, stop_reason, error)
 
 
 @dataclass(slots=True)
@@ -202,19 +192,23 @@ class Choice:
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
         """The request's row of a step result."""
+        generation, stage = self.generation, self.stage
         self.is_released = end is not None
-        try:
-            delta = None if self.stage.has_ended else self.stage.push(token_id, end, logprobs)
-        except Exception as error:  # a tokenizer that can't decode what the model says
-            log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
-            delta = self.stage.fail(f"{type(error).__name__}: {error}")
-            self.generation.cancel(FinishReason.ERROR)
-        if delta is not None and delta.finish_reason is None:
-            self.generation.on_delta(delta)
-        elif delta is not None:
-            self.generation.finish(self, delta)
-        if end is not None:
-            self.generation.release()
+        if not stage.has_ended:
+            if token_id is not None:
+                generation.num_generated += 1
+            try:
+                delta = stage.push(token_id, end, logprobs)
+            except Exception as error:  # a tokenizer that can't decode what the model says
+                log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
+                delta = stage.fail(f"{type(error).__name__}: {error}")
+                generation.cancel(FinishReason.ERROR)
+            if delta is not None and delta.finish_reason is None:
+                generation.on_delta(delta)
+            elif delta is not None:
+                generation.finish(self, delta)
+        if end is not None and generation.on_release is not None:
+            generation.release()
 
 
 class Generation:
@@ -260,9 +254,13 @@ class Generation:
             )
             for i in range(params.n)
         ]
+        self.num_generated = 0
+        """Tokens that were computed; a stop string takes some of them out of the output again."""
+        self.is_finished = False
+        """Have all choices ended?"""
         self._engine: Engine | None = None
-        self.on_delta: Callable[[OutputDelta], None] = lambda _: None
-        self._on_release: Callable[[], None] = lambda: None
+        self.on_delta: Callable[[OutputDelta], None]
+        self.on_release: Callable[[], None] | None = None
 
     # -- its life -----------------------------------------------------------------------------------------------------
 
@@ -270,11 +268,11 @@ class Generation:
         self,
         engine: Engine,
         on_delta: Callable[[OutputDelta], None],
-        on_release: Callable[[], None] = lambda: None,
+        on_release: Callable[[], None] | None = None,
         core: int | None = None,
     ) -> None:
         """Submit its requests. `on_release` is called once, when the engine has let go of all of them."""
-        self._engine, self.on_delta, self._on_release = engine, on_delta, on_release
+        self._engine, self.on_delta, self.on_release = engine, on_delta, on_release
         for choice in self.choices:
             engine.submit(choice.request, choice.push, core)
 
@@ -292,22 +290,15 @@ class Generation:
         if self._engine is not None and choice.stage.stop_string is not None and not choice.is_released:
             with suppress(EngineDead):
                 self._engine.finish(choice.request.request_id, choice.stage.num_settled)
-        self.on_delta(replace(delta, usage=self.usage) if self.is_finished else delta)
+        self.is_finished = all(choice.stage.has_ended for choice in self.choices)
+        self.on_delta(delta._replace(usage=self.usage) if self.is_finished else delta)
 
     def release(self) -> None:
         """The engine has let go of a request."""
-        if all(choice.is_released for choice in self.choices):
-            self._on_release()
+        if self.on_release is not None and all(choice.is_released for choice in self.choices):
+            self.on_release()
 
     # -- what is known of it ------------------------------------------------------------------------------------------
-
-    @property
-    def is_finished(self) -> bool:
-        return all(choice.stage.has_ended for choice in self.choices)
-
-    @property
-    def num_generated(self) -> int:
-        return sum(choice.stage.num_generated for choice in self.choices)
 
     @property
     def usage(self) -> Usage:

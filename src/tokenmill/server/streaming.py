@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -440,7 +440,7 @@ class _CallEvents:
         if delta.index in self._buffered:
             delta = joined([self._buffered.pop(delta.index), delta])
         if delta.is_failure:  # it has no end of its own: the stream has, and it is an error
-            text = self._writer.delta(replace(delta, finish_reason=None)) if delta.text else b""
+            text = self._writer.delta(delta._replace(finish_reason=None)) if delta.text else b""
             return text + self._fail(_failure(delta))
         if delta.text or delta.finish_reason is not None:
             return self._writer.delta(delta)

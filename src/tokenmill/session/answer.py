@@ -10,7 +10,6 @@ import asyncio
 import copy
 from array import array
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 from tokenmill.errors import IntegrityError, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs
@@ -79,16 +78,16 @@ class Answer:
             self._generation.cancel(reason)
 
     def _grow(self, delta: OutputDelta) -> None:
-        stage = self.generation.choices[0].stage
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         num_tokens = len(self.token_ids)
-        # Tokens of the very end may have no text of their own.
-        self._ends.extend(stage.num_chars(count) for count in range(len(self._ends) + 1, num_tokens + 1))
+        ends = self.generation.choices[0].stage.ends
+        self._ends.extend(ends[len(self._ends) : num_tokens])
+        self._ends.extend(ends[-1:] * (num_tokens - len(self._ends)))  # tokens of the very end may have no text
         if self._logprobs is not None and delta.logprobs is not None:
             self._logprobs += delta.logprobs
         if delta.finish_reason is not None:
-            self.end = replace(delta, text="", token_ids=(), offset=num_tokens, logprobs=None)
+            self.end = delta._replace(text="", token_ids=(), offset=num_tokens, logprobs=None)
         self._wake()
         if delta.finish_reason is None:
             self._watch_reader()
@@ -135,8 +134,9 @@ class Answer:
         logprobs = None if self._logprobs is None else self._logprobs[offset:]
         if self.end is None or not is_over:  # text before a stop string may be that of no whole token: it is told last
             return OutputDelta(0, self.text[begin : self._ends[-1]], ids, offset, logprobs)
-        end = replace(self.end, durable=self.durable)
-        return replace(end, text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs)
+        return self.end._replace(
+            text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs, durable=self.durable
+        )
 
     # -- readers that do not read -------------------------------------------------------------------------------------
 

@@ -34,10 +34,11 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._inner_texts = tokenizer.inner_texts(skip_special=skip_special)
         self._context: list[int] = []
         """Tokens whose text has been given out, as far as the next ones may depend on them."""
-        self._before = ""
-        """The context's text."""
+        self._before: str | None = ""
+        """The context's text; None: not decoded yet, but not empty."""
         self._last: list[int] = []
         """The tokens whose text was given out last."""
         self._held: list[list[int]] = []
@@ -46,49 +47,57 @@ class Detokenizer:
         """Text of the held tokens."""
         self._num_given = 0
         """Characters of that text that have been given out."""
+        self.is_whole = True
+        """Is all text given out?"""
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while it is part of a character."""
-        if not self._held and (whole := self._next_whole(token)):
-            return whole
+        if self.is_whole:  # as after most tokens: two ways that come to the same as the general one, in fewer steps
+            before = self._before
+            if before != "" and (text := self._inner_texts[token]):
+                self._context = self._last = [token]
+                self._before = None
+                return text
+            decode, skip_special = self._tokenizer.decode, self._skip_special
+            if before is None:
+                before = self._before = decode(self._context, skip_special=skip_special)
+            text = decode([*self._context, token], skip_special=skip_special)
+            if len(text) > len(before) and not text.endswith(UNFINISHED) and text.startswith(before):
+                alone = decode([token], skip_special=skip_special) if self._context else text
+                if alone:
+                    self._context = self._last = [token]
+                    self._before = alone
+                    return text[len(before) :]
+        return self._push_part(token)
+
+    def _push_part(self, token: int) -> str:
+        """The general way, for a token that may be part of a character or follows one that is."""
         text = self._text_of([*self._held, [token]])
         if text == self._text and self._is_silent(token):
             if self._held:
                 self._held[-1].append(token)
             return ""
         self._held.append([token])
+        self.is_whole = False
         # A run of bytes that becomes valid has fewer characters than it had bytes: so it may end in a true U+FFFD.
-        is_whole = not text.endswith(UNFINISHED) or len(text) < len(self._text)
+        completes = not text.endswith(UNFINISHED) or len(text) < len(self._text)
         self._text = text
-        if is_whole:
-            return self._give_all()
+        if completes:
+            return self.flush()
         new = self._give(self._num_certain())
         return new + self._forget() if len(self._held) > MOST_BROKEN else new
 
-    def _next_whole(self, token: int) -> str:
-        """The text of a token that follows whole characters and ends with one, as most do; empty if it is no such one.
-
-        The general way comes to the same in more steps.
-        """
-        decode, skip_special, before = self._tokenizer.decode, self._skip_special, self._before
-        text = decode([*self._context, token], skip_special=skip_special)
-        if len(text) <= len(before) or text.endswith(UNFINISHED) or not text.startswith(before):
-            return ""
-        alone = decode([token], skip_special=skip_special)
-        if not alone:
-            return ""
-        self._context = self._last = [token]
-        self._before = alone
-        return text[len(before) :]
-
     def flush(self) -> str:
-        """What is still held, as the tokenizer shows it at the end of a text."""
-        return self._give_all()
-
-    @property
-    def is_whole(self) -> bool:
-        """Is all text given out?"""
-        return not self._held
+        """All of the held text, as the tokenizer shows it at the end of a text; its tokens become the context."""
+        new = self._give(len(self._text))
+        if self._held:
+            last, self._last = self._last, _flat(self._held)
+            self._context, self._before = self._last, self._decode(self._last)
+            if not self._before:  # a space, which decoders strip from the beginning: it needs something in front
+                self._context = [*last, *self._last]
+                self._before = self._decode(self._context)
+        self._held, self._text, self._num_given, self.is_whole = [], "", 0, True
+        return new
 
     @property
     def num_open(self) -> int:
@@ -101,18 +110,6 @@ class Detokenizer:
         """The held text up to `count` characters, less what has been given out."""
         new = self._text[self._num_given : count]
         self._num_given = max(self._num_given, count)
-        return new
-
-    def _give_all(self) -> str:
-        """All of the held text; its tokens become the context."""
-        new = self._give(len(self._text))
-        if self._held:
-            last, self._last = self._last, _flat(self._held)
-            self._context, self._before = self._last, self._decode(self._last)
-            if not self._before:  # a space, which decoders strip from the beginning: it needs something in front
-                self._context = [*last, *self._last]
-                self._before = self._decode(self._context)
-        self._held, self._text, self._num_given = [], "", 0
         return new
 
     def _num_certain(self) -> int:
@@ -130,7 +127,7 @@ class Detokenizer:
         self._context, self._before = [], ""
         self._text = self._text_of(self._held)
         if not self._text.endswith(rest):  # byte-fallback: these bytes would be valid without those before them
-            self._give_all()
+            self.flush()
             return rest
         self._num_given = len(self._text) - len(rest)
         return ""
@@ -140,9 +137,9 @@ class Detokenizer:
     def _text_of(self, held: list[list[int]]) -> str:
         """The text of held tokens, in the light of those before them."""
         tokens = _flat(held)
-        text = self._decode([*self._context, *tokens])
-        if text.startswith(self._before):
-            return text[len(self._before) :]
+        text, before = self._decode([*self._context, *tokens]), self._before or ""
+        if text.startswith(before):
+            return text[len(before) :]
         return self._decode(tokens)  # a broken run of bytes began in the context, whose text is out: the rest by itself
 
     def _is_silent(self, token: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.errors import ModelLoadError, TokenizeFailed, TooManyTokens
 from tokenmill.files import read_json
-from tokenmill.text.pieces import BYTE_OF, length_bound, safe_cuts
-from tokenmill.text.tokenizer import Places, to_utf8
+from tokenmill.text.pieces import BYTE_OF, joins_texts, length_bound, safe_cuts
+from tokenmill.text.tokenizer import InnerTexts, Places, to_utf8
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How SentencePiece vocabularies spell a single byte."""
@@ -50,6 +51,9 @@ class HuggingFaceTokenizer:
         self._bound = length_bound(self._for_templates)
         self._around = _added_around(self._for_users)
         """The ids that `add_special` puts before a text and after it."""
+        example = self._for_templates.encode("a", add_special_tokens=False).ids[-1:]
+        after = example[0] if example and joins_texts(self._for_templates) else None
+        self._inner_texts = [InnerTexts(partial(self.decode, skip_special=skips), after) for skips in (False, True)]
 
     @classmethod
     def from_directory(cls, folder: Path) -> HuggingFaceTokenizer:
@@ -102,6 +106,9 @@ class HuggingFaceTokenizer:
             return str(self._for_templates.decode(list(ids), skip_special_tokens=skip_special))
         (text,) = self._for_templates.decode_batch([list(ids)], skip_special_tokens=skip_special)
         return str(text)
+
+    def inner_texts(self, *, skip_special: bool = True) -> Mapping[int, str]:
+        return self._inner_texts[skip_special]
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._for_templates.id_to_token(token)

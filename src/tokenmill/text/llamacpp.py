@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokenmill.errors import TokenizeFailed, TooManyTokens
 from tokenmill.text.pieces import LengthBound
-from tokenmill.text.tokenizer import Places, to_utf8
+from tokenmill.text.tokenizer import InnerTexts, Places, to_utf8
 
 RUN_CHARS = 8192
 """Of a text that llama.cpp cuts by expressions, no aligned window of this size may have characters of one class only.
@@ -56,6 +56,7 @@ class LlamaTokenizer:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
+        self._inner_texts = InnerTexts(self.decode, None)
 
     @cached_property
     def _bound(self) -> LengthBound | None:
@@ -116,6 +117,9 @@ class LlamaTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         known = [token for token in ids if 0 <= token < self._vocab.size]
         return self._vocab.detokenize(known, skip_special=skip_special).decode("utf-8", errors="replace")
+
+    def inner_texts(self, *, skip_special: bool = True) -> Mapping[int, str]:  # noqa: ARG002
+        return self._inner_texts  # what its decoder does with a space is not known
 
     def token_bytes(self, token: int) -> bytes:
         return self._vocab.piece(token)

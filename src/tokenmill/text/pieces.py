@@ -1,4 +1,4 @@
-"""What a tokenizer's parts say about long texts: where one may be cut, and how much of it a token can cover.
+"""What a tokenizer's parts say about its texts: where one may be cut, how much of it a token covers, how tokens join.
 
 Tokenizing in pieces bounds what a single call does, and can stop once a prompt is known to be too long. The ids of the
 pieces, one after the other, are the ids of the whole. A cut is made before a space between two letters or digits, where
@@ -100,15 +100,18 @@ def safe_cuts(tokenizer: RustTokenizer) -> Cuts | None:
     return None
 
 
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
+
+
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer consists of, in order."""
+    """What a normalizer, a pre-tokenizer or a decoder consists of, in order."""
     if component is None:
         return []
     waiting, found = [json.loads(component.__getstate__())], []
     while waiting:
         part = waiting.pop(0)
         if part["type"] == "Sequence":
-            waiting = [*part.get("normalizers", part.get("pretokenizers", [])), *waiting]
+            waiting = [*(one for kind in _SEQUENCES for one in part.get(kind, [])), *waiting]
         else:
             found.append(part)
     return found
@@ -214,3 +217,24 @@ def length_bound(tokenizer: RustTokenizer) -> LengthBound | None:
     if composes:
         return None if unknown else LengthBound(longest * NFC_SHRINKS)
     return LengthBound(longest, unknown)
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def joins_texts(tokenizer: RustTokenizer) -> bool:
+    """Does a token add the same text wherever it follows other text, unless it holds part of a character?
+
+    So with decoders that look at each token by itself, or at the bytes of a character, and strip no more than the
+    beginning of the text.
+    """
+    parts, is_one_text = _parts(tokenizer.decoder), False
+    for part in parts:
+        match part:
+            case {"type": "Strip", "stop": 0}:
+                pass
+            case {"type": "Replace" | "ByteFallback" | "Metaspace" | "ByteLevel" | "Fuse"} if not is_one_text:
+                is_one_text = part["type"] in ("ByteLevel", "Fuse")
+            case _:
+                return False
+    return bool(parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from tokenmill.errors import TokenizeFailed, TooManyTokens
@@ -49,9 +50,35 @@ class Tokenizer(Protocol):
         """Text of the ids; what is no valid UTF-8 becomes U+FFFD."""
         ...
 
+    def inner_texts(self, *, skip_special: bool = True) -> Mapping[int, str]:
+        """For any token, the text that it adds after other text, whatever that is; empty unless that is known.
+
+        Whole characters only: bytes of a character depend on the tokens around them.
+        """
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for inside a text; part of a character, it may be. Empty if there is no such token."""
         ...
+
+
+class InnerTexts(dict[int, str]):
+    """`Tokenizer.inner_texts`, each decoded when it is first asked for: a token of a stream costs a lookup then."""
+
+    def __init__(self, decode: Callable[[list[int]], str], example: int | None) -> None:
+        """`example`: any token that is text. None: the text of a token depends on those before it."""
+        super().__init__()
+        self._decode = decode
+        self._before = [] if example is None or not decode([example]) else [example]
+
+    def __missing__(self, token: int) -> str:
+        text = ""
+        # Decoders strip a first space. A token that has no text by itself would be no context for the next one.
+        if self._before and self._decode([token]):
+            before = self._decode(self._before)
+            text = self._decode([*self._before, token]).removeprefix(before)
+        self[token] = found = "" if "\ufffd" in text else text
+        return found
 
 
 def to_utf8(text: str) -> bytes:
@@ -69,6 +96,7 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int = 257) -> None:
         self._vocab_size = vocab_size
+        self._inner_texts = [InnerTexts(partial(self.decode, skip_special=skips), 0) for skips in (False, True)]
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +137,9 @@ class ByteTokenizer:
                 pieces.append(f"<|{token}|>")
         pieces.append(run.decode("utf-8", errors="replace"))
         return "".join(pieces)
+
+    def inner_texts(self, *, skip_special: bool = True) -> Mapping[int, str]:
+        return self._inner_texts[skip_special]
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else f"<|{token}|>".encode()

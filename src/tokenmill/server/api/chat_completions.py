@@ -126,11 +126,11 @@ class ChatWriter:
         used = self._call.generations[0].usage
         if not delta.text:
             return self._chunk(self._choice(delta, {"delta": {}}), used)
-        said = self._choice(replace(delta, finish_reason=None), {"delta": {"content": delta.text}})
+        said = self._choice(delta._replace(finish_reason=None), {"delta": {"content": delta.text}})
         chunk = self._chunk(said, used)
         if delta.finish_reason is None:
             return chunk
-        end = replace(delta, text="", token_ids=(), logprobs=None)
+        end = delta._replace(text="", token_ids=(), logprobs=None)
         return chunk + self._chunk(self._choice(end, {"delta": {}}), used)
 
     def closing(self) -> bytes:

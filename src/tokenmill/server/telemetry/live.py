@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,6 @@ from tokenmill.engine.request import NO_ROW
 from tokenmill.engine.timeline import Timeline, Timelines
 from tokenmill.engine.view import CoreView
 from tokenmill.outputs import FinishReason
-from tokenmill.pipeline.bridge import LoopSignal
 from tokenmill.server.telemetry.figures import CoreFigures, Rates, RateView
 
 Json = dict[str, Any]
@@ -294,7 +294,7 @@ class Reader:
         self._max_unread = max_unread
         self._told: deque[Told] = deque()
         self._filled = asyncio.Event()
-        self._signal = LoopSignal(loop, self._filled.set)
+        self._loop = loop
         self._is_rung = False
         self._took_at = 0.0
         self.is_behind = False
@@ -312,7 +312,8 @@ class Reader:
             self._told.append(told)
         if not self._is_rung:
             self._is_rung = True
-            self._signal.notify()
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._filled.set)
 
     def end(self, why: str) -> None:
         """On the loop: nothing more will come."""
