@@ -1,15 +1,89 @@
-"""Reading the small files of a model: JSON objects, and settings of which nothing is taken on trust."""
+"""The files of a model: which belong together, and JSON objects and settings of which nothing is taken on trust."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
+import re
 import reprlib
-from collections.abc import Mapping
-from pathlib import Path
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tokenmill.errors import ModelLoadError
+
+MOST_JSON_BYTES = 64 << 20
+"""Far more than any model's; a larger file would only fill the memory."""
+WEIGHT_INDEX = "model.safetensors.index.json"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+"""Errors of file systems without locks; there we go without."""
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, waiting: str) -> Iterator[None]:
+    """Let one process at a time in; the others print `waiting`, and wait. The file stays: it is the lock."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+def split_parts(file: str) -> tuple[str, ...]:
+    """All parts of a file that is split (`model-00001-of-00003.gguf`), in order, from any of them; else the file."""
+    found = _SPLIT.fullmatch(file)
+    if found is None or not 1 <= int(found["part"]) <= int(found["count"]):
+        return (file,)
+    count = int(found["count"])
+    return tuple(f"{found['stem']}-{part:05}-of-{count:05}{found['suffix']}" for part in range(1, count + 1))
+
+
+def safetensors_files(files: Collection[str], indexed: Callable[[], Sequence[str]]) -> list[str]:
+    """The safetensors files that make up the model of a directory, from the names of its files; empty: it has none.
+
+    `indexed` reads the index. Other weights may lie beside: `consolidated.safetensors` is the same model once more,
+    under other names.
+    """
+    if WEIGHT_INDEX in files:
+        return list(indexed())
+    for pattern in (r"model\.safetensors", r"model-.*\.safetensors", r".*\.safetensors"):
+        found = {part for file in files if re.fullmatch(pattern, file) for part in split_parts(file)}
+        if found:
+            return sorted(found)
+    return []
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The files that a directory's weight index names."""
+    index = folder / WEIGHT_INDEX
+    named = set(map(_hashable, Settings(read_json(index), str(index)).mapping("weight_map").values()))
+    if not named:
+        raise ModelLoadError(f"{index} is not a weight index: weight_map names no file")
+    for name in named:
+        if not isinstance(name, str) or not name.endswith(".safetensors") or PurePosixPath(name).name != name:
+            what = "is not a weight index: weight_map names"
+            raise ModelLoadError(f"{index} {what} {reprlib.repr(name)}, which is not a .safetensors file beside it")
+    return sorted(named)
+
+
+def _hashable(value: Any) -> Any:
+    return repr(value) if isinstance(value, (list, dict)) else value
+
+
+def model_name(path: Path) -> str:
+    """What logs call a model: ORGANIZATION/MODEL of a directory in the Hugging Face cache, else the file's name."""
+    is_snapshot = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+    return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1) if is_snapshot else path.name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -17,6 +91,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise ModelLoadError(f"{path} has {path.stat().st_size} bytes; the maximum is {MOST_JSON_BYTES}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from None

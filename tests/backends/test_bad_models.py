@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity.checkpoints import save
 from tests.parity.gguf_files import write
+from tokenmill.backends.loading import open_model
 from tokenmill.cli.main import main
 
 
@@ -99,6 +100,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"a": 1})),
         "is not a weight index",
     ),
+    "index that leads elsewhere": (
+        lambda f: (f / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../other/model.safetensors"}})
+        ),
+        "weight_map names '../other/model.safetensors', which is not a .safetensors file beside it",
+    ),
+    "missing part without an index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        "has no model-00002-of-00002.safetensors, which is a part of the model",
+    ),
     "missing shard": (
         lambda f: (f / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "gone.safetensors"}})
@@ -127,6 +138,12 @@ def test_broken_directories(
     damage, saying = BROKEN[case]
     damage(folder)
     assert saying in fails(str(folder), capsys, monkeypatch)
+
+
+def test_code_of_a_family_that_does_not_need_it_is_ignored(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('code was run')")
+    config(folder, auto_map={"AutoModelForCausalLM": "evil.Evil"})
+    open_model(str(folder)).close()
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.99])

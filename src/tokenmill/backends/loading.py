@@ -20,6 +20,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
 from tokenmill.contract.backend import BackendLimits, LoadOptions, MemoryPlan, ModelHandle
 from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
+from tokenmill.files import model_name
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +80,12 @@ def open_model(model: str, **options: Any) -> ModelHandle:
         handle = opener(model, load_options)
         if handle is not None:
             return handle
-    raise ModelNotFound(
-        f"no model {model!r}: not a directory, a .gguf file or a model name (names: {', '.join(_names())})"
-    )
+    raise _not_found(model)
+
+
+def _not_found(model: str) -> ModelNotFound:
+    what = "not a directory, a .gguf file, ORGANIZATION/MODEL on the Hugging Face Hub or a short name"
+    return ModelNotFound(f"no model {model!r}: {what} ({', '.join(_names())})")
 
 
 def _load_options(options: dict[str, Any]) -> LoadOptions:
@@ -121,10 +125,10 @@ def describe_model(model: str, **options: Any) -> ModelDescription:
     """Read a model's headers; nothing is loaded. Options: see `LoadOptions`."""
     from tokenmill.backends.library import find_model
 
-    path = find_model(model)
-    if path is None:
-        raise ModelNotFound(f"no model {model!r}: not a directory, a .gguf file or a model name")
     load_options = _load_options(options)
+    path = find_model(model, check=_check_directory)
+    if path is None:
+        raise _not_found(model)
     if choose_backend(path, load_options.backend).backend == "llamacpp":
         from tokenmill.backends.llamacpp.model import describe as describe_for_llamacpp
 
@@ -134,10 +138,17 @@ def describe_model(model: str, **options: Any) -> ModelDescription:
     return describe(path, load_options)
 
 
-def _names() -> list[str]:
-    from tokenmill.backends.library import ALIASES
+def pull_model(model: str) -> Path:
+    """Download a model and verify it; the path to open. A model that cannot be run is rejected before its weights."""
+    from tokenmill.backends.library import pull
 
-    return [*sorted(ALIASES), "fake"]
+    return pull(model, _check_directory)
+
+
+def _names() -> list[str]:
+    from tokenmill.backends.library import names
+
+    return [*names(), "fake"]
 
 
 def _open_fake(model: str, options: LoadOptions) -> ModelHandle | None:
@@ -156,15 +167,22 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     """A Hugging Face directory or a GGUF file, here or in the library of downloaded models."""
     from tokenmill.backends.library import find_model
 
-    path = find_model(model)
+    path = find_model(model, check=_check_directory)
     if path is None:
         return None
     if options.backend == "fake":
         raise ConfigError(f"backend 'fake' cannot open {model}; use auto, torch or llamacpp")
 
     choice = choose_backend(path, options.backend)
-    log.info("%s: backend %s (%s)", path.name, choice.backend, choice.why)
+    log.info("%s: backend %s (%s)", model_name(path), choice.backend, choice.why)
     return _open_with(choice.backend, path, options)
+
+
+def _check_directory(folder: Path) -> None:
+    """Reject a model that cannot be run from its configuration alone, before gigabytes are downloaded."""
+    from tokenmill.backends.torch.loader import check_directory
+
+    check_directory(folder)
 
 
 def _open_with(backend: str, path: Path, options: LoadOptions) -> ModelHandle:

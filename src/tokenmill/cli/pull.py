@@ -10,9 +10,11 @@ from tokenmill.cli import arguments as shared
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="Model: a short name, or ORGANIZATION/MODEL.")] = shared.DEFAULT,
+    model: Annotated[
+        str, typer.Argument(help=r"Model: a short name, or ORGANIZATION/MODEL\[@REVISION]\[:QUANTIZATION].")
+    ] = shared.DEFAULT,
 ) -> None:
     """Download a model to the cache directory, verify it, and print its path."""
-    from tokenmill.backends.library import pull as fetch
+    from tokenmill.backends.loading import pull_model
 
-    typer.echo(fetch(model))
+    typer.echo(pull_model(model))

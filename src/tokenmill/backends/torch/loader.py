@@ -37,7 +37,7 @@ from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import LoadOptions, MemoryPlan
 from tokenmill.errors import ConfigError, ModelLoadError
-from tokenmill.files import read_json
+from tokenmill.files import model_name, read_json
 from tokenmill.progress import ProgressLine
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_tensors(source, config, names)
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
-    log.info("%s: %s", path.name, decoder.about)
+    log.info("%s: %s", model_name(path), decoder.about)
     return _model_kind(device)(
-        path.name,
+        model_name(path),
         decoder,
         names,
         path,
@@ -151,7 +151,7 @@ def _load(
 ) -> Decoder | NativeDecoder:
     num_tensors = len(shapes(config))
     try:
-        with ProgressLine(f"loading {path.name}", num_tensors) as progress, torch.inference_mode():
+        with ProgressLine(f"loading {model_name(path)}", num_tensors) as progress, torch.inference_mode():
             if isinstance(form, torch.dtype):
                 weights = DecoderWeights(config, form, device)
                 weights.load(source, names, lambda done, _: progress.update(done))
@@ -169,18 +169,32 @@ def _load(
         ) from error
 
 
-def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
+def check_directory(folder: Path) -> None:
+    """Raise `ModelLoadError` for a Hugging Face directory that cannot be opened, by its configuration alone."""
+    _read_directory(folder)
+
+
+def _read_directory(folder: Path) -> tuple[DecoderConfig, Mapping[str, str]]:
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json")
     config = read_json(folder / "config.json")
-    if "auto_map" in config:
-        raise ModelLoadError(f"{folder} requires custom code (auto_map in config.json), which is not supported")
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else reprlib.repr(quantised)
         raise ModelLoadError(f"{folder} is quantized with {method!r}, which is not supported; use a GGUF file")
-    family = family_of(config)
-    return family.read(config), SafetensorsSource(folder), family.names
+    try:
+        family = family_of(config)
+    except ModelLoadError as error:
+        if "auto_map" in config:  # not needed by the families that we know
+            what = "requires custom code (auto_map in config.json), which is not supported"
+            raise ModelLoadError(f"{folder} {what}: {error}") from None
+        raise
+    return family.read(config), family.names
+
+
+def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
+    config, names = _read_directory(folder)
+    return config, SafetensorsSource(folder), names
 
 
 def _open_gguf(path: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:

@@ -24,9 +24,7 @@ from tokenmill.backends.torch.native.bindings import INT4, INT8
 from tokenmill.backends.torch.native.packing import FOUR_BITS, MOST_WEIGHT, Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
-from tokenmill.files import Settings, read_json
-
-INDEX = "model.safetensors.index.json"
+from tokenmill.files import Settings, indexed_files, safetensors_files
 
 
 class SafetensorsSource:
@@ -67,32 +65,18 @@ class SafetensorsSource:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model; an error says what is there instead."""
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder)
-    # Other weights may lie beside: `consolidated.safetensors` is the same model once more, under other names.
-    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
-        found = sorted(folder.glob(pattern))
-        if found:
-            return found
-    if list(folder.glob("*.bin")):
+    names = {path.name for path in folder.iterdir()}
+    found = safetensors_files(names, lambda: indexed_files(folder))
+    if found:
+        missing = [name for name in found if name not in names]
+        if missing:
+            raise ModelLoadError(f"{folder} has no {missing[0]}, which is a part of the model; download it again")
+        return [folder / name for name in found]
+    if any(name.endswith(".bin") for name in names):
         raise ModelLoadError(
             f"{folder} has only pickled weights (.bin), which can execute code; convert them to safetensors"
         )
     raise ModelLoadError(f"{folder} has no weights: no .safetensors and no .gguf file")
-
-
-def _indexed_files(folder: Path) -> list[Path]:
-    """The files that the index names."""
-    index = folder / INDEX
-    named = Settings(read_json(index), str(index)).mapping("weight_map").values()
-    wrong = [name for name in named if not isinstance(name, str)]
-    if wrong or not named:
-        raise ModelLoadError(f"{index} is not a weight index: weight_map names {wrong[0] if wrong else 'no file'}")
-    names = sorted(set(named))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ModelLoadError(f"{folder} has no {missing[0]}, which {INDEX} names")
-    return [folder / name for name in names]
 
 
 PERMUTED = ("llama",)
