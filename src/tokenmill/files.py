@@ -86,6 +86,11 @@ def model_name(path: Path) -> str:
     return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1) if is_snapshot else path.name
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Is one of the files there that a tokenizer is made from?"""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json"))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
     if not path.is_file():

@@ -50,14 +50,16 @@ def write(
     arch: str,
     kind: Any = gguf.GGMLQuantizationType.F32,
     change: Callable[[Any], object] = lambda _: None,
+    part_tensors: int = 0,
 ) -> Path:
     """Matrices whose width allows it are stored as `kind`, everything else as float32.
 
-    `change` may change what the writer is about to write.
+    `change` may change what the writer is about to write. With `part_tensors`, the file is split into parts of so many
+    tensors; the first one is returned.
     """
     model = reference(variant)
     config = model.config
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -99,4 +101,4 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return sorted(path.parent.glob(f"{path.stem}-00001-of-*"))[0] if part_tensors else path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,52 @@ def opened(path: Path) -> TorchModel:
 def test_logits_are_those_of_transformers(variant: str, arch: str, tmp_path: Path) -> None:
     model = opened(write(variant, tmp_path / "model.gguf", arch))
     assert np.abs(all_logits(model, TOKENS, 64) - logits_of(variant, TOKENS).numpy()).max() < TOLERANCE
+
+
+def test_a_split_file_is_the_whole_model(tmp_path: Path) -> None:
+    path = write("llama", tmp_path / "model.gguf", "llama", part_tensors=10)
+    assert len(GGUFFile(path).paths) == len(list(tmp_path.iterdir())) > 2
+    assert np.abs(all_logits(opened(path), TOKENS, 64) - logits_of("llama", TOKENS).numpy()).max() < TOLERANCE
+    assert np.array_equal(all_logits(opened(tmp_path), TOKENS, 64), all_logits(opened(path), TOKENS, 64))
+
+
+def part(first: Path, number: int) -> Path:
+    return first.with_name(first.name.replace("00001-of", f"{number:05}-of"))
+
+
+def swap(first: Path) -> Path:
+    aside = part(first, 2).rename(first.with_name("aside"))
+    part(first, 3).rename(part(first, 2))
+    aside.rename(part(first, 3))
+    return first
+
+
+def remove(first: Path) -> Path:
+    part(first, 2).unlink()
+    return first
+
+
+def truncate(first: Path) -> Path:
+    last = part(first, 3)
+    last.write_bytes(last.read_bytes()[:-99])
+    return first
+
+
+SPLIT_WRONGLY: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a later part": (lambda first: part(first, 2), "is one of 3 parts; open the first one, model-00001-of-00003.gguf"),
+    "missing": (remove, "has no model-00002-of-00003.gguf, which is a part of the model"),
+    "renamed": (lambda first: first.rename(first.with_name("x.gguf")), "must be named like one: x-00001-of-00003.gguf"),
+    "swapped": (swap, "is part 2 of a split file, not 1"),
+    "truncated": (truncate, "model-00003-of-00003.gguf is truncated"),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_WRONGLY)
+def test_split_files_that_are_rejected(case: str, tmp_path: Path) -> None:
+    damage, says = SPLIT_WRONGLY[case]
+    path = damage(write("llama", tmp_path / "model.gguf", "llama", part_tensors=13))
+    with pytest.raises(ModelLoadError, match=says):
+        opened(path)
 
 
 STRETCH = 1.0 + 0.1 * math.log(4.0)

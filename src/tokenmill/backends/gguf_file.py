@@ -1,4 +1,4 @@
-"""`GGUFFile`: the metadata and tensor table of a GGUF file, read in one pass; tensor bytes stay mapped.
+"""`GGUFFile`: the metadata and tensor table of a GGUF file, all parts if it is split; tensor bytes stay mapped.
 
 The format: magic, version, counts, metadata (typed key-value pairs), tensor table, padding, tensor data. Little-endian,
 versions 2 and 3. Nothing in the file is trusted: every length is checked against the file before it is used.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.errors import ModelLoadError
+from tokenmill.files import split_parts
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class GGUFTensor:
     """ggml's number of the type."""
     offset: int
     """From the beginning of the file."""
+    part: int = 0
+    """Of a split file."""
 
 
 class GGUFFile:
@@ -46,11 +49,42 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _mapped(path)
-        try:
-            self.metadata, self.tensors = _Cursor(self._map, path).read_all()
-        except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
+        self._maps = [_mapped(path)]
+        self.metadata, tensors = _read(self._maps[0], path)
+        self.tensors = dict(tensors)
+        self.paths = self._parts()
+        """All parts, in order."""
+        for part, other in enumerate(self.paths[1:], 1):
+            self._add_part(part, other)
+        named = self.metadata.get("split.tensors.count", len(self.tensors))
+        if named != len(self.tensors):
+            raise ModelLoadError(f"{path} and its other parts have {len(self.tensors)} tensors, not {named}")
+
+    def _parts(self) -> list[Path]:
+        """The files that the model is split into; the first one, which has the metadata, is the one to open."""
+        count = self.metadata.get("split.count", 1)
+        names = split_parts(self.path.name)
+        if count in (0, 1):
+            return [self.path]
+        if count != len(names):
+            example = f"{self.path.stem}-00001-of-{count:05}.gguf" if isinstance(count, int) else "..."
+            raise ModelLoadError(f"{self.path} is one of {count} parts, and must be named like one: {example}")
+        if names[0] != self.path.name:
+            raise ModelLoadError(f"{self.path} is one of {count} parts; open the first one, {names[0]}")
+        missing = [name for name in names if not self.path.with_name(name).is_file()]
+        if missing:
+            raise ModelLoadError(f"{self.path.parent} has no {missing[0]}, which is a part of the model")
+        return [self.path.with_name(name) for name in names]
+
+    def _add_part(self, part: int, path: Path) -> None:
+        self._maps.append(_mapped(path))
+        metadata, tensors = _read(self._maps[-1], path)
+        if metadata.get("split.no") != part:
+            raise ModelLoadError(f"{path} is part {metadata.get('split.no')} of a split file, not {part}")
+        for name, tensor in tensors.items():
+            if name in self.tensors:
+                raise ModelLoadError(f"{path} is corrupt: duplicate tensor {name!r}")
+            self.tensors[name] = replace(tensor, part=part)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value."""
@@ -58,12 +92,20 @@ class GGUFFile:
 
     def bytes_of(self, tensor: GGUFTensor, num_bytes: int) -> NDArray[np.uint8]:
         """A tensor's bytes, mapped, not copied."""
-        if tensor.offset + num_bytes > len(self._map):
+        content = self._maps[tensor.part]
+        if tensor.offset + num_bytes > len(content):
             raise ModelLoadError(
-                f"{self.path} is truncated: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
-                f"the file has {len(self._map)}"
+                f"{self.paths[tensor.part]} is truncated: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
+                f"the file has {len(content)}"
             )
-        return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
+        return np.frombuffer(content, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
+
+
+def _read(content: mmap.mmap, path: Path) -> tuple[Mapping[str, Any], Mapping[str, GGUFTensor]]:
+    try:
+        return _Cursor(content, path).read_all()
+    except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
 
 
 def _mapped(path: Path) -> mmap.mmap:

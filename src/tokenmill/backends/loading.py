@@ -123,10 +123,8 @@ class ModelDescription(Protocol):
 
 def describe_model(model: str, **options: Any) -> ModelDescription:
     """Read a model's headers; nothing is loaded. Options: see `LoadOptions`."""
-    from tokenmill.backends.library import find_model
-
     load_options = _load_options(options)
-    path = find_model(model, check=_check_directory)
+    path = _find(model, load_options)
     if path is None:
         raise _not_found(model)
     if choose_backend(path, load_options.backend).backend == "llamacpp":
@@ -165,9 +163,7 @@ def _open_fake(model: str, options: LoadOptions) -> ModelHandle | None:
 
 def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     """A Hugging Face directory or a GGUF file, here or in the library of downloaded models."""
-    from tokenmill.backends.library import find_model
-
-    path = find_model(model, check=_check_directory)
+    path = _find(model, options)
     if path is None:
         return None
     if options.backend == "fake":
@@ -176,6 +172,17 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     choice = choose_backend(path, options.backend)
     log.info("%s: backend %s (%s)", model_name(path), choice.backend, choice.why)
     return _open_with(choice.backend, path, options)
+
+
+def _find(model: str, options: LoadOptions) -> Path | None:
+    """The files to open; None if the name is not that of a model."""
+    from tokenmill.backends.library import find_model
+
+    has_weights = options.load_format != "dummy"
+    path = find_model(model, weights=has_weights, check=_check_directory)
+    if path is not None and not has_weights and (not path.is_dir() or options.backend == "llamacpp"):
+        raise ConfigError(f"load_format 'dummy' requires the torch backend and a directory with a config.json: {path}")
+    return path
 
 
 def _check_directory(folder: Path) -> None:

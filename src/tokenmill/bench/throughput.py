@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
     parser.add_argument("--dtype", default="auto", help="data type of the weights")
+    parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         max_num_seqs=max(options.requests),
         backend=options.backend,
         dtype=options.dtype,
+        load_format=options.load_format,
         num_threads=options.threads,
     ) as llm:
         offline = Offline(llm, options.prompt_tokens, options.new_tokens)

@@ -64,6 +64,9 @@ Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Batch-invariant results: bit-identical answers in any batch; slower.")
 ]
+LoadFormat = Annotated[
+    str, typer.Option(help="Weights: auto, or dummy for random weights from config.json alone (for benchmarks).")
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Number of CPU threads; use fewer on a busy machine.", show_default="all cores"),

@@ -115,6 +115,7 @@ def serve(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     deterministic: shared.Deterministic = False,
+    load_format: shared.LoadFormat = "auto",
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
@@ -152,6 +153,7 @@ def serve(
         "dtype": dtype,
         "device": device,
         "deterministic": deterministic,
+        "load_format": load_format,
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,

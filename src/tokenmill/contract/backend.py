@@ -241,6 +241,7 @@ class StepSizes:
 
 
 BACKENDS = ("auto", "torch", "llamacpp", "fake")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +256,16 @@ class LoadOptions:
     """`auto` takes CUDA where there is one."""
     deterministic: bool = False
     """Batch-invariant arithmetic: bit-identical results in any batch."""
+    load_format: str = "auto"
+    """`dummy`: random weights from the configuration alone, for benchmarks of a model's shape."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {self.backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+        if self.load_format not in LOAD_FORMATS:
+            supported = ", ".join(LOAD_FORMATS)
+            raise ConfigError(f"load_format {self.load_format!r} is not supported; supported: {supported}")
 
 
 class ModelHandle(Protocol):

@@ -28,6 +28,8 @@ class EngineOptions(TypedDict, total=False):
     device: str
     deterministic: bool
     """Batch-invariant arithmetic: bit-identical results in any batch."""
+    load_format: str
+    """`auto`, or `dummy`: random weights from `config.json` alone, for benchmarks of a model's shape."""
     max_model_len: int | None
     """Maximum tokens of prompt and output of a request."""
     max_num_seqs: int | None
@@ -60,7 +62,7 @@ CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
     "target_tick_ms", "max_queue", "queue_timeout_s",
 )  # fmt: skip
-LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "extra")
+LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "extra")
 
 
 @dataclass(frozen=True)

@@ -416,7 +416,9 @@ def spec(
 
     def fit() -> Fit:
         chosen = {
-            name: options[name] for name in ("dtype", "device", "backend", "extra") if options.get(name) is not None
+            name: options[name]
+            for name in ("dtype", "device", "backend", "load_format", "extra")
+            if options.get(name) is not None
         }
         return plan_fit(path, 1, options.get("max_model_len"), free_bytes=None, **chosen)
 

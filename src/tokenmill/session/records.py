@@ -30,6 +30,7 @@ import numpy as np
 from tokenmill import __version__
 from tokenmill.contract import IntArray, ModelHandle
 from tokenmill.errors import InvalidRequest, SessionFileError
+from tokenmill.files import split_parts
 from tokenmill.params import SamplingParams
 from tokenmill.session.log import Kind, SharedList, TokenLog, Tokens, Turn
 from tokenmill.session.session import (
@@ -107,7 +108,7 @@ def _weight_digests(path: Path | None) -> Iterator[bytes]:
     """Digests of the files that hold weights; their names do not matter."""
     if path is None:
         return
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else map(path.with_name, split_parts(path.name))
     for file in files:
         yield _file_digest(file).encode()
 

@@ -171,7 +171,7 @@ def read_header(path: Path, options: LlamaOptions) -> Header:
         hidden_size=hidden_size,
         inner_size=max(number("feed_forward_length"), number("ssm.inner_size")),
         max_context=number("context_length"),
-        weight_bytes=path.stat().st_size,
+        weight_bytes=sum(part.stat().st_size for part in file.paths),
         layers=tuple(_layer(heads, key_dim, value_dim, options) for heads in kv_heads),
         state_bytes=4 * number("block_count") * _state_size(number),
     )

@@ -32,12 +32,12 @@ from tokenmill.backends.torch.native.bindings import INT4, INT8, library
 from tokenmill.backends.torch.native.packing import Native, NativeWeights, can_hold
 from tokenmill.backends.torch.native_backend import NativeDecoder
 from tokenmill.backends.torch.rope import check_rope
-from tokenmill.backends.torch.sources import GGUFSource, SafetensorsSource, config_of
+from tokenmill.backends.torch.sources import GGUFSource, RandomSource, SafetensorsSource, config_of
 from tokenmill.backends.torch.weights import DecoderWeights, TensorSource, check_tensors
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import LoadOptions, MemoryPlan
 from tokenmill.errors import ConfigError, ModelLoadError
-from tokenmill.files import model_name, read_json
+from tokenmill.files import has_tokenizer, model_name, read_json
 from tokenmill.progress import ProgressLine
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     """Load the model in a directory or GGUF file."""
     _check_extras(options.extra)
     device = _device(options.device)
-    config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
+    config, source, names = _open(path, options)
     form = _form(options.dtype, device, source.is_quantised, can_hold(config))
     asked_kv = _kv_dtype(options, device, form)
     if isinstance(form, torch.dtype) and options.deterministic:
@@ -67,7 +67,7 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
         model_name(path),
         decoder,
         names,
-        path,
+        path if options.load_format != "dummy" or has_tokenizer(path) else None,
         form=form,
         deterministic=options.deterministic,
         block_size=options.extra.get("block_size"),
@@ -97,7 +97,7 @@ class TorchDescription:
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
         self._device = _device(options.device)
-        self._config, source, names = _open_gguf(path) if path.is_file() else _open_directory(path)
+        self._config, source, names = _open(path, options)
         check_tensors(source, self._config, names)
         self._form = _form(options.dtype, self._device, source.is_quantised, can_hold(self._config))
         self._kv_dtype = _kv_dtype(options, self._device, self._form) or kv_dtype(self._form)
@@ -192,9 +192,12 @@ def _read_directory(folder: Path) -> tuple[DecoderConfig, Mapping[str, str]]:
     return family.read(config), family.names
 
 
-def _open_directory(folder: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
-    config, names = _read_directory(folder)
-    return config, SafetensorsSource(folder), names
+def _open(path: Path, options: LoadOptions) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
+    if path.is_file():
+        return _open_gguf(path)
+    config, names = _read_directory(path)
+    is_dummy = options.load_format == "dummy"
+    return config, RandomSource(path, config, names) if is_dummy else SafetensorsSource(path), names
 
 
 def _open_gguf(path: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:

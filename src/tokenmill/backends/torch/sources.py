@@ -6,6 +6,7 @@ safetensors files are mapped, not read at once. A GGUF file's metadata are its `
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,17 @@ from torch import Tensor
 
 from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTensor
 from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
-from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape
+from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape, in_file, shapes
 from tokenmill.backends.torch.native.bindings import INT4, INT8
 from tokenmill.backends.torch.native.packing import FOUR_BITS, MOST_WEIGHT, Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings, indexed_files, safetensors_files
+
+NUM_RANDOM = 1_000_003
+"""Random values that a matrix repeats: a prime, so that its rows differ."""
+RANDOM_RANGE = 0.02 * math.sqrt(3)
+"""Their standard deviation is 0.02, as of a model before training."""
 
 
 class SafetensorsSource:
@@ -77,6 +83,39 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has only pickled weights (.bin), which can execute code; convert them to safetensors"
         )
     raise ModelLoadError(f"{folder} has no weights: no .safetensors and no .gguf file")
+
+
+class RandomSource:
+    """Random weights for a configuration. The same name has the same values each time."""
+
+    is_quantised = False
+
+    def __init__(self, folder: Path, config: DecoderConfig, names: Mapping[str, str]) -> None:
+        self.where = str(folder)
+        self._own = {in_file(own, names): own for own in shapes(config)}
+        self._shapes = {in_file(own, names): shape for own, shape in shapes(config).items()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    def load(self, name: str) -> Tensor:
+        """Norms are 1, biases 0; matrices repeat a few values, so that large models are ready at memory speed."""
+        shape, kind = self._shapes[name], self._own[name].partition(".")[0]
+        if kind.endswith("norm"):
+            return torch.ones(shape)
+        if kind.endswith("bias"):
+            return torch.zeros(shape)
+        few = torch.empty(NUM_RANDOM)
+        few.uniform_(-RANDOM_RANGE, RANDOM_RANGE, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        size = math.prod(shape)
+        return few.repeat(-(-size // NUM_RANDOM))[:size].reshape(shape)
+
+    def bits_of(self, name: str) -> int:  # noqa: ARG002
+        """In how many bits a matrix is held if nothing else is asked for."""
+        return INT8
+
+    def load_quantised(self, name: str) -> None:
+        """Nothing is stored."""
 
 
 PERMUTED = ("llama",)
