@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
+from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
+from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest
 
 MAX_N = 64
@@ -80,20 +83,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        for name in ("stop_token_ids", "banned_token_ids"):
-            object.__setattr__(self, name, token_ids(name, getattr(self, name) or ()))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
-        if self.allowed_token_ids == ():
-            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
-        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        for name, value in list(vars(self).items()):
+            if value is not _DEFAULTS[name]:
+                object.__setattr__(self, name, _checked(name, value))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}", param="min_tokens")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` if a token that is named here is none of the model's."""
         for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias"):
-            check_ids(name, getattr(self, name) or (), vocab_size)
+            ids = getattr(self, name)
+            if ids and max(ids) >= vocab_size:
+                check_ids(name, ids, vocab_size)
 
     @property
     def is_greedy(self) -> bool:
@@ -111,6 +112,8 @@ class SamplingParams:
         )
 
 
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
+"""These are valid: only values that differ are checked."""
 _RANGES: dict[str, tuple[float, float, bool]] = {
     # name: (lowest, highest, may it be the lowest itself)
     "temperature": (0, 100, True),
@@ -132,30 +135,39 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "min_tokens": (0, 1 << 30),
     "dry_allowed_length": (1, 1 << 20),
     "dry_range": (0, 1 << 30),
-}
-_OPTIONAL_COUNTS: dict[str, tuple[int, int]] = {
     "seed": (0, MAX_SEED),
     "max_tokens": (1, MAX_TOKENS),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids"})
 
 
-def _check_numbers(params: SamplingParams) -> None:
-    for name, (low, high, with_low) in _RANGES.items():
-        value = getattr(params, name)
-        if not _is_number(value) or not (low <= value <= high) or (value == low and not with_low):
+def _checked(name: str, value: Any) -> Any:
+    """A parameter's value in its own form; `InvalidRequest` if it can't be one."""
+    if value is None and name in _OPTIONAL:
+        return None
+    if name in _RANGES:
+        low, high, with_low = _RANGES[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (value == low and not with_low):
             bounds = f"{'[' if with_low else '('}{low}, {high}]"
             raise InvalidRequest(f"{name} must be in {bounds}, not {_shown(value)}", param=name)
-    for name, (least, most) in {**_COUNTS, **_OPTIONAL_COUNTS}.items():
-        value = getattr(params, name)
-        if value is None and name in _OPTIONAL_COUNTS:
-            continue
+    elif name in _COUNTS:
+        least, most = _COUNTS[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             what = f"an integer from {least} to {most}"
             raise InvalidRequest(f"{name} must be {what}, not {_shown(value)}", param=name)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest(f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}", param="min_tokens")
+    elif name.endswith("_token_ids"):
+        ids = tuple(id_array(name, () if value is None else value).tolist())
+        if not ids and name == "allowed_token_ids":
+            raise InvalidRequest("allowed_token_ids must not be empty", param=name)
+        return ids
+    elif name == "stop":
+        return _stop_strings(value)
+    elif name == "logit_bias" and value != {}:
+        return _logit_bias(value)
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -163,13 +175,6 @@ def _shown(value: Any) -> str:
         return f"{value!r:.60}"
     except ValueError:  # Python does not write out numbers of thousands of digits
         return "a number of that size"
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float can hold
-        return False
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -189,8 +194,13 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as plain whole numbers, from any sequence of such; `InvalidRequest` for anything else."""
-    numbers = _integers(ids)
-    if numbers is None:
+    try:
+        # Without a line of Python for each: prompts have many thousands.
+        numbers = tuple(map(operator.index, ids))
+        is_plain = not isinstance(ids, (str, bytes)) and bool not in set(map(type, ids))
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
         raise InvalidRequest(f"{name} must be a list of token ids, not {_shown(ids)}", param=name)
     for number in (min(numbers, default=0), max(numbers, default=0)):
         if not 0 <= number <= MAX_TOKEN_ID:
@@ -199,15 +209,19 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _integers(values: Any) -> tuple[int, ...] | None:
-    """The values as plain integers; None if they are anything else."""
-    try:
-        # Without a line of Python for each: prompts have many thousands.
-        numbers = tuple(map(operator.index, values))
-        is_plain = not isinstance(values, (str, bytes)) and bool not in set(map(type, values))
-    except (TypeError, ValueError):
-        return None
-    return numbers if is_plain else None
+def id_array(name: str, ids: Any) -> IntArray:
+    """`token_ids` as an array: a long prompt is looked through once."""
+    if isinstance(ids, (list, tuple)):
+        try:
+            numbers = np.frombuffer(array("i", ids), dtype=np.int32)
+        except (TypeError, OverflowError):
+            pass
+        else:
+            # Of what became numbers, only these may be booleans.
+            kinds = {type(ids[place]) for place in np.flatnonzero(numbers <= 1).tolist()}
+            if bool not in kinds and (not len(numbers) or numbers.min() >= 0):
+                return numbers
+    return np.array(token_ids(name, ids), dtype=np.int32)
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
@@ -225,13 +239,14 @@ def _logit_bias(bias: Any) -> dict[int, float]:
         what = f"must be a mapping of token ids to numbers, not {type(bias).__name__}"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     names = [int(name) if isinstance(name, str) and name.isdecimal() and len(name) < 20 else name for name in bias]
-    wrong = next((name for name in names if _integers([name]) is None), None)
+    wrong = next((name for name in names if not hasattr(name, "__index__") or isinstance(name, bool)), None)
     if wrong is not None:
         what = f"must be a mapping of token ids to numbers; {_shown(wrong)} is not a token id"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
-        if not _is_number(value) or abs(value) > MAX_BIAS:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
             what = f"must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {_shown(value)}"
             raise InvalidRequest(f"logit_bias of token {token} {what}", param="logit_bias")
     return dict(zip(ids, map(float, bias.values()), strict=True))

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from tokenmill import AsyncLLM, SamplingParams
-from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
+from tokenmill.config import EngineConfig
+from tokenmill.contract import BackendLimits
 from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.request import Limits, Request
+from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, joined
 from tokenmill.pipeline.bridge import _LoopEnd
 from tokenmill.pipeline.output import deliver
@@ -18,8 +22,16 @@ from tokenmill.pipeline.output import deliver
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 
 
+MODEL = FakeModel(FakeConfig(vocab_size=258, max_context=256, depth=1))
+
+
 def make_llm() -> AsyncLLM:
-    return AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=256, depth=1)), kv_cache_tokens=2048)
+    return AsyncLLM(MODEL, kv_cache_tokens=2048)
+
+
+def make_client() -> ThreadClient:
+    limits = BackendLimits(num_cells=2048, max_seqs=16, max_context=256, num_running=8)
+    return ThreadClient(MODEL, EngineConfig(max_num_seqs=8), limits)
 
 
 async def last(llm: AsyncLLM, prompt: str) -> RequestOutput:
@@ -124,3 +136,46 @@ def test_joined_deltas_are_the_same_as_one() -> None:
     parts = [OutputDelta(1, "a", [1], 4), OutputDelta(1, "", [2], 5), OutputDelta(1, "bc", [3, 4], 6, None, "stop", 9)]
     assert joined(parts) == OutputDelta(1, "abc", [1, 2, 3, 4], 4, None, "stop", 9)
     assert joined(parts[:1]) is parts[0]
+
+
+@pytest.mark.req("R30")
+def test_entry_points_that_share_an_engine_name_their_requests_apart() -> None:
+    async def play() -> None:
+        client, hold = make_client(), Fault(FaultKind.STALL, after=3)
+        backend: Any = client.pool.cores[0].core._executor.backend
+        async with AsyncLLM(MODEL, client=client) as one, AsyncLLM(MODEL, client=client) as other:
+            backend.faults.add(hold)
+            first = one.generate("same prompt", PARAMS)
+            await anext(first)  # it runs until the engine goes on
+            second = asyncio.create_task(last(other, "same prompt"))
+            await asyncio.sleep(0)
+            hold.release.set()
+            found = await second
+            await first.aclose()
+            assert found.outputs[0].token_ids == (await last(one, "same prompt")).outputs[0].token_ids
+
+    asyncio.run(play())
+
+
+@pytest.mark.req("G18")
+def test_a_request_that_its_core_refuses_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the core is faster than the thread that submits it."""
+    client, ended = make_client(), threading.Event()
+    submit = client.pool.submit
+
+    def refuse(_: Request) -> None:
+        raise InvalidRequest("a reason")
+
+    def submit_and_wait(*arguments: Any) -> int:
+        index = submit(*arguments)
+        assert ended.wait(60)
+        return index
+
+    monkeypatch.setattr(client.pool.cores[0].core, "add", refuse)
+    monkeypatch.setattr(client.pool, "submit", submit_and_wait)
+    client.submit(Request("refused", [1], Limits()), lambda _: ended.set())
+    assert client._core_of == {}
+    client.close()
+    with pytest.raises(EngineDead):
+        client.submit(Request("late", [1], Limits()), lambda _: None)
+    assert client._core_of == {}

@@ -1,9 +1,10 @@
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, id_array
 
 
 @pytest.mark.req("R29", "R49")
@@ -57,3 +58,20 @@ def test_lists_become_tuples_and_one_stop_string_a_list() -> None:
     assert params.stop_token_ids == (1, 2)
     assert not params.needs_history
     assert SamplingParams(min_tokens=3).needs_history
+
+
+@pytest.mark.req("R29")
+@pytest.mark.parametrize("ids", [[], [0, 1, 2], (1,), [np.int64(5), 6], np.array([7, 8]), range(3), [2**31 - 1]])
+def test_token_ids_become_an_array(ids: Any) -> None:
+    found = id_array("prompt", ids)
+    assert found.dtype == np.int32
+    assert found.tolist() == list(ids)
+
+
+@pytest.mark.req("R29", "R49")
+@pytest.mark.parametrize(
+    "ids", [[True], [5, False], [0, 1, True], [1.0], ["1"], "12", b"1234", [[1, 2]], [None], None, 5, [-1], [2**31]]
+)
+def test_what_is_no_list_of_token_ids_is_refused(ids: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        id_array("prompt", ids)

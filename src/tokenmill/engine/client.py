@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Protocol, TypeVar
 
@@ -200,9 +201,11 @@ class ThreadClient:
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         if request.request_id in self._core_of:
             raise InvalidRequest(f"request {request.request_id} is already running")
-        self._core_of[request.request_id] = self.pool.submit(request, sink, core)
-        if request.is_finished:  # before we knew where
+        try:
+            self.pool.submit(request, sink, core, partial(self._core_of.__setitem__, request.request_id))
+        except BaseException:
             self._forget(request.request_id)
+            raise
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         core = self._core_of.get(request_id)

@@ -334,10 +334,16 @@ class EnginePool:
             self.close()
             raise
 
-    def submit(self, request: Request, sink: Sink, core: int | None = None) -> int:
-        """Give the request to a core, the least loaded one unless told; returns which."""
+    def submit(
+        self, request: Request, sink: Sink, core: int | None = None, on_core: Callable[[int], None] = lambda _: None
+    ) -> int:
+        """Give the request to a core, the least loaded one unless told; returns which.
+
+        `on_core` is told before the core has it: it may end before this returns.
+        """
         with self._lock:
             index = self._least_loaded() if core is None else core
+            on_core(index)
             self.cores[index].submit(request, sink)
         return index
 

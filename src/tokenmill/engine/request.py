@@ -198,7 +198,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | IntArray,
         limits: Limits,
         hints: Hints = Hints(),
         draw: Draw = GREEDY,
@@ -207,7 +207,7 @@ class Request:
         if len(prompt) == 0:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
         self.request_id = request_id
-        self.tokens: list[int] = list(prompt)
+        self.tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
         """The log: prompt and generated ids, never tokenised anew."""
         self.num_prompt = len(self.tokens)
         self.limits = limits
@@ -240,7 +240,7 @@ class Request:
         """...and how far it has to get."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self._array = _checked_array(request_id, self.tokens)
+        self._array = _checked_array(request_id, prompt)
 
     def token_array(self) -> IntArray:
         """The log as an array. Only what is new in it is converted: most of a long prompt never changes."""
@@ -318,7 +318,7 @@ def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: b
     return f"This model's maximum context length is {longest} tokens, but {needed}. {too_large}"
 
 
-def _checked_array(request_id: str, tokens: list[int]) -> IntArray:
+def _checked_array(request_id: str, tokens: Sequence[int] | IntArray) -> IntArray:
     """The prompt as an array, if its ids are ids: a negative one would name another request's last token."""
     try:
         array = np.array(tokens, dtype=np.int32)

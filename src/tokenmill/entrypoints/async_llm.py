@@ -44,29 +44,21 @@ class AsyncLLM:
         client: EngineClient | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._opened = open_for_engine(model, options)
+        self.opened: OpenedModel = open_for_engine(model, options)
+        """The model, its tokenizer and template, and what the engine was made of."""
         try:
-            self._client = client or ThreadClient(self._opened.model, self._opened.config, self._opened.limits)
+            self._client = client or ThreadClient(self.opened.model, self.opened.config, self.opened.limits)
         except BaseException:
-            self._opened.close()
+            self.opened.close()
             raise
-        length = self._client.max_model_len
-        self._intake = Intake("async", self._opened.text, self._opened.model.info, length, seed)
+        self.max_model_len = self._client.max_model_len
+        """Maximum tokens of prompt and output of a request."""
+        self._intake = Intake("async", self.opened.text, self.opened.model.info, self.max_model_len, seed)
         self.bridge = StepBridge(self._client)
         """To the event loops of its users; for others who use the engine as well: sessions."""
         self._running: dict[str, list[Generation]] = {}
         """By the caller's id: more than one may have the same."""
         self._closed = False
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum tokens of prompt and output of a request."""
-        return self._client.max_model_len
-
-    @property
-    def opened(self) -> OpenedModel:
-        """The model, its tokenizer and template, and what the engine was made of."""
-        return self._opened
 
     @property
     def client(self) -> EngineClient:
@@ -75,7 +67,7 @@ class AsyncLLM:
 
     @property
     def embedding_size(self) -> int:
-        return self._opened.model.info.hidden_size
+        return self.opened.model.info.hidden_size
 
     @property
     def is_ready(self) -> bool:
@@ -99,15 +91,16 @@ class AsyncLLM:
         return await asyncio.to_thread(self._client.snapshots)
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._opened.text.tokenizer
+        return self.opened.text.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's authors recommend: used where a call gives no parameters."""
-        return self._opened.text.sampling_params()
+        return self.opened.text.sampling_params()
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt. Safe on any thread: a long text is better not tokenised on an event loop's."""
-        return self._intake.prompt(prompt)[1]
+        ids: list[int] = self._intake.prompt(prompt)[1].tolist()
+        return ids
 
     def chat_ids(
         self, messages: Sequence[Message], chat_template: str | None = None, /, **template_options: Any
@@ -162,7 +155,6 @@ class AsyncLLM:
 
     def open_stream(self, generations: Sequence[Generation]) -> EngineStream:
         """The deltas of generations that are read together. They start with the first `take`; close it in any case."""
-        self._check_open()
         for generation in generations:
             self._running.setdefault(generation.request_id, []).append(generation)
         return EngineStream(self.bridge, generations)
@@ -232,7 +224,7 @@ class AsyncLLM:
         """Stop the engine; generations that were not done end with `shutdown`."""
         self._closed = True
         await asyncio.to_thread(self._client.close)
-        self._opened.close()
+        self.opened.close()
 
     async def __aenter__(self) -> Self:
         return self

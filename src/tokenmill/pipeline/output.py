@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenmill.contract import IntArray
 from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import EngineDead
@@ -132,7 +133,8 @@ class TextStage:
                     return OutputDelta(self._index, text, ids, offset, scores)
                 self._take(text)
         if end is not None and self.stop_string is None:
-            self._take(self._detokenizer.flush())
+            if not self._detokenizer.is_whole:
+                self._take(self._detokenizer.flush())
             self._text += "" if self._stops is None else self._stops.flush()
         if self.stop_string is not None:
             return self._give(self._num_visible(), len(self._text), End(FinishReason.STOP), self.stop_string)
@@ -150,7 +152,7 @@ class TextStage:
     def _take(self, text: str) -> None:
         """New text: note where tokens end in it, and show what can't be part of a stop string."""
         self._num_chars += len(text)
-        num_complete = self._num_texts - self._detokenizer.num_open
+        num_complete = self._num_texts - (0 if self._detokenizer.is_whole else self._detokenizer.num_open)
         self.ends += [self._num_chars] * (num_complete - len(self.ends))
         if self._stops is None:
             self._text += text
@@ -218,7 +220,7 @@ class Generation:
         self,
         request_id: str,
         prompt: str | None,
-        ids: list[int],
+        ids: Sequence[int] | IntArray,
         params: SamplingParams,
         tokenizer: Tokenizer,
         *,
@@ -233,7 +235,6 @@ class Generation:
         self.request_id = request_id
         """Its caller's name for it; those of the engine's requests are longer."""
         self.prompt = prompt
-        self.prompt_token_ids = ids
         self.params = params
         self.first_index = first_index
         """Of its choices, where several generations answer one call."""
@@ -301,8 +302,13 @@ class Generation:
     # -- what is known of it ------------------------------------------------------------------------------------------
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        request = self.choices[0].request
+        return request.tokens[: request.num_prompt]
+
+    @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt_token_ids), self.num_generated, self.choices[0].request.num_cached)
+        return Usage(self.choices[0].request.num_prompt, self.num_generated, self.choices[0].request.num_cached)
 
     @property
     def cache(self) -> CacheVerdict | None:
@@ -314,7 +320,7 @@ class Generation:
         """One for each prompt token, None for the first; None while they are not complete, or if nobody asked."""
         request = self.choices[0].request
         is_asked = self.params.prompt_logprobs is not None
-        if is_asked and (self.is_finished or len(request.prompt_logprobs) == len(self.prompt_token_ids) - 1):
+        if is_asked and (self.is_finished or len(request.prompt_logprobs) == request.num_prompt - 1):
             return [None, *request.prompt_logprobs]
         return None
 

@@ -6,8 +6,7 @@ import itertools
 import math
 import random
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from tokenmill.contract import IntArray, ModelInfo
 from tokenmill.engine.request import Hints, Limits, Request, check_request, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import ENDED_WELL, EmbeddingOutput, EmbeddingRequestOutput, End, Usage
-from tokenmill.params import Pooling, SamplingParams, token_ids
+from tokenmill.params import Pooling, SamplingParams, id_array, token_ids
 from tokenmill.pipeline.output import Generation
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
@@ -26,7 +25,9 @@ Prompt = str | Sequence[int] | IntArray | Mapping[str, Any]
 
 
 ID_SEPARATOR = "~"
-"""Between the caller's request id and the engine's own suffix, which makes it unique."""
+"""Between the caller's request id and the engine's own suffix.
+
+The suffix makes it unique: a caller's id can be used again, or twice at a time."""
 
 
 def callers_name(request_id: str) -> str:
@@ -42,7 +43,8 @@ class Intake:
         self.text = text
         self._model = model
         self._max_model_len = max_model_len
-        self._prefix = prefix
+        self._prefix = f"{prefix}-{secrets.token_hex(4)}"
+        """Of its names for requests: entry points may share an engine."""
         self._numbers = itertools.count()
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
 
@@ -60,14 +62,14 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         text, ids = self.prompt(prompt)
-        name = self._name()
+        name = f"{self._prefix}-{next(self._numbers)}"
         generation = Generation(
             request_id or name,
             text,
             ids,
             params,
             self.text.tokenizer,
-            engine_id=self._engine_id(request_id, name),
+            engine_id=name if request_id is None else f"{request_id}{ID_SEPARATOR}{name}",
             vocab_size=self._model.vocab_size,
             max_model_len=self._max_model_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -94,52 +96,42 @@ class Intake:
             raise InvalidRequest(f"pooling {pooling!r} is not supported; supported: {known}", param="pooling") from None
         _, ids = self.prompt(prompt)
         limits = Limits(max_new_tokens=1, timeout_s=timeout_s)
-        request = Request(self._engine_id(request_id, self._name()), ids, limits, hints, pooling=kind)
+        name = f"{self._prefix}-{next(self._numbers)}"
+        engine_id = name if request_id is None else f"{request_id}{ID_SEPARATOR}{name}"
+        request = Request(engine_id, ids, limits, hints, pooling=kind)
         check_request(request, self._model, self._max_model_len)
         return request
 
     def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, /, **options: Any) -> list[int]:
         """The prompt of a conversation, as the model's template (or the caller's) writes it."""
-        with self._within_context():
-            return self.text.template_of(chat_template).encode(messages, self._max_model_len, **options)
+        template = self.text.template_of(chat_template)
+        try:
+            return template.encode(messages, self._max_model_len, **options)
+        except TooManyTokens as error:
+            raise self._overflow(error) from None
 
-    def prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def prompt(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         """A prompt's text, if it has one, and its ids."""
         if isinstance(prompt, Mapping):
-            return self.prompt(_from_mapping(prompt))
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        return text, ids
-
-    def _encoded(self, prompt: str) -> list[int]:
-        with self._within_context():
-            return self.text.tokenizer.encode(prompt, limit=self._max_model_len)
-
-    def _checked_ids(self, prompt: Sequence[int] | IntArray) -> list[int]:
-        if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1:
-            ids: list[int] = prompt.tolist()  # of a session's log; `check_request` looks at all of them at once
-            return ids
-        if isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is looked at
+            prompt = _from_mapping(prompt)
+        if isinstance(prompt, str):
+            try:
+                ids = np.array(self.text.tokenizer.encode(prompt, limit=self._max_model_len), dtype=np.int32)
+            except TooManyTokens as error:
+                raise self._overflow(error) from None
+        elif isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1:
+            ids = prompt  # of a session's log
+        elif isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is looked at
             raise ContextOverflow(context_overflow(self._max_model_len, len(prompt), 1))
-        return list(token_ids("prompt", prompt))
+        else:
+            ids = id_array("prompt", prompt)
+        if not len(ids):
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return prompt if isinstance(prompt, str) else None, ids
 
-    @contextmanager
-    def _within_context(self) -> Iterator[None]:
+    def _overflow(self, error: TooManyTokens) -> ContextOverflow:
         """A prompt that is longer than any may be is refused as soon as that is known."""
-        try:
-            yield
-        except TooManyTokens as error:
-            raise ContextOverflow(context_overflow(self._max_model_len, error.at_least, 1, is_exact=False)) from None
-
-    def _name(self) -> str:
-        return f"{self._prefix}-{next(self._numbers)}"
-
-    @staticmethod
-    def _engine_id(request_id: str | None, name: str) -> str:
-        """The engine's name for a request is its own, so that a caller's can be used again, or twice at a time."""
-        return name if request_id is None else f"{request_id}{ID_SEPARATOR}{name}"
+        return ContextOverflow(context_overflow(self._max_model_len, error.at_least, 1, is_exact=False))
 
 
 def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:
