@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest
 
 MAX_N = 64
@@ -209,7 +209,7 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     return numbers
 
 
-def id_array(name: str, ids: Any) -> IntArray:
+def id_array(name: str, ids: Any) -> NDArray[np.int32]:
     """`token_ids` as an array: a long prompt is looked through once."""
     if isinstance(ids, (list, tuple)):
         try:

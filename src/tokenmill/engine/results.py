@@ -69,7 +69,7 @@ class Results:
         return result
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._pending.request_ids)
 
     def is_ending(self, request_id: str) -> bool:
         """Has the request ended, but nobody has been told?"""
@@ -87,7 +87,7 @@ class Results:
         """The request is over: mark it, and tell it with everything else."""
         request.finish(end.finish_reason, end.error)
         self._ending.add(request.request_id)
-        self._pending.ends[len(self._pending)] = end
+        self._pending.ends[len(self._pending.request_ids)] = end
         self._add([request.request_id], [token], None if logprobs is None else [logprobs])
         self._events.phase(request, Phase.ENDED, tick, num_computed)
 
@@ -96,7 +96,7 @@ class Results:
     ) -> None:
         pending = self._pending
         if logprobs is not None and pending.logprobs is None:
-            pending = self._pending = replace(pending, logprobs=[None] * len(pending))
+            pending = self._pending = replace(pending, logprobs=[None] * len(pending.request_ids))
         if pending.logprobs is not None:
             pending.logprobs.extend([None] * len(names) if logprobs is None else logprobs)
         pending.request_ids.extend(names)

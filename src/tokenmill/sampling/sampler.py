@@ -61,20 +61,26 @@ class StepSampler:
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
-        fused = fused_draw(raw.device) if self.state.is_fusable[self.rows].all() else None
-        if fused is not None and mask is None and self.state.is_raw[self.rows].all():
+        state, rows = self.state, self.rows
+        fused = fused_draw(raw.device) if raw.device.type != "cpu" and state.is_fusable[rows].all() else None
+        if fused is not None and mask is None and state.is_raw[rows].all():
             return Sampled(self._draw_fused(fused, raw))
         top, ids = largest(raw)
         bad, extras = ~top.isfinite(), {}
-        if mask is not None or not self.state.is_plain_greedy[self.rows].all():
-            extras = self._logprobs(raw)
+        if mask is not None or not state.is_plain_greedy[rows].all():
+            num_logprobs = int(state.num_logprobs[rows].max(initial=-1))
+            if num_logprobs >= 0:
+                extras = self._logprobs(raw, num_logprobs)
             edited = self._edited(raw, mask)
             if edited is not raw:
                 top, ids = largest(edited)
                 bad |= ~top.isfinite()
             if bad.device.type != "cpu" or bool(bad.any()):
                 edited = edited.masked_fill(bad[:, None], 0.0)
-            ids = self._sample(edited, ids) if fused is None else self._draw_fused(fused, edited).to(ids.dtype)
+            if fused is not None:
+                ids = self._draw_fused(fused, edited).to(ids.dtype)
+            elif state.floats["temperature"][rows].any():
+                ids = self._sample(edited, ids)
             if extras:
                 extras["logprob"] = _chosen(raw, ids)
         ids = torch.where(bad, BAD_ROW, ids)
@@ -98,7 +104,7 @@ class StepSampler:
             allowed = upload(unpack_mask(host_mask, logits.shape[1]), logits.device)
             logits.masked_fill_(~allowed, ops.NEVER)
         for place in edited.tolist():
-            listed = state.allowed(rows[place])
+            listed = state.allowed[rows[place]]
             if listed is not None:
                 tokens = upload(listed, logits.device)
                 kept = logits[place, tokens]
@@ -198,13 +204,11 @@ class StepSampler:
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _logprobs(self, raw: Tensor) -> dict[str, Tensor]:
-        """The likeliest tokens of every row, if any row asks for log-probabilities."""
-        most = int(self.state.num_logprobs[self.rows].max(initial=-1))
-        if most < 0:
-            return {}
+    @staticmethod
+    def _logprobs(raw: Tensor, count: int) -> dict[str, Tensor]:
+        """The likeliest tokens of every row under the model's own distribution."""
         logprobs = raw.to(torch.float32).log_softmax(dim=-1)
-        top, top_ids = logprobs.topk(min(most, raw.shape[-1]), dim=-1)
+        top, top_ids = logprobs.topk(min(count, raw.shape[-1]), dim=-1)
         return {"top_logprobs": top, "top_ids": top_ids}
 
     def _floats(self, name: str, index: np.ndarray, like: Tensor) -> Tensor:

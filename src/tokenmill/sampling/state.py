@@ -127,7 +127,8 @@ class SamplingState:
         """Bias, bans, allow-lists: edits of single logits before the penalties."""
         self.has_rules = np.zeros(max_rows, dtype=bool)
         self._edits: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_rows
-        self._allowed: list[np.ndarray | None] = [None] * max_rows
+        self.allowed: list[np.ndarray | None] = [None] * max_rows
+        """The tokens of a row's allow-list; None: all."""
         self._early: list[tuple[np.ndarray, int] | None] = [None] * max_rows
         """(stop tokens, length of the log before which they are banned)."""
         self._rules: list[list[RowRule]] = [[] for _ in range(max_rows)]
@@ -155,8 +156,9 @@ class SamplingState:
         self.seed[row], self.choice[row], self.attempt[row] = seed, choice, params.attempt
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._logs[row], self._num_prompt[row] = log, num_prompt
-        self._edits[row] = _edits(params, self.vocab_size)
-        self._allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+        has_bias = params.logit_bias or params.banned_token_ids
+        self._edits[row] = _edits(params, self.vocab_size) if has_bias else None
+        self.allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
         early = sorted(token for token in stop_ids if token < self.vocab_size)
         self._early[row] = (
             (np.array(early, dtype=np.int64), num_prompt + params.min_tokens) if early and params.min_tokens else None
@@ -167,7 +169,7 @@ class SamplingState:
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self.has_edits[row] = (
-            self._edits[row] is not None or self._allowed[row] is not None or self._early[row] is not None
+            self._edits[row] is not None or self.allowed[row] is not None or self._early[row] is not None
         )
         self.is_filtered[row] = (
             params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
@@ -179,7 +181,7 @@ class SamplingState:
 
     def detach(self, row: int) -> None:
         self._logs[row], self._rules[row] = (), []
-        self._edits[row] = self._allowed[row] = self._early[row] = None
+        self._edits[row] = self.allowed[row] = self._early[row] = None
 
     def advance(self, row: int, token: int) -> None:
         """A token was drawn for a row that has rules."""
@@ -198,10 +200,6 @@ class SamplingState:
             seen[i, : len(log)], seen[i, len(log) :] = log, log[-1]
             counts[i] = drawn[seen[i]]
         return seen, counts
-
-    def allowed(self, row: int) -> np.ndarray | None:
-        """The tokens of the row's allow-list; None: all."""
-        return self._allowed[row]
 
     def edits(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bias and bans: (place in `rows`, token, what is added) of each logit, for the rows at `places`."""
