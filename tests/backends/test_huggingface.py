@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -21,6 +23,7 @@ from tests.hub import Fault, Hub, sha256
 from tokenmill.backends import huggingface, library
 from tokenmill.backends.huggingface import HubName, choose, quantization
 from tokenmill.backends.library import find_model, pull
+from tokenmill.cli.main import main
 from tokenmill.errors import ModelLoadError, ModelNotFound
 
 WEIGHTS = random.Random(1).randbytes(300_000)
@@ -545,6 +548,14 @@ def test_a_second_quantization_joins_the_first(hub: Hub) -> None:
     assert first.parent == second.parent
 
 
+def test_a_quantization_in_the_cache_is_preferred_to_a_download(hub: Hub) -> None:
+    hub.add("org/quantized", QUANTIZED)
+    path = find_model("org/quantized:Q8_0")
+    before = len(hub.seen)
+    assert find_model("org/quantized") == path
+    assert len(hub.seen) == before
+
+
 def test_safetensors_come_before_gguf() -> None:
     both = choose([*PLAIN, "m-Q4_0.gguf"], HubName("a/b"), list)
     assert (both.entry, both.weights) == ("", ("model.safetensors",))
@@ -580,3 +591,109 @@ def test_a_directory_of_gguf_files(tmp_path: Path) -> None:
         find_model(str(tmp_path))
     shutil.copy(tmp_path / "n.gguf", tmp_path / "config.json")
     assert find_model(str(tmp_path)) == tmp_path
+
+
+# -- the models in the cache ------------------------------------------------------------------------------------------
+
+
+def listed_models() -> dict[str, int]:
+    return {model.name: model.num_bytes for model in library.cached_models() if model.path is not None}
+
+
+def test_models_in_the_cache_are_listed_by_the_names_that_open_them(hub: Hub) -> None:
+    assert library.cached_models() == []
+    hub.add("org/quantized", QUANTIZED)
+    hub.add("org/twins", {"a-Q4_0.gguf": b"1", "sub/b-Q4_0.gguf": b"22"})
+    old = hub.repos["org/plain"].commit
+    for name in ("org/plain", "org/quantized:BF16", "org/quantized:Q4_K_M", "org/twins:a-Q4_0", "org/twins:b-Q4_0"):
+        find_model(name)
+    hub.repos["org/plain"].files["config.json"] += b" "
+    pull("org/plain")
+    size = sum(map(len, set(PLAIN.values())))
+    assert listed_models() == {
+        "org/plain": size + 1,
+        f"org/plain@{old}": size,
+        "org/quantized:BF16": 2,
+        "org/quantized:Q4_K_M": 1,
+        "org/twins:a-Q4_0.gguf": 1,
+        "org/twins:sub/b-Q4_0.gguf": 2,
+    }
+    before = len(hub.seen)
+    for name in listed_models():
+        assert find_model(name) == library.cached_model(name).path
+    assert len(hub.seen) == before
+
+
+def test_last_use_is_when_a_model_was_opened(hub: Hub) -> None:
+    path = find_model("org/plain")
+    assert path is not None
+    for file in path.iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert library.cached_model("org/plain").last_used == 1e9
+    find_model("org/plain")
+    assert library.cached_model("org/plain").last_used > 1e9
+    assert (path / "config.json").stat().st_mtime == 1e9
+
+
+def test_an_incomplete_download_is_listed_and_removed(hub: Hub, cache: Path) -> None:
+    leave_partial(cache, hub, WEIGHTS[:1000])
+    (model,) = library.cached_models()
+    assert (model.name, model.path, model.num_bytes) == ("org/plain", None, 1000)
+    assert library.remove_model("org/plain") == 1000
+    assert library.cached_models() == []
+
+
+def test_a_quantization_is_removed_and_the_others_stay(hub: Hub, cache: Path) -> None:
+    hub.add("org/quantized", QUANTIZED)
+    for kind in ("Q8_0", "BF16", "Q2_K_XL"):
+        find_model(f"org/quantized:{kind}")
+    assert library.remove_model("org/quantized:BF16") == 2
+    assert set(listed_models()) == {"org/quantized:Q8_0", "org/quantized:UD-Q2_K_XL"}
+    assert library.remove_model("org/quantized:UD-Q2_K_XL") == 1
+    assert library.remove_model("org/quantized:Q8_0") == 1 + 40
+    assert not list(cache.glob("models--*"))
+
+
+def test_an_old_revision_is_removed_and_what_the_new_one_shares_stays(hub: Hub) -> None:
+    old = hub.repos["org/plain"].commit
+    pull("org/plain")
+    hub.repos["org/plain"].files["config.json"] += b" "
+    new = pull("org/plain")
+    assert library.remove_model(f"org/plain@{old}") == len(PLAIN["config.json"])
+    assert {file.name: file.read_bytes() for file in new.iterdir()} == hub.repos["org/plain"].files
+    assert find_model("org/plain") == new
+    assert library.remove_model("org/plain") > len(WEIGHTS)
+    assert listed_models() == {}
+
+
+@pytest.mark.parametrize("name", ["org/gone", "org/plain:Q4_0", "org/plain@v9", "gone", "smollm2-135m"])
+def test_models_that_are_not_there_are_not_removed(name: str, hub: Hub) -> None:
+    pull("org/plain")
+    for act in (library.remove_model, library.cached_model):
+        with pytest.raises(ModelNotFound, match="is not in the cache; `tokenmill models` lists what is"):
+            act(name)
+    assert set(listed_models()) == {"org/plain"}
+
+
+def test_the_models_command(hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(*arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr("sys.argv", ["tokenmill", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code, *capsys.readouterr()
+
+    monkeypatch.setattr("tokenmill.backends.loading._check_directory", lambda _: None)
+    code, path, _ = command("pull", "org/plain")
+    assert (code, path) == (0, f"{find_model('org/plain')}\n")
+    for arguments in (["models"], ["models", "list"]):
+        code, out, _ = command(*arguments)
+        heading, line = out.splitlines()
+        assert heading.split() == ["NAME", "SIZE", "LAST", "USED"]
+        assert re.fullmatch(r"org/plain +293\.0 KiB +\d{4}-\d\d-\d\d \d\d:\d\d", line)
+    (about,) = json.loads(command("models", "list", "--json")[1])
+    assert (about["name"], about["files"]["model.safetensors"]) == ("org/plain", len(WEIGHTS))
+    assert "293.0 KiB  model.safetensors" in command("models", "show", "org/plain")[1]
+    assert command("models", "remove", "org/plain") == (0, "removed org/plain: 293.0 KiB freed\n", "")
+    code, out, err = command("models", "remove", "org/plain")
+    assert (code, out) == (3, "")
+    assert err == "tokenmill: org/plain is not in the cache; `tokenmill models` lists what is\n"

@@ -31,6 +31,7 @@ from tokenmill.progress import ProgressLine
 log = logging.getLogger(__name__)
 
 MAIN = "main"
+LOCK = "tokenmill.lock"
 SMALL_FILES = (
     "config.json", "generation_config.json", WEIGHT_INDEX,
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "special_tokens_map.json",
@@ -246,6 +247,118 @@ def cached(name: HubName, *, weights: bool = True) -> Path | None:
     return None if found is None else snapshot.folder / found.entry
 
 
+@dataclass(frozen=True)
+class CachedModel:
+    """A model that was downloaded."""
+
+    name: str
+    """What opens it."""
+    path: Path | None
+    """The directory or file to open; None: the download is not complete."""
+    files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk; files of equal content are stored once."""
+        return sum({file.resolve(): _size(file) for file in self.files}.values())
+
+    @property
+    def last_used(self) -> float:
+        """Unix time of the last access."""
+        return max(file.stat().st_atime for file in self.files)
+
+
+def note_use(path: Path) -> None:
+    """Set the access time of a model's files, which not every file system does when they are read."""
+    file = path / "config.json" if path.is_dir() else path
+    with contextlib.suppress(OSError):
+        os.utime(file, (time.time(), file.stat().st_mtime))
+
+
+def cached_models() -> Iterator[CachedModel]:
+    """All models in the cache: each revision, and each GGUF model of a repository; incomplete downloads, too."""
+    root = cache_root()
+    for folder in sorted(root.glob("models--*--*")) if root is not None else ():
+        yield from _models_in(folder)
+
+
+def _models_in(folder: Path) -> list[CachedModel]:
+    """The models of a repository's folder in the cache."""
+    repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+    found = [model for revision, snapshot in _revisions(folder) for model in _models_of(repo, revision, snapshot)]
+    unfinished = tuple(folder.glob("blobs/*.incomplete"))
+    return found or ([CachedModel(repo, None, unfinished)] if unfinished else [])
+
+
+def _revisions(folder: Path) -> Iterator[tuple[str, Snapshot]]:
+    """Snapshots of a repository, each with the revision that selects it: a branch or tag, else the commit."""
+    names: dict[str, str] = {}
+    for ref in sorted((folder / "refs").rglob("*")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            commit, name = ref.read_text().strip(), ref.relative_to(folder / "refs").as_posix()
+            names[commit] = name if name == MAIN else names.get(commit, name)
+    for snapshot in sorted((folder / "snapshots").glob("*")):
+        yield names.get(snapshot.name, snapshot.name), Snapshot(snapshot)
+
+
+def _models_of(repo: str, revision: str, snapshot: Snapshot) -> Iterator[CachedModel]:
+    files = snapshot.files
+    models = gguf_models(files)
+    kinds = list(models.values())
+    by_name = [kind if kind and kinds.count(kind) == 1 else file for file, kind in models.items()]
+    for variant in (None, *by_name):
+        name = HubName(repo, revision, variant)
+        found = snapshot.model(name)
+        if found is not None and (variant is None) == (not found.entry):
+            paths = tuple(files[file] for file in (*found.small, *found.weights))
+            yield CachedModel(str(name), snapshot.folder / found.entry, paths)
+
+
+def remove(name: HubName) -> int:
+    """Remove a model from the cache; bytes freed. Without revision and quantization, all of its repository."""
+    root = cache_root()
+    missing = ModelNotFound(f"{name} is not in the cache; `tokenmill models` lists what is")
+    if root is None or not (root / name.folder).is_dir():
+        raise missing
+    folder, locks = root / name.folder, root / ".locks" / name.folder
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        with exclusive(locks / LOCK, f"waiting for a download of {name.repo}..."):
+            num_bytes = _bytes_in(folder)
+            if name == HubName(name.repo):
+                shutil.rmtree(folder)
+                return num_bytes
+            doomed = [model for model in _models_in(folder) if model.name == str(name)]
+            if not doomed:
+                raise missing
+            for file in doomed[0].files:
+                file.unlink()
+            _sweep(folder)
+            return num_bytes - _bytes_in(folder)
+    except OSError as error:
+        raise ModelLoadError(f"cannot remove {name} from {root}: {error.strerror or error}") from None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what no revision of a repository uses any more."""
+    used = {path.resolve() for path in (folder / "snapshots").rglob("*") if path.is_file()}
+    for blob in (folder / "blobs").glob("*"):
+        if blob.resolve() not in used:
+            blob.unlink()
+    for path in sorted((folder / "snapshots").rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+        if not (folder / "snapshots" / ref.read_text().strip()).is_dir():
+            ref.unlink()
+    if not any((folder / "snapshots").iterdir()):
+        shutil.rmtree(folder)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
 # -- downloads --------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +388,7 @@ def fetch(
         folder = root / name.folder
         locks = root / ".locks" / name.folder
         locks.mkdir(parents=True, exist_ok=True)
-        with exclusive(locks / "tokenmill.lock", f"waiting for another download of {name.repo}..."):
+        with exclusive(locks / LOCK, f"waiting for another download of {name.repo}..."):
             return _Download(name, folder, commit, files, verify).run(weights, check)
 
 

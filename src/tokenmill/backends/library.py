@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenmill.backends import huggingface
-from tokenmill.backends.huggingface import HubName
+from tokenmill.backends.huggingface import CachedModel, HubName
 from tokenmill.errors import ModelLoadError, ModelNotFound
 from tokenmill.files import exclusive
 from tokenmill.progress import ProgressLine
@@ -107,14 +107,6 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "tokenmill"
 
 
-def _note_use(name: HubName) -> None:
-    """Record when a model was last opened: access times are not kept by every file system."""
-    with contextlib.suppress(OSError):
-        mark = cache_folder() / "used" / name.folder
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-
-
 def default_sampling(path: Path) -> Mapping[str, float]:
     """How a model of this library is sampled unless told otherwise; nothing for any other file."""
     found = [alias for alias in ALIASES.values() if path == cache_folder() / "models" / alias.file_name]
@@ -127,9 +119,10 @@ def find_model(model: str, *, weights: bool = True, check: Callable[[Path], None
     Without `weights`, only configuration and tokenizer are downloaded. `check` is called with a repository's directory
     before its weights are.
     """
-    if model in ALIASES:
-        return fetch_alias(model)
     path = Path(model).expanduser()
+    if model in ALIASES:
+        path = fetch_alias(model)
+        huggingface.note_use(path)
     if path.is_dir():
         return _in_directory(path)
     if path.exists():
@@ -138,7 +131,7 @@ def find_model(model: str, *, weights: bool = True, check: Callable[[Path], None
     if name is None:
         return None
     found = huggingface.cached(name, weights=weights) or huggingface.fetch(name, weights=weights, check=check)
-    _note_use(name)
+    huggingface.note_use(found)
     return found
 
 
@@ -167,6 +160,36 @@ def pull(model: str, check: Callable[[Path], None] = lambda _: None) -> Path:
     if name is None:
         raise ModelNotFound(f"no model {model!r} to pull; names: {', '.join(names())}, or ORGANIZATION/MODEL")
     return huggingface.fetch(name, verify=True, check=check)
+
+
+def cached_models() -> list[CachedModel]:
+    """All models that were downloaded, sorted by name."""
+    folder = cache_folder() / "models"
+    ours = [(name, folder / alias.file_name) for name, alias in ALIASES.items() if (folder / alias.file_name).is_file()]
+    found = [CachedModel(name, path, (path,)) for name, path in ours]
+    return sorted([*found, *huggingface.cached_models()], key=lambda model: model.name.casefold())
+
+
+def cached_model(model: str) -> CachedModel:
+    """A model that was downloaded, by its name."""
+    name = None if model in ALIASES else hub_name(model)
+    meant = model if name is None else str(name)
+    found = [one for one in cached_models() if one.name == meant]
+    if not found:
+        raise ModelNotFound(f"{model} is not in the cache; `tokenmill models` lists what is")
+    return found[0]
+
+
+def remove_model(model: str) -> int:
+    """Remove a model that was downloaded; bytes freed."""
+    name = None if model in ALIASES else hub_name(model)
+    if name is not None:
+        return huggingface.remove(name)
+    found = cached_model(model)
+    num_bytes = found.num_bytes
+    for file in found.files:
+        file.unlink()
+    return num_bytes
 
 
 def names() -> list[str]:

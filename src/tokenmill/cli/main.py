@@ -13,7 +13,7 @@ from tokenmill.cli.bench import bench
 from tokenmill.cli.chat import chat
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
-from tokenmill.cli.pull import pull
+from tokenmill.cli.models import models, pull
 from tokenmill.cli.replay import replay
 from tokenmill.cli.serve import serve
 from tokenmill.cli.top import top
@@ -27,6 +27,7 @@ app.command()(serve)
 app.command()(fit)
 app.command()(top)
 app.command()(replay)
+app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130
