@@ -316,7 +316,7 @@ def test_cancel_while_a_text_is_tokenized(server: Running, monkeypatch: pytest.M
         assert cancel(server, "mine").status == 200
         return encode(*args, **options)
 
-    monkeypatch.setattr(workers, "INLINE_BYTES", 0)  # off the loop
+    monkeypatch.setattr(workers.TextWorkers, "inline_bytes", 0)  # off the loop
     monkeypatch.setattr(server.llm, "chat_ids", cancelled_meanwhile)
     with diary_of(server) as diary:
         for stream in STREAM:

@@ -117,7 +117,7 @@ def test_21_1_long_texts_are_parsed_rendered_and_tokenized_off_the_event_loop(
 
     watch(routing.pydantic_core, "from_json", "parse", len)
     watch(chat, "run_template", "render", lambda _, variables: len(str(variables)))
-    watch(ByteTokenizer, "encode", "tokenize", lambda _, text: 4 * len(text))
+    watch(ByteTokenizer, "encode_template", "tokenize", lambda _, text: 4 * len(text))
     reply = ROUTES[name](server)
     assert reply.status in (200, 201), reply.body
     threads = used["parse"] | used["render"] | used["tokenize"]
@@ -130,7 +130,7 @@ def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Long texts are not done before this ends; they are listed as they are begun."""
     begun: list[str] = []
     may_end = threading.Event()
-    encode = ByteTokenizer.encode
+    encode = ByteTokenizer.encode_template
 
     def slowly(self: ByteTokenizer, text: str, **options: Any) -> list[int]:
         if len(text) > SHORT_BYTES:
@@ -139,7 +139,7 @@ def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return encode(self, text, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ByteTokenizer, "encode", slowly)
+        patch.setattr(ByteTokenizer, "encode_template", slowly)
         try:
             yield begun
         finally:

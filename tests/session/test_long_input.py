@@ -13,13 +13,12 @@ from tests.session.storing import Held
 from tokenmill import SessionService
 from tokenmill.errors import ContextOverflow, EngineDead, Overloaded, SessionEnded
 from tokenmill.session.session import Session
-from tokenmill.text import workers
 from tokenmill.text.workers import SHORT_BYTES, TextWorkers
 
 
 @pytest.fixture(autouse=True)
 def _all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "INLINE_BYTES", 0)
+    monkeypatch.setattr(TextWorkers, "inline_bytes", 0)
 
 
 async def new(service: SessionService) -> str:
@@ -178,7 +177,7 @@ def test_21_1_prepared_on_a_thread_or_at_once_is_the_same(monkeypatch: pytest.Mo
 
     results: list[list[Any]] = [[], []]
     for result, inline_bytes in zip(results, (0, 1 << 30), strict=True):
-        monkeypatch.setattr(workers, "INLINE_BYTES", inline_bytes)
+        monkeypatch.setattr(TextWorkers, "inline_bytes", inline_bytes)
 
         async def play(service: SessionService, result: list[Any] = result) -> None:
             await talk(service, result)

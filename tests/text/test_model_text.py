@@ -29,25 +29,25 @@ def test_a_callers_template_gets_the_models_variables(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, tokenizer_config={"bos_token": "<|bos|>", "eos_token": {"content": "<|end|>"}})
     text = model_text._from_directory(folder)
     assert text.variables["eos_token"] == "<|end|>"
-    own = text.template_of("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    own = text.chat_template("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     ids = own.encode(HI)
     assert (ids[0], ids[-1]) == (0, 1)
-    assert text.template_of(own.source) is own
+    assert text.chat_template(own.source) is own
     for number in range(20):
-        text.template_of(str(number))
-    assert text.template_of(own.source) is not own
-    for missing in (text.chat_template, lambda: text.template_of(None)):
+        text.chat_template(str(number))
+    assert text.chat_template(own.source) is not own
+    for missing in (text.chat_template, lambda: text.chat_template(None)):
         with pytest.raises(InvalidRequest, match="no chat template"):
             missing()
     with pytest.raises(InvalidRequest, match="a chat template must be a string, not int"):
-        text.template_of(5)  # type: ignore[arg-type]
+        text.chat_template(5)  # type: ignore[arg-type]
 
 
 def test_the_models_own_template(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, tokenizer_config={"bos_token": "<|bos|>", "chat_template": "{{ bos_token }}x"})
     text = model_text._from_directory(folder)
-    assert text.template_of(None) is text.chat_template() is text.template
-    assert text.template_of(None).encode(HI)[0] == 0
+    assert text.chat_template(None) is text.chat_template() is text.template
+    assert text.chat_template(None).encode(HI)[0] == 0
 
 
 def test_a_template_that_does_not_compile_only_keeps_from_chatting(tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_gguf_files_variables_and_template(tmp_path: Path, byte_level: Any) ->
     metadata = {**byte_level_metadata(byte_level), "tokenizer.chat_template": source}
     text = model_text._from_gguf(write(tmp_path / "t.gguf", metadata), None)
     assert text.variables == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    assert text.template_of(None).encode(HI) == text.template_of(source).encode(HI)
+    assert text.chat_template(None).encode(HI) == text.chat_template(source).encode(HI)

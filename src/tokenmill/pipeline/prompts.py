@@ -104,7 +104,7 @@ class Intake:
 
     def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, /, **options: Any) -> list[int]:
         """The prompt of a conversation, as the model's template (or the caller's) writes it."""
-        template = self.text.template_of(chat_template)
+        template = self.text.chat_template(chat_template)
         try:
             return template.encode(messages, self._max_model_len, **options)
         except TooManyTokens as error:

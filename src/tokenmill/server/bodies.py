@@ -50,7 +50,7 @@ class JsonRequest(Request):
         caller_of(self.scope).body_bytes = len(body)
         if not body:
             return
-        if texts.runs_inline(len(body)):
+        if len(body) < texts.inline_bytes:
             self._json = _parsed(body)
             return
         parsing = asyncio.ensure_future(texts.run(len(body), lambda: _parsed(body)))

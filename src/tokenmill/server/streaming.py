@@ -259,7 +259,7 @@ class Call:
     async def tokens(self, work: Callable[[], T]) -> T:
         """Turn what the request says into tokens: on another thread, if that may be much."""
         num_bytes = self.caller.body_bytes
-        if self._texts.runs_inline(num_bytes):
+        if num_bytes < self._texts.inline_bytes:
             return work()
         return await self.do(asyncio.ensure_future(self._texts.run(num_bytes, work)))
 

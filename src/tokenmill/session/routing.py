@@ -44,7 +44,8 @@ class TextWork:
     def num_bytes_in(self, session: Session) -> int:
         """Approximate size of the text. A session with a long history never runs inline: all of it may be rendered."""
         num_bytes = self.num_bytes + session.num_text_bytes(self.text)
-        return num_bytes if self.workers.runs_inline(session.num_bytes) else max(num_bytes, self.workers.inline_bytes)
+        inline_bytes = self.workers.inline_bytes
+        return num_bytes if session.num_bytes < inline_bytes else max(num_bytes, inline_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class CommandQueue:
             return  # the caller has gone
         prepare = command.prepare
         num_bytes = 0 if prepare is None else prepare.num_bytes_in(session)
-        if prepare is not None and not prepare.workers.runs_inline(num_bytes):
+        if prepare is not None and num_bytes >= prepare.workers.inline_bytes:
             session.is_preparing = True
             task = asyncio.create_task(self._prepare(session, command, prepare, num_bytes), name="tokenmill-prepare")
             self._preparing.add(task)

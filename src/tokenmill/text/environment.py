@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -79,10 +79,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
 
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """What macros, blocks and the template itself have written, as one text."""
-        return joined(pieces)
+    concat = staticmethod(joined)
+    """What macros, blocks and the template itself have written, as one text."""
 
 
 def _to_json(

@@ -191,9 +191,8 @@ def raw_of(value: str) -> str:
 def joined(pieces: Iterable[str]) -> str:
     """The pieces as one text: guarded, if one of them is."""
     parts = list(pieces)
-    guard = next(filter(None, map(guard_of, parts)), None)
-    raw = "".join(map(raw_of, parts))
-    return raw if guard is None else GuardedText(raw, guard)
+    guard = next((part._guard for part in parts if isinstance(part, GuardedText)), None)
+    return "".join(parts) if guard is None else GuardedText("".join(map(raw_of, parts)), guard)
 
 
 def _looking(name: str) -> Callable[..., Any]:

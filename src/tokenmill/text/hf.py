@@ -143,7 +143,8 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
         if type(error).__name__ == "PanicException":
             raise TokenizeFailed(f"the tokenizer failed on this text: {error}") from None
         raise
-    return list(encoding.ids)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _added_around(tokenizer: Any) -> tuple[list[int], list[int]]:

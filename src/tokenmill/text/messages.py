@@ -30,20 +30,25 @@ def check_messages(messages: Any) -> list[Message]:
     """Messages as templates expect them: a role and a text each. Lists of text parts are joined to one text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidRequest("messages must be a non-empty list", param="messages")
-    return [_check_message(message) for message in messages]
+    checked: list[Message] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            what = f"a message must be an object with role and content, not {message!r:.80}"
+            raise InvalidRequest(what, param="messages")
+        content = message.get("content")
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            checked.append(message)
+        else:
+            checked.append({**message, "content": _joined_parts(content)})
+    return checked
 
 
-def _check_message(message: Any) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        what = f"a message must be an object with role and content, not {message!r:.80}"
-        raise InvalidRequest(what, param="messages")
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return message
+def _joined_parts(content: Any) -> str:
+    """The content of a message that is a list of text parts."""
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
-            return {**message, "content": "".join(map(str, texts))}
+            return "".join(map(str, texts))
     raise InvalidRequest("the content of a message must be a string or a list of text parts", param="messages")
 
 
@@ -115,9 +120,3 @@ def num_chars(value: Any) -> int:
     if isinstance(value, list | tuple):
         return 8 * len(value) if value and isinstance(value[0], int) else sum(map(num_chars, value))
     return 8
-
-
-def message_with_strings(message: Message, change: Callable[[str], str]) -> Message:
-    """`with_strings`, but a role that templates know stays as it is."""
-    changed: Message = with_strings(message, change)
-    return {**changed, "role": str(message["role"])} if message["role"] in ROLES else changed

@@ -52,16 +52,12 @@ class ModelText:
         """The model's own sampling parameters, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
 
-    def chat_template(self) -> ChatTemplate:
-        """The template, or `InvalidRequest` for a model that has none."""
-        if self.template is None:
-            raise InvalidRequest("this model has no chat template; use generate, or pass chat_template")
-        return self.template
-
-    def template_of(self, source: str | None) -> ChatTemplate:
-        """A caller's own template, or without one the model's."""
+    def chat_template(self, source: str | None = None) -> ChatTemplate:
+        """A caller's own template, or without one the model's; `InvalidRequest` if it has none either."""
         if source is None:
-            return self.chat_template()
+            if self.template is None:
+                raise InvalidRequest("this model has no chat template; use generate, or pass chat_template")
+            return self.template
         if not isinstance(source, str):
             raise InvalidRequest(f"a chat template must be a string, not {type(source).__name__}")
         return self._own_template(source)

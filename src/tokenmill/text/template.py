@@ -27,12 +27,11 @@ from tokenmill.text.messages import (
     Message,
     ToolCallForm,
     check_messages,
-    message_with_strings,
     tool_call_form,
     with_strings,
 )
 from tokenmill.text.separable import is_separable
-from tokenmill.text.tokenizer import Places, Tokenizer, to_utf8
+from tokenmill.text.tokenizer import Places, Tokenizer, check_text
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Rendered", "check_messages"]
 
@@ -64,14 +63,20 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Input:
-    """Checked messages and options."""
+    """What a template is run on, with the caller's part of it checked."""
 
-    messages: list[Message]
+    variables: Mapping[str, Any]
     options: Mapping[str, Any]
+    """Those of the variables that are the caller's; the messages are, too."""
 
-    def guarded(self, guard: Guard) -> _Input:
-        messages = [message_with_strings(message, guard.text) for message in self.messages]
-        return _Input(messages, {name: with_strings(value, guard.text) for name, value in self.options.items()})
+    def guarded(self, guard: Guard) -> dict[str, Any]:
+        """The variables with the caller's strings guarded. A role that templates know stays as it is."""
+        messages = [
+            {**with_strings(message, guard.text), **({"role": message["role"]} if message["role"] in ROLES else {})}
+            for message in self.variables["messages"]
+        ]
+        options = {name: with_strings(value, guard.text) for name, value in self.options.items()}
+        return {**self.variables, **options, "messages": messages}
 
     def strings(self) -> list[str]:
         """Every string of the caller's."""
@@ -81,7 +86,7 @@ class _Input:
             found.append(text)
             return text
 
-        for value in (*self.messages, *self.options.values()):
+        for value in (*self.variables["messages"], *self.options.values()):
             with_strings(value, note)
         return found
 
@@ -125,12 +130,12 @@ class ChatTemplate:
         `TooManyTokens` if there are more than `limit`, as soon as that is known.
         """
         if continue_final_message:
-            return self.encode_rendered(self._rendered_open(messages, **options), limit=limit)
-        return self.encode_rendered(self._rendered(messages, add_generation_prompt, options, limit), limit=limit)
+            return self._encode(self._rendered_open(messages, **options), limit)
+        return self._encode(self._rendered(messages, add_generation_prompt, options, limit), limit)
 
     def render(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> str:
         """The text of the conversation as the template writes it."""
-        return self._run(self._checked(messages, options), add_generation_prompt)
+        return run_template(self._template, self._checked(messages, options, add_generation_prompt).variables)
 
     def rendered(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> Rendered:
         """The conversation, and which special tokens in it are the template's own."""
@@ -143,14 +148,14 @@ class ChatTemplate:
         options: Mapping[str, Any],
         limit: int | None = None,
     ) -> Rendered:
-        given = self._checked(messages, options)
-        text = self._run(given, add_generation_prompt)
-        if limit is not None and (least := self.tokenizer.min_num_tokens(text)) > limit:
-            raise TooManyTokens(least, limit)
+        given = self._checked(messages, options, add_generation_prompt)
+        text = run_template(self._template, given.variables)
         if self._special is None:
             return Rendered(text, [])
+        if limit is not None and (least := self.tokenizer.min_num_tokens(text)) > limit:
+            raise TooManyTokens(least, limit)
         try:
-            own = self._rendered_guarded(given, add_generation_prompt)
+            own = self._rendered_guarded(given)
         except InvalidRequest:
             own = None  # a filter that can't do with guarded strings
         if own is not None and own.text == text:
@@ -164,8 +169,10 @@ class ChatTemplate:
 
     def encode_rendered(self, rendered: Rendered, start: int = 0, limit: int | None = None) -> list[int]:
         """Ids of what a template wrote, from a character on: as they end the ids of the whole."""
+        if start == 0:
+            return self._encode(rendered, limit)
         tail = rendered.after(start)
-        if start == 0 or any(at == 0 for at, _ in tail.special):
+        if any(at == 0 for at, _ in tail.special):
             return self._encode(tail, limit)
         # Tokenizers treat the beginning of a text in their own way; but this is no beginning, so something goes before.
         for lead in LEADS:
@@ -193,6 +200,8 @@ class ChatTemplate:
         text, special = rendered.text, rendered.special
         if not text:
             return []
+        if self._special is None:
+            return self.tokenizer.encode_template(text, limit=limit)
         if special == self._places(text):
             ids = self.tokenizer.encode_template(text, limit=limit)
             meant = [self.tokenizer.special_tokens[text[at:end]] for at, end in special]
@@ -201,44 +210,41 @@ class ChatTemplate:
                 return ids
         return self.tokenizer.encode_template(text, special, limit=limit)
 
-    def _checked(self, messages: Sequence[Message], options: Mapping[str, Any]) -> _Input:
+    def _checked(self, messages: Sequence[Message], options: Mapping[str, Any], add_generation_prompt: bool) -> _Input:
         if "messages" in options:
             raise InvalidRequest("chat template options cannot set 'messages'")
-        checked = [message_with_strings(self._known(message), _check_text) for message in check_messages(messages)]
-        for role in {message["role"] for message in checked} - ROLES:
-            if self._special is not None and self._special.search(role):
+        checked: list[Message] = []
+        for message in check_messages(messages):
+            # OpenAI's form of messages is newer than most templates.
+            if message["role"] == "developer" and "developer" not in self.source:
+                message = {**message, "role": "system"}
+            elif message.get("tool_calls"):
+                message = self._tool_call_form.of(message)
+            checked.append(with_strings(message, check_text))
+            role = checked[-1]["role"]
+            if role not in ROLES and self._special is not None and self._special.search(role):
                 raise InvalidRequest(f"role {role!r:.80} contains a special token")
-        return _Input(checked, {name: with_strings(value, _check_text) for name, value in options.items()})
-
-    def _known(self, message: Message) -> Message:
-        """The message in a form that this template knows: OpenAI's is newer than most of them."""
-        if message["role"] == "developer" and "developer" not in self.source:
-            return {**message, "role": "system"}
-        return self._tool_call_form.of(message) if message.get("tool_calls") else message
+        own = {name: with_strings(value, check_text) for name, value in options.items()}
+        given = {"messages": checked, "add_generation_prompt": bool(add_generation_prompt)}
+        return _Input({**self._variables, **own, **given}, own)
 
     @cached_property
     def _tool_call_form(self) -> ToolCallForm:
         def text_of(form: ToolCallForm) -> str | None:
+            messages = [QUESTION, form.of(PROBE_CALL)]
             try:
-                return self._run(_Input([QUESTION, form.of(PROBE_CALL)], {}), add_generation_prompt=False)
+                return run_template(
+                    self._template, {**self._variables, "messages": messages, "add_generation_prompt": False}
+                )
             except InvalidRequest:
                 return None
 
         return tool_call_form(text_of)
 
-    def _run(self, given: _Input, add_generation_prompt: bool) -> str:
-        own = {"messages": given.messages, "add_generation_prompt": bool(add_generation_prompt)}
-        return run_template(self._template, {**self._variables, **given.options, **own})
-
-    def _rendered_guarded(self, given: _Input, add_generation_prompt: bool) -> Rendered:
+    def _rendered_guarded(self, given: _Input) -> Rendered:
         guard = Guard(taken=self._own_characters)
-        raw = raw_of(self._run(given.guarded(guard), add_generation_prompt))
+        raw = raw_of(run_template(self._template, given.guarded(guard)))
         return Rendered(guard.plain(raw), self._places(raw))
 
     def _places(self, text: str) -> Places:
         return [found.span() for found in self._special.finditer(text)] if self._special else []
-
-
-def _check_text(text: str) -> str:
-    to_utf8(text)
-    return text

@@ -89,6 +89,12 @@ def to_utf8(text: str) -> bytes:
         raise TokenizeFailed(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
 
 
+def check_text(text: str) -> str:
+    """The text itself; `TokenizeFailed` if it has lone surrogates."""
+    to_utf8(text)
+    return text
+
+
 class ByteTokenizer:
     """Token i is byte i; 256 ends a generation. For the fake model and for tests."""
 
@@ -114,16 +120,16 @@ class ByteTokenizer:
         return len(to_utf8(text))
 
     def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:  # noqa: ARG002
-        if limit is not None and (least := self.min_num_tokens(text)) > limit:
-            raise TooManyTokens(least, limit)
+        return self.encode_template(text, limit=limit)
+
+    def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:  # noqa: ARG002 (it has none)
         ids = list(to_utf8(text))
+        if limit is not None and len(ids) > limit:
+            raise TooManyTokens(len(ids), limit)
         outside = next((i for i in ids if i >= self._vocab_size), None)
         if outside is not None:
             raise TokenizeFailed(f"byte {outside} is outside this vocabulary of {self._vocab_size}")
         return ids
-
-    def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:  # noqa: ARG002 (it has none)
-        return self.encode(text, limit=limit)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         pieces, run = [], bytearray()

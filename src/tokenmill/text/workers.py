@@ -50,6 +50,9 @@ class _Job:
 class TextWorkers:
     """For the coroutines of one event loop."""
 
+    inline_bytes = INLINE_BYTES
+    """Work on fewer bytes is done right away: it is not worth another thread."""
+
     def __init__(self, num_threads: int = 2, max_bytes: int = 64 * MIB) -> None:
         """`max_bytes`: of all long texts that are worked on or wait."""
         if num_threads < 2:
@@ -68,22 +71,12 @@ class TextWorkers:
         self._long_bytes = 0
         self._is_closed = False
 
-    @property
-    def inline_bytes(self) -> int:
-        """Work on fewer bytes is done right away."""
-        return INLINE_BYTES
-
-    @staticmethod
-    def runs_inline(num_bytes: int) -> bool:
-        """Is a text of this size too short to be worth another thread?"""
-        return num_bytes < INLINE_BYTES
-
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Do some work on a text of this size; it must be safe on any thread. `Overloaded` if too much waits already.
 
         A job that is cancelled leaves the queue. Once it has begun it goes on to its end, and its result is dropped.
         """
-        if self.runs_inline(num_bytes):
+        if num_bytes < self.inline_bytes:
             return work()
         if self._is_closed:
             raise EngineDead("the tokenizer threads were closed")
