@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from tokenmill.errors import IntegrityError, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs
@@ -57,7 +58,8 @@ class Answer:
     # -- for the session ----------------------------------------------------------------------------------------------
 
     def start(self, engine: Engine, core: int | None = None) -> None:
-        self.generation.start(engine, self._grow, self._release, core)
+        generation = self.generation
+        generation.start(engine, partial(self._grow, generation.choices[0].stage.ends), self._release, core)
 
     @property
     def generation(self) -> Generation:
@@ -77,23 +79,34 @@ class Answer:
         if self._generation is not None:
             self._generation.cancel(reason)
 
-    def _grow(self, delta: OutputDelta) -> None:
+    def _grow(self, ends: Sequence[int], delta: OutputDelta) -> None:
+        """`ends`: characters up to the end of each token that has text; those of the very end may have none."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         num_tokens = len(self.token_ids)
-        ends = self.generation.choices[0].stage.ends
         self._ends.extend(ends[len(self._ends) : num_tokens])
-        self._ends.extend(ends[-1:] * (num_tokens - len(self._ends)))  # tokens of the very end may have no text
+        if len(self._ends) < num_tokens:
+            self._ends.extend([self._ends[-1] if self._ends else 0] * (num_tokens - len(self._ends)))
         if self._logprobs is not None and delta.logprobs is not None:
             self._logprobs += delta.logprobs
+        self._grown.set()
         if delta.finish_reason is not None:
             self.end = delta._replace(text="", token_ids=(), offset=num_tokens, logprobs=None)
-        self._wake()
-        if delta.finish_reason is None:
-            self._watch_reader()
+            return
+        # Cancel it if too much of its text is unread, or for longer than `stall_timeout_s`.
+        num_unread = len(self.text) - self._num_read
+        if num_unread and self._unread_since is None:
+            self._unread_since = self._loop.time()
+        limit = self._max_unread_bytes
+        if 4 * num_unread > limit and len(self.text[self._num_read :].encode()) > limit:
+            self.cancel(FinishReason.TIMEOUT)
+        elif self._alarm is None and self._stall_timeout_s is not None:
+            self._alarm = self._loop.call_later(self._stall_timeout_s, self._check_stall)
 
     def _release(self) -> None:
-        self._stop_alarm()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         self.is_released = True
         saving = self._on_end(self)
         if saving is None:
@@ -103,11 +116,7 @@ class Answer:
 
     def _finish(self, _: asyncio.Future[bool] | None = None) -> None:
         self.is_over = True
-        self._wake()
-
-    def _wake(self) -> None:
         self._grown.set()
-        self._grown = asyncio.Event()
 
     # -- readers ------------------------------------------------------------------------------------------------------
 
@@ -121,11 +130,13 @@ class Answer:
             if is_over or num_tokens > offset:
                 delta = self._since(offset, is_over=is_over)
                 offset = num_tokens
-                self._note_read()
+                self._num_read = len(self.text)
+                self._unread_since = None
                 yield delta
                 if is_over:
                     return
             else:
+                self._grown.clear()  # nothing has come since this was looked at
                 await self._grown.wait()
 
     def _since(self, offset: int, *, is_over: bool) -> OutputDelta:
@@ -138,22 +149,6 @@ class Answer:
             text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs, durable=self.durable
         )
 
-    # -- readers that do not read -------------------------------------------------------------------------------------
-
-    def _note_read(self) -> None:
-        self._num_read = len(self.text)
-        self._unread_since = None
-
-    def _watch_reader(self) -> None:
-        """Cancel the answer if too much of its text is unread, or for longer than `stall_timeout_s`."""
-        unread = self.text[self._num_read :]
-        if unread and self._unread_since is None:
-            self._unread_since = self._loop.time()
-        if 4 * len(unread) > self._max_unread_bytes and len(unread.encode()) > self._max_unread_bytes:
-            self.cancel(FinishReason.TIMEOUT)
-        elif self._alarm is None and self._stall_timeout_s is not None:
-            self._alarm = self._loop.call_later(self._stall_timeout_s, self._check_stall)
-
     def _check_stall(self) -> None:
         self._alarm = None
         if self.is_released or self._stall_timeout_s is None:
@@ -163,8 +158,3 @@ class Answer:
             self.cancel(FinishReason.TIMEOUT)
         else:
             self._alarm = self._loop.call_later(self._stall_timeout_s - late, self._check_stall)
-
-    def _stop_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
