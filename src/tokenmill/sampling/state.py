@@ -207,6 +207,8 @@ class SamplingState:
         for place in places.tolist():
             row = rows[place]
             early, edits = self._early[row], self._edits[row]
+            if early is None and edits is None:  # it has an allow-list
+                continue
             banned = early[0] if early is not None and len(self._logs[row]) < early[1] else _NO_TOKENS
             if edits is not None:
                 biased = ~np.isin(edits[0], banned)
