@@ -3,7 +3,8 @@
     TokenmillError
     ├── ConfigError             invalid setting or argument; nothing was started
     ├── ModelLoadError          the model files are corrupt, incomplete or of an unsupported kind
-    │   └── ModelNotFound       no model with this name or path
+    │   ├── ModelNotFound       no model with this name or path
+    │   └── UnsupportedModel    an architecture or a setting that is not supported
     ├── InvalidRequest          invalid request; nothing was run
     │   ├── TokenizeFailed      the text cannot be tokenized
     │   ├── TooManyTokens       the text has more tokens than allowed
@@ -49,6 +50,10 @@ class ModelLoadError(TokenmillError):
 
 class ModelNotFound(ModelLoadError):
     """No model with this name or path."""
+
+
+class UnsupportedModel(ModelLoadError):
+    """An architecture or a setting that is not supported."""
 
 
 class InvalidRequest(TokenmillError, ValueError):

@@ -44,6 +44,26 @@ class AttentionMaker(Protocol):
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """What a layer does to its scores before the softmax."""
+
+    scale: float | None = None
+    """Factor on the dot products; None: 1 / sqrt(dim)."""
+    softcap: float | None = None
+    """Bounds scores smoothly to plus and minus this value."""
+    sinks: Tensor | None = None
+    """[heads]: the score of a virtual cell that takes its share of the softmax and has no value."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Torch's fused attention can do neither soft caps nor sinks."""
+        return self.softcap is not None or self.sinks is not None
+
+
+PLAIN = Scoring()
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs of tokens that are computed together. C runs of at most Q tokens, over at most L cells each."""
 
@@ -74,11 +94,12 @@ class GatherAttention:
             _group(runs, tables, pos, set(windows), like) for runs in _groups_of_runs(runs_of(lead, pos), tables)
         ]
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+    def __call__(self, layer: int, q: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """[tokens, heads, key dim] to [tokens, heads, value dim]."""
+        out = q.new_empty(*q.shape[:2], self._kv.values[layer].shape[2])
         for group in self._groups:
             keys, values = self._gather(self._kv.keys[layer], group), self._gather(self._kv.values[layer], group)
-            found = _attend(q[group.query], keys, values, group, self._windows[layer])
+            found = _attend(q[group.query], keys, values, group, self._windows[layer], scoring)
             out[group.token] = found.flatten(0, 1)[group.place]
         return out
 
@@ -88,8 +109,10 @@ class GatherAttention:
         return blocks.view(len(group.query), -1, *cells.shape[1:])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, window: int | None) -> Tensor:
-    """[C, Q, heads, dim]. The heads that share a KV head are more queries to it, so nothing is repeated."""
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: Group, window: int | None, scoring: Scoring = PLAIN
+) -> Tensor:
+    """[C, Q, heads, value dim]. The heads that share a KV head are more queries to it, so nothing is repeated."""
     num_runs, num_queries, num_heads, dim = q.shape
     num_kv = keys.shape[2]
     shared = num_heads // num_kv
@@ -98,17 +121,49 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, window: int |
         # KV heads as batch, the heads that share them as heads: views all through.
         folded = q.view(num_queries, num_kv, shared, dim).permute(1, 2, 0, 3)
         one, other = (kv[0][:, None].expand(-1, shared, -1, -1) for kv in (keys, values))
-        if group.is_causal and window is None:
-            out = F.scaled_dot_product_attention(
-                folded, one[:, :, :num_queries], other[:, :, :num_queries], is_causal=True
-            )
+        is_causal = group.is_causal and window is None
+        if is_causal:
+            one, other = one[:, :, :num_queries], other[:, :, :num_queries]
+        mask = None if is_causal else group.masks[window]
+        if scoring.is_explicit:
+            sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv, shared, 1, 1)
+            out = _attend_explicitly(folded, one, other, mask, scoring, sinks)
         else:
-            out = F.scaled_dot_product_attention(folded, one, other, attn_mask=group.masks[window])
-        return out.permute(2, 0, 1, 3).reshape(1, num_queries, num_heads, dim)
+            out = F.scaled_dot_product_attention(
+                folded, one, other, attn_mask=mask, is_causal=is_causal, scale=scoring.scale
+            )
+        return out.permute(2, 0, 1, 3).reshape(1, num_queries, num_heads, -1)
     folded = q.view(num_runs, num_queries, num_kv, shared, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
     mask = group.masks[window][:, None, :, None].expand(-1, -1, -1, shared, -1).flatten(2, 3)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-    return out.view(num_runs, num_kv, num_queries, shared, dim).permute(0, 2, 1, 3, 4).reshape(q.shape)
+    if scoring.is_explicit:
+        sinks = scoring.sinks
+        if sinks is not None:
+            sinks = sinks.view(num_kv, 1, shared).expand(-1, num_queries, -1).reshape(num_kv, -1, 1)
+        out = _attend_explicitly(folded, keys, values, mask, scoring, sinks)
+    else:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
+    out = out.view(num_runs, num_kv, num_queries, shared, -1).permute(0, 2, 1, 3, 4)
+    return out.reshape(num_runs, num_queries, num_heads, -1)
+
+
+def _attend_explicitly(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """Attention with the scores in hand, in float32. Without a mask, query i sees the cells up to the i-th."""
+    scale = q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = (q @ keys.transpose(-1, -2)).float() * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if mask is None:
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
+        )
+    else:
+        scores = scores + mask.float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    shares = torch.softmax(scores, dim=-1).to(values.dtype)
+    return (shares if sinks is None else shares[..., :-1]) @ values
 
 
 # -- once a step ------------------------------------------------------------------------------------------------------
@@ -155,7 +210,7 @@ def _group(runs: Runs, tables: BlockTables, pos: IntArray, windows: set[int | No
     end = query_pos.max(axis=1) + 1
     num_blocks = int((-(-(end - tables.base[runs.seq]) // tables.block_size)).max())
     blocks = tables.table[runs.seq, :num_blocks]
-    is_causal = len(runs.seq) == 1 and most == end[0] and tables.base[runs.seq[0]] == 0
+    is_causal = bool(len(runs.seq) == 1 and most == end[0] and tables.base[runs.seq[0]] == 0)
     masks = {
         window: torch.from_numpy(_mask(tables, runs.seq, query_pos, num_blocks, window)).to(like)
         for window in windows

@@ -1,7 +1,8 @@
 """`TorchBackend`: the contract on torch tensors. The rules are `PagedBackend`'s; this is the computing.
 
-It is generic in its decoder and in what it keeps of a step. `HostBackend` runs on the CPU, where what is launched is
-done: `DenseBackend` here on torch, `native_backend.py` on our C library. `cuda/backend.py` has what a card adds.
+It is generic in its decoder and in what it keeps of a step. `EagerBackend` runs a step when it is submitted:
+`DenseBackend` here on torch, `native_backend.py` on our C library, `transformers_adapter.py` on the models of
+transformers. `cuda/backend.py` has what a card adds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.attention import ROWS, AttentionMaker, GatherAttention, TiledAttention
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.config import DecoderSizes
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
@@ -49,18 +50,23 @@ class Ubatch:
 
 
 class AnyDecoder(Protocol):
-    """What every decoder can do with the last layer's output."""
+    """What a backend must know of its decoder."""
 
     @property
-    def config(self) -> DecoderConfig: ...
+    def config(self) -> DecoderSizes: ...
 
     @property
     def device(self) -> torch.device: ...
+
+
+class LayeredDecoder(AnyDecoder, Protocol):
+    """A decoder whose last norm and head are steps of their own."""
 
     def normed(self, hidden: Tensor) -> Tensor: ...
 
 
 D = TypeVar("D", bound=AnyDecoder)
+L = TypeVar("L", bound=LayeredDecoder)
 S = TypeVar("S", bound=TorchStep)
 
 
@@ -161,11 +167,21 @@ class TorchBackend(PagedBackend[S], Generic[D, S]):
         return upload(numbers.astype(np.int64), self._device)
 
 
-class HostBackend(TorchBackend[D, TorchStep]):
-    """On the CPU: what is launched is done."""
+class EagerBackend(TorchBackend[D, TorchStep]):
+    """Runs a step when it is submitted: there is nothing to wait for but its results."""
 
     def _begin(self, batch: Batch, number: int) -> TorchStep:
         return TorchStep(self, batch, number)
+
+    def _launched(self, step: TorchStep) -> None:
+        """What is launched here is done."""
+
+    def _wait(self, step: TorchStep) -> None:
+        """What is launched here is done."""
+
+
+class HostBackend(EagerBackend[L]):
+    """On the CPU, layer by layer up to the last norm."""
 
     def _compute(self, step: TorchStep, batch: Batch, segment: Segment, slots: IntArray, ubatch: Ubatch) -> None:
         hidden = self._hidden(batch, segment, slots, ubatch)
@@ -199,12 +215,6 @@ class HostBackend(TorchBackend[D, TorchStep]):
                 continue
             part = normed if len(chosen) == len(wanted) else normed[self._to_device(chosen)]
             parts.append(self._logits(part) if flag is Output.LOGITS else part.float())
-
-    def _launched(self, step: TorchStep) -> None:
-        """What is launched here is done."""
-
-    def _wait(self, step: TorchStep) -> None:
-        """What is launched here is done."""
 
 
 class DenseBackend(HostBackend[Decoder]):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.backends.torch.rope import Rope, rope_from_config
 from tokenmill.contract.kv import LayerKV
-from tokenmill.errors import ModelLoadError
+from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import Settings
 
 MOST_LAYERS = 10_000
@@ -15,6 +15,32 @@ MOST_LAYERS = 10_000
 MOST_CONTEXT = 2**31 - 1
 """Positions are 32-bit numbers."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class DecoderSizes(Protocol):
+    """What a backend and the memory plan must know of any decoder."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def query_size(self) -> int: ...
+
+    @property
+    def kv_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    def layer_kv(self, dtype_bytes: int) -> tuple[LayerKV, ...]:
+        """What each layer keeps per token."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +106,7 @@ def common_settings(
     """What all families spell alike in their config.json. `head_dim` is the family's, where config.json has none."""
     activation = settings.text("hidden_act", "silu")
     if activation != "silu":
-        raise ModelLoadError(f"activation {activation!r} is not supported; supported: silu")
+        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
     num_heads, hidden_size = settings.number("num_attention_heads"), settings.number("hidden_size")
     head_dim = settings.number("head_dim", head_dim or hidden_size // num_heads)
     max_context = settings.number("max_position_embeddings", least=2, most=MOST_CONTEXT)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.config import DecoderConfig, DecoderSizes
 from tokenmill.backends.torch.families.names import in_file, num_values, shapes
 from tokenmill.backends.torch.native.bindings import INT4, INT8
 from tokenmill.backends.torch.native.packing import KV_DTYPE, MERGED, Native, num_groups, packed_bytes
@@ -53,13 +53,20 @@ def kv_dtype(form: Form) -> torch.dtype:
     return form if isinstance(form, torch.dtype) else KV_DTYPE
 
 
-def kv_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+def kv_bytes(config: DecoderSizes, dtype: torch.dtype) -> int:
     """Of one token in all layers."""
     return sum(layer.bytes_per_token for layer in config.layer_kv(dtype.itemsize))
 
 
 def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits, num_rows: int) -> MemoryPlan:
     """Everything, for one backend; so many rows of logits are wanted in a step."""
+    return plan_sizes(config, weights, form, limits, num_rows, _loading(config, form))
+
+
+def plan_sizes(
+    config: DecoderSizes, weights: int, form: Form, limits: BackendLimits, num_rows: int, loading: int
+) -> MemoryPlan:
+    """As `plan`, for a decoder of any kind; `loading` is what its weights take on their way into memory."""
     itemsize = kv_dtype(form).itemsize
     per_token = kv_bytes(config, kv_dtype(form))
     num_tokens = min(limits.ubatch_size, limits.num_cells)
@@ -71,7 +78,7 @@ def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits,
     logits = LOGITS_COPIES * num_rows * config.vocab_size * 4
     other = OTHER_BYTES + TOKEN_BYTES * config.vocab_size
     kv = limits.num_cells * per_token
-    return MemoryPlan(weights, kv, activations + logits, other, OTHER_BYTES + _loading(config, form))
+    return MemoryPlan(weights, kv, activations + logits, other, OTHER_BYTES + loading)
 
 
 def _loading(config: DecoderConfig, form: Form) -> int:
@@ -82,7 +89,7 @@ def _loading(config: DecoderConfig, form: Form) -> int:
     return (2 if form.bits is None else 5) * largest
 
 
-def _native_step(config: DecoderConfig, n: int) -> int:
+def _native_step(config: DecoderSizes, n: int) -> int:
     """As `tm_scratch_bytes` has it, and the rows that go in and come out."""
     query, kv = config.query_size, config.kv_size
     widest = max(config.hidden_size, config.intermediate_size, query)
@@ -90,7 +97,7 @@ def _native_step(config: DecoderConfig, n: int) -> int:
     return rounded + n * 4 * (query + 2 * kv + query + 2 * config.intermediate_size + 3 * config.hidden_size)
 
 
-def _torch_step(config: DecoderConfig, n: int, num_cells: int, itemsize: int) -> int:
+def _torch_step(config: DecoderSizes, n: int, num_cells: int, itemsize: int) -> int:
     """The largest layer's tensors at a time, and what attention gathers of all cells, for every head."""
     rows = 4 * config.hidden_size + 3 * (config.query_size + 2 * config.kv_size) + 4 * config.intermediate_size
     return itemsize * (n * rows + 2 * num_cells * config.query_size)

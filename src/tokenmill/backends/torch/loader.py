@@ -1,20 +1,20 @@
-"""Opens Hugging Face directories and GGUF files for the torch backend."""
+"""Opens Hugging Face directories and GGUF files for the torch backend: our own families, or through transformers."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.decoder import Decoder
-from tokenmill.backends.torch.families import family_of
+from tokenmill.backends.torch.families import FamilyChoice, choose_family
 from tokenmill.backends.torch.families.names import GGUF_NAMES, num_values, shapes
 from tokenmill.backends.torch.footprint import (
     FP8,
@@ -27,7 +27,7 @@ from tokenmill.backends.torch.footprint import (
     weight_bytes,
 )
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
-from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.model import BaseTorchModel, TorchModel
 from tokenmill.backends.torch.native.bindings import INT4, INT8, library
 from tokenmill.backends.torch.native.packing import Native, NativeWeights, can_hold
 from tokenmill.backends.torch.native_backend import NativeDecoder
@@ -40,21 +40,40 @@ from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.files import has_tokenizer, model_name, read_json
 from tokenmill.progress import ProgressLine
 
+if TYPE_CHECKING:  # an extra
+    from tokenmill.backends.torch.transformers_adapter import ModelSource, TransformersDescription
+
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"int8": INT8, "int4": INT4}
 GIB = 1 << 30
-EXTRAS = frozenset({"block_size", "depth", "kv_cache_dtype"})
+EXTRAS = frozenset({"block_size", "depth", "kv_cache_dtype", "model_impl"})
 KV_DTYPES = {"auto": None, "fp8": FP8, "fp8_e4m3": FP8}
 """`auto` is as wide as the weights, or as the CPU's kernels have it."""
 
 
-def open_path(path: Path, options: LoadOptions) -> TorchModel:
+@dataclass(frozen=True)
+class NativeFiles:
+    """A model of one of our own families: what was read of its files before its weights."""
+
+    config: DecoderConfig
+    source: TensorSource
+    names: Mapping[str, str]
+
+
+def open_path(path: Path, options: LoadOptions) -> BaseTorchModel:
     """Load the model in a directory or GGUF file."""
     _check_extras(options.extra)
+    files = _open_gguf(path) if path.is_file() else _open_directory(path, options)
+    model = _open_native(path, files, options) if isinstance(files, NativeFiles) else _open_adapted(files, options)
+    log.info("%s: %s", model.info.name, model.about)
+    return model
+
+
+def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> TorchModel:
+    config, source, names = files.config, files.source, files.names
     device = _device(options.device)
-    config, source, names = _open(path, options)
     form = _form(options.dtype, device, source.is_quantised, can_hold(config))
     asked_kv = _kv_dtype(options, device, form)
     if isinstance(form, torch.dtype) and options.deterministic:
@@ -62,7 +81,6 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
     check_tensors(source, config, names)
     check_rope(config.rope)
     decoder = _load(path, config, source, names, form, device)
-    log.info("%s: %s", model_name(path), decoder.about)
     return _model_kind(device)(
         model_name(path),
         decoder,
@@ -74,6 +92,27 @@ def open_path(path: Path, options: LoadOptions) -> TorchModel:
         depth=options.extra.get("depth"),
         kv_dtype=asked_kv,
     )
+
+
+def _open_adapted(source: ModelSource, options: LoadOptions) -> BaseTorchModel:
+    """Through transformers."""
+    from tokenmill.backends.torch.transformers_adapter import load
+
+    dtype, device = _adapted_form(options)
+    return load(source, dtype, device, block_size=options.extra.get("block_size"), depth=options.extra.get("depth"))
+
+
+def _adapted_form(options: LoadOptions) -> tuple[torch.dtype, torch.device]:
+    """Type of weights and KV of a model that runs through transformers, and where it runs."""
+    device = _device(options.device)
+    form = _form(options.dtype, device, is_quantised=False, fits=False)
+    if not isinstance(form, torch.dtype):
+        raise ConfigError(f"dtype {options.dtype!r} requires a model of our own families; use {', '.join(DTYPES)}")
+    if options.deterministic:
+        raise ConfigError("deterministic requires a model of our own families, not one that runs through transformers")
+    if options.extra.get("kv_cache_dtype", "auto") != "auto":
+        raise ConfigError("kv_cache_dtype requires a model of our own families, not one that runs through transformers")
+    return form, device
 
 
 def _model_kind(device: torch.device) -> type[TorchModel]:
@@ -95,9 +134,9 @@ def _decoder_kind(device: torch.device) -> type[Decoder]:
 class TorchDescription:
     """What is known of a model from its files' headers: what it is, and how it would be held in memory."""
 
-    def __init__(self, path: Path, options: LoadOptions) -> None:
+    def __init__(self, files: NativeFiles, options: LoadOptions) -> None:
         self._device = _device(options.device)
-        self._config, source, names = _open(path, options)
+        self._config, source, names = files.config, files.source, files.names
         check_tensors(source, self._config, names)
         self._form = _form(options.dtype, self._device, source.is_quantised, can_hold(self._config))
         self._kv_dtype = _kv_dtype(options, self._device, self._form) or kv_dtype(self._form)
@@ -136,9 +175,14 @@ class TorchDescription:
         )
 
 
-def describe(path: Path, options: LoadOptions) -> TorchDescription:
+def describe(path: Path, options: LoadOptions) -> TorchDescription | TransformersDescription:
     """Read a model's headers. Nothing is loaded."""
-    return TorchDescription(path, options)
+    files = _open_gguf(path) if path.is_file() else _open_directory(path, options)
+    if isinstance(files, NativeFiles):
+        return TorchDescription(files, options)
+    from tokenmill.backends.torch.transformers_adapter import TransformersDescription
+
+    return TransformersDescription(files, *_adapted_form(options))
 
 
 def _load(
@@ -171,10 +215,31 @@ def _load(
 
 def check_directory(folder: Path) -> None:
     """Raise `ModelLoadError` for a Hugging Face directory that cannot be opened, by its configuration alone."""
-    _read_directory(folder)
+    config, choice = _read_config(folder), choose_for(folder)
+    if choice.family is None:
+        from tokenmill.backends.torch.transformers_adapter import read_source
+
+        read_source(folder, config, has_weights=False)
 
 
-def _read_directory(folder: Path) -> tuple[DecoderConfig, Mapping[str, str]]:
+def choose_for(folder: Path, asked: str = "auto") -> FamilyChoice:
+    """How the model in a directory is run, and why; `asked` is a `model_impl`."""
+    return choose_family(_read_config(folder), asked)
+
+
+def _open_directory(folder: Path, options: LoadOptions) -> NativeFiles | ModelSource:
+    config, choice = _read_config(folder), choose_for(folder, options.extra.get("model_impl", "auto"))
+    is_dummy = options.load_format == "dummy"
+    if choice.family is not None:
+        read, names = choice.family.read(config), choice.family.names
+        return NativeFiles(read, RandomSource(folder, read, names) if is_dummy else SafetensorsSource(folder), names)
+    log.info("%s: through transformers (%s)", model_name(folder), choice.why)
+    from tokenmill.backends.torch.transformers_adapter import read_source  # an extra, and slow to import
+
+    return read_source(folder, config, has_weights=not is_dummy)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json")
     config = read_json(folder / "config.json")
@@ -182,28 +247,13 @@ def _read_directory(folder: Path) -> tuple[DecoderConfig, Mapping[str, str]]:
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else reprlib.repr(quantised)
         raise ModelLoadError(f"{folder} is quantized with {method!r}, which is not supported; use a GGUF file")
-    try:
-        family = family_of(config)
-    except ModelLoadError as error:
-        if "auto_map" in config:  # not needed by the families that we know
-            what = "requires custom code (auto_map in config.json), which is not supported"
-            raise ModelLoadError(f"{folder} {what}: {error}") from None
-        raise
-    return family.read(config), family.names
+    return config
 
 
-def _open(path: Path, options: LoadOptions) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
-    if path.is_file():
-        return _open_gguf(path)
-    config, names = _read_directory(path)
-    is_dummy = options.load_format == "dummy"
-    return config, RandomSource(path, config, names) if is_dummy else SafetensorsSource(path), names
-
-
-def _open_gguf(path: Path) -> tuple[DecoderConfig, TensorSource, Mapping[str, str]]:
+def _open_gguf(path: Path) -> NativeFiles:
     file = GGUFFile(path)
     config = config_of(file)
-    return config, GGUFSource(file, config), GGUF_NAMES
+    return NativeFiles(config, GGUFSource(file, config), GGUF_NAMES)
 
 
 def _check_extras(extra: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill.errors import ModelLoadError
+from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import Settings
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -48,10 +48,10 @@ def rope_from_config(config: Settings, dim: int, max_context: int) -> Rope:
     settings = Settings(given, "config.json: rope_parameters or rope_scaling")
     kind = settings.text("rope_type", settings.text("type", "default"))
     if kind not in KINDS:
-        raise ModelLoadError(f"rope scaling of type {kind!r} is not supported; supported: {', '.join(KINDS)}")
+        raise UnsupportedModel(f"rope scaling of type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     partial = settings.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ModelLoadError(f"partial_rotary_factor {partial} is not supported")
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported")
     outside = config.number("original_max_position_embeddings", max_context)
     plain = Rope(
         dim=dim,

@@ -105,7 +105,7 @@ class DecoderWeights:
                     f"{source.where}: {name} has the type {value.dtype}, which is not a floating point type"
                 )
             view.copy_(value)
-            if not _all_finite(view):
+            if not all_finite(view):
                 raise ModelLoadError(f"{source.where}: {name} has non-finite values as {view.dtype}")
             report(done + 1, len(self.views))
 
@@ -116,7 +116,7 @@ class DecoderWeights:
             raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(view.shape)}")
         # Converted first: a number may be finite in its own type and too large for the weights'.
         converted = value.to(view.dtype) if value.is_floating_point() else None
-        if converted is None or not _all_finite(converted):
+        if converted is None or not all_finite(converted):
             raise InvalidOperation(f"the new tensor has non-finite values as {view.dtype}")
         view.copy_(converted)
 
@@ -161,11 +161,11 @@ def check_tensors(source: TensorSource, config: DecoderConfig, names: Mapping[st
     wanted = {in_file(own, names): own for own in expected}
     missing = [name for name in wanted if name not in there]
     if missing:
-        raise ModelLoadError(f"{source.where}: {_some(missing)} missing")
+        raise ModelLoadError(f"{source.where}: {some_names(missing)} missing")
     head = names["head"]  # a tied one may be there, too
     unexpected = [name for name in there if name not in wanted and name != head and not _is_a_setting(name)]
     if unexpected:
-        raise ModelLoadError(f"{source.where}: {_some(unexpected)} not expected")
+        raise ModelLoadError(f"{source.where}: {some_names(unexpected)} not expected")
     for name, own in wanted.items():
         if there[name] != expected[own]:
             raise ModelLoadError(f"{source.where}: {name} has shape {there[name]}, not {expected[own]}")
@@ -176,12 +176,12 @@ def _is_a_setting(name: str) -> bool:
     return name == ROPE_FREQS or name.endswith("rotary_emb.inv_freq")
 
 
-def _all_finite(values: Tensor) -> bool:
+def all_finite(values: Tensor) -> bool:
     """By the extremes, which takes no memory; a NaN is both."""
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
     few = ", ".join(name if name.isprintable() else repr(name) for name in sorted(names)[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{few}{more} {'is' if len(names) == 1 else 'are'}"

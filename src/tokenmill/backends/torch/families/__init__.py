@@ -1,7 +1,11 @@
-"""The families of models: each is a way to read its config.json, and the names of its tensors."""
+"""The families of models: each is a way to read its config.json, and the names of its tensors.
+
+`choose_family` says which models are run by them, and which through transformers (`transformers_adapter.py`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +14,7 @@ from typing import Any
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.families import llama, mistral, qwen2, qwen3
 from tokenmill.backends.torch.families.names import HF_NAMES
-from tokenmill.errors import ConfigError, ModelLoadError
+from tokenmill.errors import ConfigError, UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,46 @@ def family_of(config: Mapping[str, Any]) -> Family:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in _families:
         supported = ", ".join(sorted(_families))
-        raise ModelLoadError(f"model_type {reprlib.repr(name)} is not supported; supported: {supported}")
+        raise UnsupportedModel(f"model_type {reprlib.repr(name)} is not supported; supported: {supported}")
     return _families[name]
+
+
+MODEL_IMPLS = ("auto", "native", "transformers")
+
+
+@dataclass(frozen=True)
+class FamilyChoice:
+    """How a model of a config.json is run."""
+
+    family: Family | None
+    """One of ours; None: through transformers."""
+    why: str
+
+
+def choose_family(config: Mapping[str, Any], asked: str = "auto") -> FamilyChoice:
+    """Ours where the model has one that supports its settings, else transformers'.
+
+    `UnsupportedModel` if that takes a package that is not installed.
+    """
+    if asked not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl {asked!r} is not supported; supported: {', '.join(MODEL_IMPLS)}")
+    if asked == "transformers":
+        _check_installed("model_impl 'transformers'")
+        return FamilyChoice(None, "as asked for")
+    try:
+        family = family_of(config)
+        family.read(config)
+    except UnsupportedModel as error:
+        if asked == "native":
+            raise
+        _check_installed(f"{error} without transformers")
+        return FamilyChoice(None, str(error))
+    return FamilyChoice(family, f"model_type {family.name!r} is one of {', '.join(sorted(_families))}")
+
+
+def _check_installed(what: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedModel(f"{what}; transformers runs most decoders: pip install 'tokenmill[transformers]'")
 
 
 register_family(Family("llama", llama.read))
