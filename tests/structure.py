@@ -18,7 +18,7 @@ SHARED_NAMES = frozenset({"__init__", "backend", "config", "errors", "model", "r
 """Modules that more than one package has."""
 COMMANDS = ("cli/", "bench/")
 """Modules that are called what a user calls them."""
-SCHEMAS = ("server/schemas.py", "engine/wire.py")
+SCHEMAS = ("server/schemas.py", "entrypoints/wire.py")
 """Their classes are shapes of a protocol, and may be called what the thing is called inside."""
 
 

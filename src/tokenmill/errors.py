@@ -4,7 +4,8 @@
     ├── ConfigError             invalid setting or argument; nothing was started
     ├── ModelLoadError          the model files are corrupt, incomplete or of an unsupported kind
     │   ├── ModelNotFound       no model with this name or path
-    │   └── UnsupportedModel    an architecture or a setting that is not supported
+    │   ├── UnsupportedModel    an architecture or a setting that is not supported
+    │   └── InsufficientMemory  the model does not fit in free memory
     ├── InvalidRequest          invalid request; nothing was run
     │   ├── TokenizeFailed      the text cannot be tokenized
     │   ├── TooManyTokens       the text has more tokens than allowed
@@ -54,6 +55,10 @@ class ModelNotFound(ModelLoadError):
 
 class UnsupportedModel(ModelLoadError):
     """An architecture or a setting that is not supported."""
+
+
+class InsufficientMemory(ModelLoadError):
+    """The model does not fit in free memory; nothing was loaded."""
 
 
 class InvalidRequest(TokenmillError, ValueError):
@@ -147,7 +152,7 @@ class InvalidOperation(BackendError):
 
 
 class Unsupported(InvalidOperation):
-    """The call is not supported by the backend's `Capabilities`, or by an engine process."""
+    """The call is not supported by the backend's `Capabilities`, or where the engine runs."""
 
 
 class BackendClosed(InvalidOperation):

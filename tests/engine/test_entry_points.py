@@ -77,7 +77,7 @@ def test_wrong_options_are_named(options: dict[str, Any], saying: str) -> None:
 def test_what_nobody_has_given_goes_along_with_what_somebody_has(
     options: EngineOptions, seqs: int, tokens: int
 ) -> None:
-    config = open_for_engine("fake", options).config
+    config = open_for_engine("fake", options)[0].config
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
 
 
@@ -96,7 +96,7 @@ def test_kv_memory_follows_from_what_requests_can_fill_and_from_the_budget() -> 
     model = open_model("fake")
 
     def cells(**options: Any) -> int:
-        return open_for_engine(model, EngineOptions(**options)).limits.num_cells
+        return open_for_engine(model, EngineOptions(**options))[0].limits.num_cells
 
     assert cells(max_num_seqs=2, max_model_len=100) == cells_for(2, 100, model.block_size)
     assert cells(kv_cache_tokens=77) == 77

@@ -11,10 +11,10 @@ import pytest
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
-from tokenmill.engine.process import ProcessClient
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.entrypoints.options import EngineOptions
+from tokenmill.entrypoints.process import ProcessClient
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
@@ -75,7 +75,7 @@ def test_online_over_a_process_gives_the_same(llm: LLM) -> None:
 
     async def everything() -> list[RequestOutput]:
         options = {"vocab_size": 258, "max_context": 512, "depth": 1}
-        client = ProcessClient("fake", options, CONFIG, LIMITS)
+        client = ProcessClient("fake", {"extra": options, "config": CONFIG, "kv_cache_tokens": LIMITS.num_cells})
         async with AsyncLLM(MODEL, tokenizer=TOKENIZER, client=client) as remote:
             return list(await asyncio.gather(*(one(remote, prompt) for prompt in prompts)))
 

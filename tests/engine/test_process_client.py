@@ -23,13 +23,13 @@ from tests.engine.test_clients import CONFIG, LIMITS, OPTIONS, make, request, re
 from tests.engine.test_pool import WAIT_S, Listener, backend
 from tokenmill import errors
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
-from tokenmill.config import EngineConfig
-from tokenmill.contract import BackendLimits
-from tokenmill.engine import process, wire
+from tokenmill.engine import events
 from tokenmill.engine.client import ThreadClient
-from tokenmill.engine.process import EngineProcess, ProcessClient
 from tokenmill.engine.request import Draw, Hints, Limits, Request
-from tokenmill.engine.wire import Mailroom
+from tokenmill.engine.view import CoreView
+from tokenmill.entrypoints import process, wire
+from tokenmill.entrypoints.process import EngineProcess, ProcessClient
+from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
 
@@ -115,7 +115,7 @@ def test_a_request_that_can_not_be_carried_is_refused_and_forgotten(client: Proc
 def test_options_that_can_not_be_carried_start_nothing() -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="cannot be sent"):
-        ProcessClient("fake", {"tokenizer": object()})
+        ProcessClient("fake", {"extra": {"tokenizer": object()}})
     assert threading.active_count() == threads
 
 
@@ -305,7 +305,7 @@ def test_statistics_of_a_core_that_stalls_do_not_stop_the_mail(child: Child) -> 
     fault = Fault(FaultKind.STALL)
     backend(child.client.pool).faults.add(fault)
     child.post(wire.AskStats(0))
-    child.until(lambda message: isinstance(message, wire.Stats))
+    child.until(lambda message: isinstance(message, wire.Answer))
     child.post(wire.Submit.of(request("stalled", 3)))
     child.mail.flush()
     try:
@@ -314,11 +314,11 @@ def test_statistics_of_a_core_that_stalls_do_not_stop_the_mail(child: Child) -> 
         child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
         heard: list[wire.FromEngine] = []
         child.until(lambda message: heard.append(message) is None and isinstance(message, wire.Step))
-        assert not any(isinstance(message, wire.Stats) for message in heard)
+        assert not any(isinstance(message, wire.Answer) for message in heard)
     finally:
         fault.release.set()
-    answer = child.until(lambda message: isinstance(message, wire.Stats))
-    assert isinstance(answer, wire.Stats)
+    answer = child.until(lambda message: isinstance(message, wire.Answer))
+    assert isinstance(answer, wire.Answer)
     assert answer.number == 1
     assert answer.error is None
 
@@ -331,13 +331,13 @@ def test_statistics_that_can_not_be_had_are_answered(
 
     monkeypatch.setattr(child.client.pool, "stats", hang)
     child.post(wire.AskStats(5))
-    answer = child.until(lambda message: isinstance(message, wire.Stats))
-    assert isinstance(answer, wire.Stats)
+    answer = child.until(lambda message: isinstance(message, wire.Answer))
+    assert isinstance(answer, wire.Answer)
     assert "TimeoutError" in (answer.error or "")
     with ThreadPoolExecutor(4) as callers:  # of one that has some, everybody gets his own
         assert all(len(stats) == 1 for stats in callers.map(lambda _: client.stats(), range(8)))
     assert not client._questions
-    client._answer(wire.Stats(99, None))  # whoever asked this has left
+    client._take(wire.Answer(99))  # whoever asked this has left
 
 
 @pytest.mark.req("R32")
@@ -352,7 +352,7 @@ def test_an_interrupt_from_the_terminal_is_the_parents_business(client: ProcessC
 
 
 def test_a_child_that_fails_ends_at_once_with_its_reason() -> None:
-    command = [sys.executable, "-m", "tokenmill.engine.process", "no address"]
+    command = [sys.executable, "-m", "tokenmill.entrypoints.process", "no address"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     assert child.stdin is not None
@@ -367,18 +367,16 @@ def test_a_child_that_fails_ends_at_once_with_its_reason() -> None:
 
 @pytest.mark.req("R32")
 @pytest.mark.parametrize(
-    ("options", "config", "error", "match"),
+    ("options", "error", "match"),
     [
-        ({"nonsense": 1}, CONFIG, ConfigError, "nonsense"),
-        (OPTIONS, EngineConfig(max_num_seqs=999), ConfigError, "999 > the backend's"),
-        ({"max_context": "long"}, CONFIG, ModelLoadError, "TypeError: .*'str'"),
+        ({"extra": {"nonsense": 1}}, ConfigError, "nonsense"),
+        ({"extra": OPTIONS, "kv_cache_tokens": 0}, ConfigError, "kv_cache_tokens must be at least 1"),
+        ({"extra": {"max_context": "long"}}, ModelLoadError, "TypeError: .*str"),
     ],
 )
-def test_a_start_that_fails_says_how(
-    options: dict[str, Any], config: EngineConfig, error: type[TokenmillError], match: str
-) -> None:
+def test_a_start_that_fails_says_how(options: dict[str, Any], error: type[TokenmillError], match: str) -> None:
     with pytest.raises(error, match=match) as caught:
-        ProcessClient("fake", options, config, BackendLimits(num_cells=512))
+        ProcessClient("fake", options)
     assert type(caught.value) is error
 
 
@@ -423,3 +421,105 @@ def test_an_engine_process_that_does_not_stop_is_killed(monkeypatch: pytest.Monk
     monkeypatch.setattr(process, "CLOSE_S", 0.1)
     client.close()
     assert client.process.poll() == -signal.SIGKILL
+
+
+# -- another child in place of one that died --------------------------------------------------------------------------
+
+
+def kill(client: ProcessClient) -> None:
+    """Kill the child, and wait for the next one to take requests."""
+    dead = client.process
+    os.kill(dead.pid, signal.SIGKILL)
+    wait(client, lambda: client.process is not dead and bool(client.cores_alive))
+
+
+@pytest.mark.req("R32", "G18")
+def test_a_child_that_dies_is_replaced(client: ProcessClient) -> None:
+    for turn in range(2):
+        listener = running(client, f"r{turn}")
+        os.kill(client.process.pid, signal.SIGKILL)
+        assert listener.result()[1] is FinishReason.ERROR
+        assert not client.cores_alive
+        with pytest.raises(EngineDead, match="exit code -9"):
+            client.submit(request("too early"), Listener())
+        with pytest.raises(EngineDead):
+            client.stats()
+        wait(client, lambda: bool(client.cores_alive))
+        assert is_serving(client)
+
+
+@pytest.mark.req("R32")
+def test_a_child_that_can_not_be_started_again_is_given_up(
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RETRY_S", 0.0)
+    client._start = wire.encode(wire.Start("nowhere", {}, None))
+    os.kill(client.process.pid, signal.SIGKILL)
+    client._thread.join(WAIT_S)
+    assert not client._thread.is_alive()
+    with pytest.raises(EngineDead):
+        client.submit(request("r"), Listener())
+
+
+@pytest.mark.req("R32", "R42")
+def test_whoever_follows_a_core_follows_the_next_child(client: ProcessClient) -> None:
+    heard: list[events.Event] = []
+    views: list[CoreView] = []
+
+    def make_view(snapshot: events.CoreSnapshot) -> CoreView:
+        views.append(CoreView(snapshot))
+        return views[0]
+
+    client.subscribe(0, make_view)
+    client.subscribe(0, lambda _: heard.append)
+    running(client, "r")
+    kill(client)
+    ended = [one for one in heard if isinstance(one, events.RequestEvent) and one.phase is events.Phase.ENDED]
+    assert [(one.request_id, one.finish_reason) for one in ended] == [("r", FinishReason.ERROR)]
+    assert is_serving(client)
+    assert sum(isinstance(event, events.StartEvent) for event in heard) == 1
+    assert [view.snapshot() for view in views] == client.snapshots()
+
+
+@pytest.mark.req("R32")
+def test_a_subscriber_that_raises_is_dropped(client: ProcessClient, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: events.Event) -> None:
+        raise RuntimeError("a bug in a subscriber")
+
+    client.subscribe(0, lambda _: fail)
+    assert is_serving(client)
+    assert caplog.text.count("a subscriber failed and is dropped") == 1
+    assert is_serving(client)
+
+
+@pytest.mark.req("R32")
+def test_kv_leaves_and_enters_an_engine_process(client: ProcessClient) -> None:
+    def one(name: str, *, owner: str | None) -> Request:
+        return Request(name, list(range(1, 49)), Limits(max_new_tokens=2), Hints(owner=owner, namespace=("a", 1)))
+
+    assert results(client, [one("first", owner="session")])["first"][1] is FinishReason.LENGTH
+    exported = client.export_kv(0, "session").result(WAIT_S)
+    assert exported is not None
+    assert client.export_kv(0, "nobody").result(WAIT_S) is None
+    kill(client)
+    fresh = one("fresh", owner=None)
+    assert results(client, [fresh])["fresh"][1] is FinishReason.LENGTH
+    assert fresh.num_cached == 0
+    kill(client)
+    assert client.import_kv(0, *exported, Hints(owner="session", namespace=("a", 1))).result(WAIT_S)
+    again = one("again", owner="session")
+    assert results(client, [again])["again"][1] is FinishReason.LENGTH
+    assert again.num_cached == 47
+    assert again.verdict is not None
+    assert again.verdict.num_cached == 47
+
+
+@pytest.mark.req("R32")
+def test_a_child_that_does_not_answer_is_silent(client: ProcessClient) -> None:
+    assert client.seconds_silent < 5.0
+    os.kill(client.process.pid, signal.SIGSTOP)
+    began = client._pulse_at
+    wait(client, lambda: client.seconds_silent > 0.5)
+    assert time.monotonic() - began > 0.5
+    os.kill(client.process.pid, signal.SIGCONT)
+    wait(client, lambda: client.seconds_silent == 0.0)

@@ -28,10 +28,9 @@ from tokenmill.engine.events import (
     StartEvent,
     TickEvent,
 )
-from tokenmill.engine.process import ProcessClient
 from tokenmill.engine.rows import RunningRows
 from tokenmill.engine.view import CoreView
-from tokenmill.errors import Unsupported
+from tokenmill.entrypoints.process import ProcessClient
 from tokenmill.outputs import GeneratedToken, StepResult
 
 WAIT_S = 30.0
@@ -216,6 +215,9 @@ def make_client(kind: str) -> EngineClient:
     config, limits = EngineConfig(max_num_seqs=4), BackendLimits(num_cells=512, max_seqs=8)
     if kind == "inline":
         return InlineClient(model, config, limits)
+    if kind == "process":
+        options = {"extra": {"vocab_size": 64, "max_context": 256, "depth": 1}, "config": config}
+        return ProcessClient("fake", {**options, "kv_cache_tokens": limits.num_cells}, num_cores=2)
     return ThreadClient(model, config, limits, num_cores=2)
 
 
@@ -237,7 +239,7 @@ def run(client: EngineClient, name: str, core: int | None = None) -> GeneratedTo
 
 
 @pytest.mark.req("R42")
-@pytest.mark.parametrize("kind", ["inline", "threads"])
+@pytest.mark.parametrize("kind", ["inline", "threads", "process"])
 def test_a_client_lets_cores_be_followed(kind: str) -> None:
     client = make_client(kind)
     views: dict[int, CoreView] = {}
@@ -286,11 +288,3 @@ def test_a_view_survives_the_death_of_its_core() -> None:
         assert views[0].snapshot() == client.snapshots()[0]
     finally:
         client.close()
-
-
-def test_an_engine_process_says_that_it_does_not_tell() -> None:
-    client = ProcessClient.__new__(ProcessClient)
-    with pytest.raises(Unsupported, match="events are not available"):
-        client.subscribe(0, CoreView)
-    with pytest.raises(Unsupported, match="stats"):
-        client.snapshots()

@@ -61,6 +61,10 @@ Dtype = Annotated[
     str, typer.Option(help="Data type of the weights: auto, float32, bfloat16, float16; on the CPU also int8, int4.")
 ]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
+Engine = Annotated[
+    str,
+    typer.Option(help="Where the engine runs: thread, process, or auto (process if the model is on a GPU)."),
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Batch-invariant results: bit-identical answers in any batch; slower.")
 ]

@@ -268,8 +268,8 @@ class LoadOptions:
             raise ConfigError(f"load_format {self.load_format!r} is not supported; supported: {supported}")
 
 
-class ModelHandle(Protocol):
-    """A loaded model: weights once, shared by the backends of all engine cores."""
+class Model(Protocol):
+    """What is known of a loaded model wherever its weights are: in this process or in an engine's own."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -283,6 +283,12 @@ class ModelHandle(Protocol):
     def weights_version(self) -> int:
         """Grows when a weight is replaced; KV computed under another version is worthless."""
         ...
+
+    def close(self) -> None: ...
+
+
+class ModelHandle(Model, Protocol):
+    """A loaded model: weights once, shared by the backends of all engine cores."""
 
     @property
     def kv_budget_bytes(self) -> int:
@@ -318,8 +324,6 @@ class ModelHandle(Protocol):
         `InvalidOperation` if there is no such tensor, or if the value does not fit; nothing has changed then.
         """
         ...
-
-    def close(self) -> None: ...
 
 
 def pack_mask(allowed: NDArray[np.bool_]) -> Mask:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Protocol, TypeVar
@@ -22,9 +23,28 @@ from tokenmill.outputs import FinishReason, StepResult
 
 T = TypeVar("T")
 
+INTERRUPT_S = 0.1
+"""How long Ctrl-C may go unnoticed while a caller waits for results."""
 
-class EngineClient(Protocol):
-    """What entry points ask of an engine. Step results, with the one ending of each request, go to its sink."""
+
+class RequestClient(Protocol):
+    """The verbs of a request. Step results, with the one ending of each request, go to its sink."""
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
+        """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
+        ...
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; its sink hears it."""
+        ...
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        """A stop string was found: end the request and keep so many of its generated tokens."""
+        ...
+
+
+class EngineClient(RequestClient, Protocol):
+    """What entry points ask of an engine."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -35,10 +55,6 @@ class EngineClient(Protocol):
     @property
     def cores_alive(self) -> list[int]:
         """The cores that take requests."""
-        ...
-
-    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
-        """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
         ...
 
     @property
@@ -58,14 +74,6 @@ class EngineClient(Protocol):
         """Park exported bytes as the KV of these tokens; False if they do not fit."""
         ...
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its sink hears it."""
-        ...
-
-    def finish(self, request_id: str, keep_tokens: int) -> None:
-        """A stop string was found: end the request and keep so many of its generated tokens."""
-        ...
-
     def stats(self) -> list[CoreStats | None]: ...
 
     def snapshots(self) -> list[CoreSnapshot | None]:
@@ -73,10 +81,7 @@ class EngineClient(Protocol):
         ...
 
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
-        """Hear a core's events, on its thread, from a snapshot on; returns the call that ends it.
-
-        `Unsupported` if the engine does not tell them here.
-        """
+        """Hear a core's events, on a thread of the client, from a snapshot on; returns the call that ends it."""
         ...
 
     def close(self) -> None: ...
@@ -163,6 +168,49 @@ class InlineClient:
     def _dispatch(self, result: StepResult) -> None:
         for sink, part in self._sinks.route(result):
             sink(part)
+
+
+class QueuedClient:
+    """An engine that runs elsewhere, for a caller that wants to hear of it in its own thread: while it calls `run`."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._sinks = Sinks()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+
+    @property
+    def max_model_len(self) -> int:
+        return self._client.max_model_len
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
+        with deferred_interrupts():
+            self._client.submit(request, self._results.put, core)
+            self._sinks.add(request.request_id, sink)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._client.cancel(request_id, reason)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self._client.finish(request_id, keep_tokens)
+
+    def is_open(self, request_id: str) -> bool:
+        """Is somebody still to be told how this request ended?"""
+        return request_id in self._sinks
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        """Hand out results until `is_done` or until nothing runs. Ctrl-C takes effect between two of them."""
+        with deferred_interrupts() as interrupts:
+            while not interrupts.is_pending and not is_done() and len(self._sinks):
+                with suppress(queue.Empty):
+                    for sink, part in self._sinks.route(self._results.get(timeout=INTERRUPT_S)):
+                        sink(part)
+
+    def close(self) -> None:
+        self._client.close()
+        with deferred_interrupts():
+            while not self._results.empty():
+                for sink, part in self._sinks.route(self._results.get()):
+                    sink(part)
 
 
 class ThreadClient:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from tokenmill.contract import KVStats
-from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.plan import StepShape
 from tokenmill.engine.request import NO_ROW, Request
 from tokenmill.outputs import CacheVerdict, FinishReason
 
@@ -170,7 +170,7 @@ class Share:
 class TickEvent:
     """A step was collected. What its tokens mean for their requests is told after it."""
 
-    plan: StepPlan
+    plan: StepShape
     """Batch composition: rows, tokens a row, decode and prefill."""
     requests: tuple[str | None, ...]
     """Whose each of the plan's rows is; None where the request has left it since the step was submitted."""

@@ -23,25 +23,40 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """One batch, with what the scheduler needs to make sense of the result."""
+class StepShape:
+    """Batch composition of a step: which rows take part, and with how many tokens each."""
 
     tick: int
-    batch: Batch
     rows: IntArray
-    """The rows that take part; the next two arrays go along with it."""
-    leases: NDArray[np.int64]
+    """The rows that take part..."""
     counts: IntArray
-    """Tokens of each row."""
+    """...and the tokens of each."""
     sampled_rows: IntArray
-    """The rows that get a token; the next three arrays go along with it."""
+    """The rows that get a token."""
+    num_decode: int
+    """Rows that had one token to give, the first of them; the other tokens are prefill."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_prefill(self) -> int:
+        return self.num_tokens - self.num_decode
+
+
+@dataclass(frozen=True)
+class StepPlan(StepShape):
+    """One batch, with what the scheduler needs to make sense of the result."""
+
+    batch: Batch
+    leases: NDArray[np.int64]
+    """Of each of the rows."""
     logits_rows: IntArray
-    """Which row of the batch's logits each of them draws from."""
+    """Which row of the batch's logits each sampled row draws from; the next two arrays go along with it."""
     sampled_leases: NDArray[np.int64]
     positions: IntArray
     """Where the new token of each sampled row will stand."""
-    num_decode: int
-    """Rows that had one token to give; the other tokens are prefill."""
     scores: tuple[PromptRows, ...]
     """Prompts whose log-probabilities are wanted."""
     pools: tuple[PromptRows, ...]
@@ -54,10 +69,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return len(self.batch)
-
-    @property
-    def num_prefill(self) -> int:
-        return self.num_tokens - self.num_decode
 
 
 @dataclass

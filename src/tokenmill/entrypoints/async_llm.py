@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many generations at once for asyncio code; the engine runs on threads of its own.
+"""`AsyncLLM`: many generations at once for asyncio code; the engine runs on threads or in a process of its own.
 
 Step results cross to the event loop by a `StepBridge`; detokenizing and stop strings happen there. A slow reader holds
 up nobody but itself.
@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.pool import MakeSubscriber
 from tokenmill.engine.request import Hints
-from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
+from tokenmill.entrypoints.options import (
+    EngineOptions,
+    OpenedModel,
+    check_options,
+    open_for_engine,
+    runs_in_process,
+    text_of,
+)
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
@@ -26,8 +33,42 @@ from tokenmill.pipeline.prompts import Intake, Prompt, embedding_output
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tokenmill.entrypoints.process import ProcessClient
+
 HANGS_AFTER_S = 5.0
 """A step that takes longer has hung, as far as readiness goes."""
+
+
+def open_engine(
+    model: str | ModelHandle, options: EngineOptions, *, client: EngineClient | None = None, num_cores: int = 1
+) -> tuple[OpenedModel, EngineClient]:
+    """A model, and an engine for it: on threads of this process, or in one of its own that alone loads the weights."""
+    check_options(options)
+    if client is None and runs_in_process(model, options):
+        return open_process(str(model), options, num_cores=num_cores)
+    opened, handle = open_for_engine(model, options)
+    try:
+        return opened, client or ThreadClient(handle, opened.config, opened.limits, num_cores=num_cores)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def open_process(
+    model: str, options: EngineOptions, *, num_cores: int = 1, has_queue_limit: bool = True
+) -> tuple[OpenedModel, ProcessClient]:
+    """An engine process for a model, and what is known of the model here."""
+    from tokenmill.entrypoints.process import ProcessClient  # with packages of the extra `server`
+
+    sent = {name: value for name, value in options.items() if name not in ("engine", "tokenizer") and value is not None}
+    client = ProcessClient(model, sent, num_cores=num_cores, has_queue_limit=has_queue_limit)
+    try:
+        text = text_of(client.model, options.get("tokenizer"))
+    except BaseException:
+        client.close()
+        raise
+    return OpenedModel(client.model, text, client.config, client.limits, is_ours=True), client
 
 
 class AsyncLLM:
@@ -44,13 +85,8 @@ class AsyncLLM:
         client: EngineClient | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.opened: OpenedModel = open_for_engine(model, options)
-        """The model, its tokenizer and template, and what the engine was made of."""
-        try:
-            self._client = client or ThreadClient(self.opened.model, self.opened.config, self.opened.limits)
-        except BaseException:
-            self.opened.close()
-            raise
+        self.opened, self._client = open_engine(model, options, client=client)
+        """The model, its tokenizer and template, and what the engine was made of; and the engine."""
         self.max_model_len = self._client.max_model_len
         """Maximum tokens of prompt and output of a request."""
         self._intake = Intake("async", self.opened.text, self.opened.model.info, self.max_model_len, seed)
@@ -81,8 +117,7 @@ class AsyncLLM:
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
         """Hear what a core of the engine tells, from a snapshot on; returns the call that ends it.
 
-        `make` gets the snapshot and gives the subscriber, which is called on the engine's thread. `Unsupported` if the
-        engine runs in a process of its own.
+        `make` gets the snapshot and gives the subscriber, which is called on a thread of the engine's client.
         """
         return self._client.subscribe(core, make)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,19 @@ class Fit:
     def fits(self) -> bool:
         return self.plan.total <= self.free_bytes
 
+    def shortage(self, name: str) -> str:
+        """Why a model of this name does not fit, in numbers."""
+        plan = self.plan
+        parts = {
+            "weights": plan.weights,
+            "KV of one session": plan.kv,
+            "activations": plan.activations,
+            "other": plan.other,
+        }
+        said = ", ".join(f"{what} {size / MIB:,.0f}" for what, size in parts.items())
+        free = f"only {self.free_bytes / MIB:,.0f} MiB are free"
+        return f"{name} needs {plan.total / MIB:,.0f} MiB ({said}), but {free}"
+
 
 def plan_fit(model: str, sessions: int, context: int | None, *, free_bytes: int | None, **options: Any) -> Fit:
     """Read a model's headers and plan for so many sessions at the same time. Nothing is loaded."""
@@ -58,6 +71,15 @@ def plan_fit(model: str, sessions: int, context: int | None, *, free_bytes: int 
         most_sessions=_most(MOST_SESSIONS, lambda count: fits(count, context)),
         longest_context=_most(about.max_context, lambda length: fits(sessions, length)),
     )
+
+
+FIT_OPTIONS = ("dtype", "device", "backend", "load_format", "extra")
+
+
+def plan_one_session(model: str, options: Mapping[str, Any]) -> Fit:
+    """The fit of a model with `EngineOptions`, for one session: the least that it is of use with."""
+    chosen = {name: options[name] for name in FIT_OPTIONS if options.get(name) is not None}
+    return plan_fit(model, 1, options.get("max_model_len"), free_bytes=None, **chosen)
 
 
 def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:

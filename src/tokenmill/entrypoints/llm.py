@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
-from tokenmill.engine.client import InlineClient
+from tokenmill.engine.client import InlineClient, QueuedClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Request
-from tokenmill.entrypoints.options import EngineOptions, OpenedModel, open_for_engine
-from tokenmill.errors import EngineDead, InvalidRequest
+from tokenmill.entrypoints.async_llm import open_process
+from tokenmill.entrypoints.options import EngineOptions, OpenedModel, check_options, open_for_engine, runs_in_process
+from tokenmill.errors import EngineDead, InvalidRequest, Unsupported
 from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
 from tokenmill.pipeline.output import DirectEngine, Generation
@@ -22,8 +22,6 @@ from tokenmill.progress import ProgressLine
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
-
-UNLIMITED = 1 << 62
 
 
 class LLM:
@@ -35,14 +33,19 @@ class LLM:
     """
 
     def __init__(self, model: str | ModelHandle, *, seed: int | None = 0, **options: Unpack[EngineOptions]) -> None:
-        self._opened = open_for_engine(model, options)
-        # A batch is as long as its caller makes it: there is nobody to refuse it for.
-        config = replace(self._opened.config, max_queue=UNLIMITED, max_queue_tokens=None)
-        try:
-            self._client = InlineClient(self._opened.model, config, self._opened.limits)
-        except BaseException:
-            self._opened.close()
-            raise
+        # A batch is as long as its caller makes it: there is nobody to refuse it for, and the queue has no limit.
+        check_options(options)
+        self._client: InlineClient | QueuedClient
+        if options.get("engine") == "process" and runs_in_process(model, options):
+            self._opened, client = open_process(str(model), options, has_queue_limit=False)
+            self._client = QueuedClient(client)
+        else:
+            self._opened, handle = open_for_engine(model, options, has_queue_limit=False)
+            try:
+                self._client = InlineClient(handle, self._opened.config, self._opened.limits)
+            except BaseException:
+                self._opened.close()
+                raise
         self._direct = DirectEngine(self._client)
         length = self._client.max_model_len
         self._intake = Intake("llm", self._opened.text, self._opened.model.info, length, seed)
@@ -51,7 +54,9 @@ class LLM:
 
     @property
     def engine(self) -> EngineCore:
-        """Token-level control: `add_sequence`, `step`, `run_until_complete`."""
+        """Token-level control: `add_sequence`, `step`, `run_until_complete`. Not with an engine process."""
+        if isinstance(self._client, QueuedClient):
+            raise Unsupported("the engine runs in a process of its own; use engine='thread'")
         return self._client.core
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,16 +11,22 @@ from typing import Any, TypedDict
 
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
-from tokenmill.contract import BackendLimits, ModelHandle, ModelInfo
+from tokenmill.contract import BackendLimits, Model, ModelHandle, ModelInfo
 from tokenmill.contract.backend import cells_for, seqs_for
 from tokenmill.entrypoints.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
 from tokenmill.text.tokenizer import Tokenizer
 
+ENGINES = ("auto", "thread", "process")
+UNLIMITED = 1 << 62
+
 
 class EngineOptions(TypedDict, total=False):
     """The options of `LLM`, `AsyncLLM` and everything else that opens a model by its name. None means the default."""
+
+    engine: str
+    """Where the engine runs: `thread`, `process`, or `auto`: in a process of its own if the model runs on a GPU."""
 
     tokenizer: Tokenizer | None
     """Overrides the tokenizer of the model."""
@@ -67,9 +75,9 @@ LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "e
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model ready for an engine."""
+    """A model with its engine's settings, and its text side."""
 
-    model: ModelHandle
+    model: Model
     text: ModelText
     config: EngineConfig
     limits: BackendLimits
@@ -81,13 +89,23 @@ class OpenedModel:
             self.model.close()
 
 
-def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedModel:
-    """Open the model, if only its name is given, and work out the rest. `ConfigError` names an unknown option."""
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what is wrong whatever the model is, before it is loaded."""
     unknown = set(options) - set(EngineOptions.__annotations__)
     if unknown:
         known = ", ".join(sorted(EngineOptions.__annotations__))
         raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
-    _check(options)
+    if options.get("engine", "auto") not in ENGINES:
+        raise ConfigError(f"engine {options['engine']!r} is not supported; supported: {', '.join(ENGINES)}")
+    base = options.get("config") or EngineConfig(max_num_seqs=1, max_num_batched_tokens=sys.maxsize)
+    replace(base, **_given(options, CONFIG_OPTIONS))
+
+
+def load_for_engine(
+    model: str | ModelHandle, options: Mapping[str, Any], *, has_queue_limit: bool = True
+) -> tuple[ModelHandle, EngineConfig, BackendLimits]:
+    """Load the model, if only its name is given, and work out how large its engine is."""
+    check_options(options)
     load_options = _given(options, LOAD_OPTIONS)
     if isinstance(model, str):
         handle = open_model(model, **load_options)
@@ -97,8 +115,8 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
         handle = model
     try:
         config = _config(handle, options)
-        tokenizer = options.get("tokenizer")
-        text = open_text(handle) if tokenizer is None else ModelText(tokenizer)
+        if not has_queue_limit:
+            config = replace(config, max_queue=UNLIMITED, max_queue_tokens=None)
         limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
         limits = replace(limits, num_threads=_threads(options.get("num_threads")))
         check_memory(handle, limits, config.max_num_seqs)
@@ -106,7 +124,57 @@ def open_for_engine(model: str | ModelHandle, options: EngineOptions) -> OpenedM
         if isinstance(model, str):
             handle.close()
         raise
-    return OpenedModel(handle, text, config, limits, is_ours=isinstance(model, str))
+    return handle, config, limits
+
+
+def open_for_engine(
+    model: str | ModelHandle, options: Mapping[str, Any], *, has_queue_limit: bool = True
+) -> tuple[OpenedModel, ModelHandle]:
+    """A model with its text side, for an engine in this process; and the handle to make one of."""
+    handle, config, limits = load_for_engine(model, options, has_queue_limit=has_queue_limit)
+    is_ours = isinstance(model, str)
+    try:
+        return OpenedModel(handle, text_of(handle, options.get("tokenizer")), config, limits, is_ours), handle
+    except BaseException:
+        if is_ours:
+            handle.close()
+        raise
+
+
+def text_of(model: Model, tokenizer: Tokenizer | None) -> ModelText:
+    """A model's text side, or a tokenizer that was given instead."""
+    return open_text(model) if tokenizer is None else ModelText(tokenizer)
+
+
+def runs_in_process(model: str | ModelHandle, options: Mapping[str, Any]) -> bool:
+    """Is the model's engine to have a process of its own? `auto`: if the model will run on a GPU."""
+    engine = options.get("engine") or "auto"
+    has_packages = all(importlib.util.find_spec(name) is not None for name in ("msgspec", "zmq"))
+    if engine == "process":
+        if not isinstance(model, str):
+            raise ConfigError("engine 'process' requires the name or path of a model, not one that is loaded here")
+        if not has_packages:
+            raise ConfigError("engine 'process' requires the extra `server`: pip install 'tokenmill[server]'")
+        return True
+    return engine == "auto" and has_packages and isinstance(model, str) and _runs_on_gpu(model, options)
+
+
+def _runs_on_gpu(model: str, options: Mapping[str, Any]) -> bool:
+    """Will it, once it is opened? Told without loading torch, or using the GPU."""
+    if model == "fake" or options.get("backend") in ("llamacpp", "fake"):
+        return False
+    device = options.get("device") or "auto"
+    return device.startswith("cuda") or (device == "auto" and _num_gpus() > 0)
+
+
+def _num_gpus() -> int:
+    """GPUs that CUDA shows this process; its library is asked directly, and no context is created."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None) -> BackendLimits:
@@ -140,14 +208,9 @@ def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
     return max(1, min(wanted, affordable))
 
 
-def _check(options: EngineOptions) -> None:
-    """Say what is wrong with the options before a model is loaded, as far as it does not depend on the model."""
-    base = options.get("config") or EngineConfig(max_num_seqs=1, max_num_batched_tokens=sys.maxsize)
-    replace(base, **_given(options, CONFIG_OPTIONS))
-
-
-def _config(model: ModelHandle, options: EngineOptions) -> EngineConfig:
-    given, config = _given(options, CONFIG_OPTIONS), options.get("config")
+def _config(model: ModelHandle, options: Mapping[str, Any]) -> EngineConfig:
+    given = _given(options, CONFIG_OPTIONS)
+    config: EngineConfig | None = options.get("config")
     if config is not None:
         return replace(config, **given)
     base = replace(EngineConfig(), **_given(asdict(model.step_sizes), CONFIG_OPTIONS))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenmill.contract import IntArray
-from tokenmill.engine.client import EngineClient
+from tokenmill.engine.client import RequestClient
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.errors import EngineDead
 from tokenmill.outputs import (
@@ -66,7 +66,7 @@ def deliver(result: StepResult, consumers: dict[str, Consumer]) -> None:
 class DirectEngine:
     """An engine whose step results are delivered on the thread that runs it."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: RequestClient) -> None:
         self._client = client
         self._consumers: dict[str, Consumer] = {}
 

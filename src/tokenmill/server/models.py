@@ -28,11 +28,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tokenmill.contract.backend import MemoryPlan
 from tokenmill.entrypoints.async_llm import AsyncLLM
-from tokenmill.entrypoints.fit import Fit, plan_fit
-from tokenmill.entrypoints.options import EngineOptions
-from tokenmill.errors import ConfigError, TokenmillError
+from tokenmill.entrypoints.fit import Fit, plan_one_session
+from tokenmill.entrypoints.options import EngineOptions, check_options, runs_in_process
+from tokenmill.errors import ConfigError, InsufficientMemory, TokenmillError
 from tokenmill.server.errors import ApiError, model_not_found, stopping
 from tokenmill.server.streaming import OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
@@ -44,7 +43,6 @@ from tokenmill.text.workers import TextWorkers
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 ANY_NAME = "*"
 """As a name of a server's only model: clients may use any name."""
 T = TypeVar("T")
@@ -59,7 +57,7 @@ class ModelSpec:
     load: Callable[[], AsyncLLM]
     """Opens it; runs on a thread."""
     fit: Callable[[], Fit] | None = None
-    """Its memory requirements; None if they are unknown before it is loaded."""
+    """Its memory requirements; None if `load` checks them itself (`InsufficientMemory`), or they are unknown."""
     aliases: frozenset[str] = frozenset()
     """Other names; `ANY_NAME` matches every name."""
     keep_alive_s: float | None = None
@@ -228,7 +226,7 @@ class Models:
             async with self._memory:
                 await self._make_room(entry.spec)
                 began = time.monotonic()
-                llm = await asyncio.wrap_future(on_a_thread(entry.spec.load))
+                llm = await self._open(entry.spec)
                 if self._closing.is_set():
                     await llm.close()
                     raise stopping()
@@ -260,7 +258,18 @@ class Models:
             await self._unload(min(unused, key=lambda one: one.last_used))
             fit = await asyncio.to_thread(spec.fit)
         if not fit.fits:
-            raise ApiError(507, does_not_fit(spec.name, fit.plan, fit.free_bytes), "server_error", "out_of_memory")
+            raise out_of_memory(fit.shortage(spec.name))
+
+    async def _open(self, spec: ModelSpec) -> AsyncLLM:
+        """Open it. An engine process sees for itself whether it fits; unload idle models until it does."""
+        while True:
+            try:
+                return await asyncio.wrap_future(on_a_thread(spec.load))
+            except InsufficientMemory as error:
+                unused = self._unused()
+                if not unused:
+                    raise out_of_memory(str(error)) from None
+                await self._unload(min(unused, key=lambda one: one.last_used))
 
     def _unused(self) -> list[ServedModel]:
         """Models that may be unloaded and have no requests or sessions."""
@@ -315,15 +324,8 @@ class Models:
             await model.close()
 
 
-def does_not_fit(name: str, plan: MemoryPlan, free_bytes: int) -> str:
-    parts = {
-        "weights": plan.weights,
-        "KV of one session": plan.kv,
-        "activations": plan.activations,
-        "other": plan.other,
-    }
-    said = ", ".join(f"{what} {size / MIB:,.0f}" for what, size in parts.items())
-    return f"{name} needs {plan.total / MIB:,.0f} MiB ({said}), but only {free_bytes / MIB:,.0f} MiB are free"
+def out_of_memory(shortage: str) -> ApiError:
+    return ApiError(507, shortage, "server_error", "out_of_memory")
 
 
 def on_a_thread(work: Callable[[], T]) -> Future[T]:
@@ -410,22 +412,18 @@ def spec(
     """A model by its name and path, with options for its engine."""
     if keep_alive_s is not None and not keep_alive_s > 0:
         raise ConfigError(f"keep_alive_s must be positive, not {keep_alive_s}")
+    check_options(options)
 
     def load() -> AsyncLLM:
         return AsyncLLM(path, **options)
 
     def fit() -> Fit:
-        chosen = {
-            name: options[name]
-            for name in ("dtype", "device", "backend", "load_format", "extra")
-            if options.get(name) is not None
-        }
-        return plan_fit(path, 1, options.get("max_model_len"), free_bytes=None, **chosen)
+        return plan_one_session(path, options)
 
     return ModelSpec(
         name=name,
         load=load,
-        fit=None if path == "fake" else fit,
+        fit=None if path == "fake" or runs_in_process(path, options) else fit,
         aliases=frozenset(aliases),
         keep_alive_s=keep_alive_s,
         at_start=at_start,

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from tokenmill.contract import ModelHandle
-from tokenmill.engine.client import EngineClient, ThreadClient
+from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Hints, context_overflow
-from tokenmill.entrypoints.async_llm import AsyncLLM
-from tokenmill.entrypoints.options import EngineOptions, open_for_engine
+from tokenmill.entrypoints.async_llm import AsyncLLM, open_engine
+from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import (
     AnswerLost,
     ConfigError,
@@ -161,13 +161,13 @@ class SessionManager:
             self.bridge = source.bridge
             self.routing = make_routing(policy, self.client.num_cores)
         else:
-            opened = self.opened = open_for_engine(source, options)
+            self.opened, self.client = open_engine(source, options, client=client, num_cores=num_workers)
+            opened = self.opened
             try:
-                self.client = client or ThreadClient(opened.model, opened.config, opened.limits, num_cores=num_workers)
                 self.bridge = StepBridge(self.client)
                 self.routing = make_routing(policy, self.client.num_cores)
             except BaseException:
-                opened.close()
+                self.free()
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
         try:
@@ -200,7 +200,7 @@ class SessionManager:
         """`EngineDead` if there is none left."""
         alive = self.client.cores_alive
         if not alive:
-            raise EngineDead("all engine cores have failed; reload the model")
+            raise EngineDead("no engine core is running")
         return alive
 
     async def close(self) -> None:

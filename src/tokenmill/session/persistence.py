@@ -14,7 +14,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import suppress
 
-from tokenmill.contract import IntArray, ModelHandle
+from tokenmill.contract import IntArray, Model
 from tokenmill.engine.client import EngineClient
 from tokenmill.errors import TokenmillError
 from tokenmill.session.records import Fingerprint, record_of
@@ -34,7 +34,7 @@ FLUSH_S = 5.0
 class Persistence:
     """One for each model that a service with a store has."""
 
-    def __init__(self, store: SessionStore, fingerprint: Fingerprint, model: ModelHandle, client: EngineClient) -> None:
+    def __init__(self, store: SessionStore, fingerprint: Fingerprint, model: Model, client: EngineClient) -> None:
         self.store = store
         self._fingerprint = fingerprint
         self._model = model
@@ -162,7 +162,7 @@ class Persistence:
 # -- bytes of the engine's --------------------------------------------------------------------------------------------
 
 
-async def export_kv(client: EngineClient, model: ModelHandle, session: Session) -> tuple[IntArray, bytes] | None:
+async def export_kv(client: EngineClient, model: Model, session: Session) -> tuple[IntArray, bytes] | None:
     """KV that the engine has of a session's log: ids and bytes, if it is of weights as they are in the files."""
     found = await asyncio.wrap_future(client.export_kv(session.core, session.session_id))
     # Weights that were replaced are in no file. Looked at afterwards: before, it could have been too early.
@@ -171,7 +171,7 @@ async def export_kv(client: EngineClient, model: ModelHandle, session: Session) 
     return found
 
 
-async def import_kv(client: EngineClient, model: ModelHandle, session: Session, tokens: IntArray, state: bytes) -> bool:
+async def import_kv(client: EngineClient, model: Model, session: Session, tokens: IntArray, state: bytes) -> bool:
     """Give a session's KV to its engine core. What does not fit is dropped: the log will be replayed."""
     if model.weights_version != 0:
         return False

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from tokenmill import __version__
-from tokenmill.contract import IntArray, ModelHandle
+from tokenmill.contract import IntArray, Model
 from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.files import split_parts
 from tokenmill.params import SamplingParams
@@ -93,7 +93,7 @@ class Fingerprint:
         return None
 
 
-def fingerprint(model: ModelHandle, text: ModelText) -> Fingerprint:
+def fingerprint(model: Model, text: ModelText) -> Fingerprint:
     """Reads the model's files: not for an event loop."""
     info = model.info
     shape = [info.name, info.vocab_size, info.hidden_size, [list(vars(layer).values()) for layer in info.layers]]

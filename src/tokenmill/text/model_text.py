@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import default_sampling
-from tokenmill.contract import ModelHandle
+from tokenmill.contract import Model
 from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
@@ -63,7 +63,7 @@ class ModelText:
         return self._own_template(source)
 
 
-def open_text(model: ModelHandle) -> ModelText:
+def open_text(model: Model) -> ModelText:
     """The text side of a loaded model."""
     path = model.path
     if path is None:

@@ -14,7 +14,7 @@ from functools import partial
 from tokenmill.engine.events import CoreSnapshot
 from tokenmill.engine.timeline import Timeline
 from tokenmill.entrypoints.async_llm import AsyncLLM
-from tokenmill.errors import EngineDead, Unsupported
+from tokenmill.errors import EngineDead
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server.telemetry.figures import SHORT_S, CoreFigures, Tally, Traffic
 from tokenmill.server.telemetry.live import PACE_S, CoreWatch, EndListener, Names, Reader, Told
@@ -85,8 +85,6 @@ class Telemetry:
             for core in range(llm.num_cores):
                 try:
                     self._endings[model].append(llm.subscribe(core, partial(self._watch, model, core)))
-                except Unsupported as error:
-                    log.warning("no metrics and no live view of %s: %s", model, error)
                 except (EngineDead, TimeoutError) as error:
                     log.warning("no metrics and no live view of core %d of %s: %r", core, model, error)
 

@@ -7,7 +7,6 @@ one thread; all others hand it messages.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -16,14 +15,25 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from tokenmill import errors
 from tokenmill.config import EngineConfig
-from tokenmill.contract import BackendLimits
+from tokenmill.contract import BackendLimits, IntArray, ModelInfo
+from tokenmill.engine.events import (
+    CellsEvent,
+    Event,
+    FailedStepEvent,
+    ParkedEvent,
+    RequestEvent,
+    StartEvent,
+    TickEvent,
+)
+from tokenmill.engine.plan import StepShape
 from tokenmill.engine.request import Draw, Hints, Limits, Request
-from tokenmill.errors import InvalidRequest, ModelLoadError, TokenmillError
-from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
+from tokenmill.errors import IntegrityError, InvalidRequest, ModelLoadError, TokenmillError
+from tokenmill.outputs import CacheVerdict, End, FinishReason, StepResult, TokenLogprobs
 from tokenmill.params import Pooling
 
 
@@ -32,9 +42,10 @@ class Start(msgspec.Struct, tag=True):
 
     model: str
     options: dict[str, Any]
-    config: EngineConfig
-    limits: BackendLimits
+    """Of `EngineOptions`, those that can be sent."""
+    config: EngineConfig | None
     num_cores: int = 1
+    has_queue_limit: bool = True
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -52,19 +63,14 @@ class Submit(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, request: Request, core: int | None = None) -> Submit:
         """`InvalidRequest` if the namespace would arrive as something else."""
-        namespace = request.hints.namespace
-        if not _is_plain(namespace):
-            raise InvalidRequest(
-                f"request {request.request_id}: a namespace for an engine process must consist of strings, bytes, "
-                f"numbers, None and tuples of them, not {namespace!r}"
-            )
+        namespace = plain_namespace(request.hints)
         hints = replace(request.hints, namespace=None)
         return cls(
             request.request_id, request.tokens, request.limits, hints, namespace, request.draw, request.pooling, core
         )
 
     def request(self) -> Request:
-        hints = replace(self.hints, namespace=_with_tuples(self.namespace))
+        hints = with_namespace(self.hints, self.namespace)
         return Request(self.request_id, self.prompt, self.limits, hints, self.draw, self.pooling)
 
 
@@ -86,15 +92,69 @@ class AskStats(msgspec.Struct, tag=True):
     number: int
 
 
+class AskSnapshots(msgspec.Struct, tag=True):
+    number: int
+
+
+class ExportKV(msgspec.Struct, tag=True):
+    number: int
+    core: int
+    owner: str
+
+
+class ImportKV(msgspec.Struct, tag=True):
+    number: int
+    core: int
+    kv: ExportedKV
+    hints: Hints
+    namespace: Any
+
+
+class Follow(msgspec.Struct, tag=True):
+    """Send a snapshot of a core as the answer, and every event after it under the same number."""
+
+    number: int
+    core: int
+
+
+class Unfollow(msgspec.Struct, tag=True):
+    number: int
+
+
 class Close(msgspec.Struct, tag=True):
     pass
+
+
+class ExportedKV(msgspec.Struct):
+    """KV of a session: its token ids as 32-bit integers, and its bytes."""
+
+    tokens: bytes
+    state: bytes
+
+    @classmethod
+    def of(cls, tokens: IntArray, state: bytes) -> ExportedKV:
+        return cls(np.ascontiguousarray(tokens, dtype=np.int32).tobytes(), state)
+
+    @property
+    def token_ids(self) -> IntArray:
+        return np.frombuffer(self.tokens, dtype=np.int32)
 
 
 class Ready(msgspec.Struct, tag=True):
     """The model is loaded; what the parent has to know of it."""
 
+    info: ModelInfo
+    path: str | None
+    config: EngineConfig
+    limits: BackendLimits
     max_model_len: int
-    vocab_size: int
+
+
+class Pulse(msgspec.Struct, tag=True):
+    """Sent at each heartbeat."""
+
+    cores_alive: list[int]
+    seconds_silent: float
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -121,11 +181,13 @@ class Failed(msgspec.Struct, tag=True):
         return ModelLoadError(self.reason)
 
 
-class Facts(msgspec.Struct):
-    """What else is to be known of a request: with its first token how much was cached, and all of it with its end."""
+class Facts(msgspec.Struct, omit_defaults=True):
+    """What else is to be known of a request: sent with its first token and with its end."""
 
     num_cached: int = 0
-    prompt_logprobs: list[TokenLogprobs] = []
+    verdict: CacheVerdict | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Sent once."""
     embedding: list[float] = []
 
 
@@ -150,26 +212,104 @@ class Step(msgspec.Struct, tag=True):
         return StepResult(self.request_ids, self.token_ids, self.logprobs, self.ends)
 
 
-class Stats(msgspec.Struct, tag=True):
+class Answer(msgspec.Struct, tag=True):
+    """To the question of this number."""
+
     number: int
-    stats: Any
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """Encoded; None where the question has no other answer."""
     error: str | None = None
-    """Why there are none."""
+    """Why there is none."""
+
+
+class Tick(msgspec.Struct, tag=True, array_like=True):
+    """A `TickEvent`, its arrays as bytes."""
+
+    tick: int
+    rows: bytes
+    counts: bytes
+    sampled_rows: bytes
+    num_decode: int
+    requests: tuple[str | None, ...]
+    at: float
+    schedule_s: float
+    step_s: float
+    num_running: int
+    num_waiting: int
+    free_cells: int
+    num_parked: int
+    prefill_s: float
+
+    @classmethod
+    def of(cls, event: TickEvent) -> Tick:
+        plan = event.plan
+        return cls(
+            plan.tick, plan.rows.tobytes(), plan.counts.tobytes(), plan.sampled_rows.tobytes(), plan.num_decode,
+            event.requests, event.at, event.schedule_s, event.step_s, event.num_running, event.num_waiting,
+            event.free_cells, event.num_parked, event.prefill_s,
+        )  # fmt: skip
+
+    def event(self) -> TickEvent:
+        rows, counts, sampled = (
+            np.frombuffer(column, dtype=np.int32) for column in (self.rows, self.counts, self.sampled_rows)
+        )
+        shape = StepShape(self.tick, rows, counts, sampled, self.num_decode)
+        return TickEvent(
+            shape, self.requests, self.at, self.schedule_s, self.step_s, self.num_running, self.num_waiting,
+            self.free_cells, self.num_parked, self.prefill_s,
+        )  # fmt: skip
+
+
+class Told(msgspec.Struct, tag=True, omit_defaults=True):
+    """An event of a core that is followed: one of these."""
+
+    number: int
+    tick: Tick | None = None
+    request: RequestEvent | None = None
+    parked: ParkedEvent | None = None
+    cells: CellsEvent | None = None
+    failed_step: FailedStepEvent | None = None
+    start: StartEvent | None = None
+
+    @classmethod
+    def of(cls, number: int, event: Event) -> Told:
+        if isinstance(event, TickEvent):
+            return cls(number, tick=Tick.of(event))
+        if isinstance(event, RequestEvent):
+            return cls(number, request=event)
+        if isinstance(event, ParkedEvent):
+            return cls(number, parked=event)
+        if isinstance(event, CellsEvent):
+            return cls(number, cells=event)
+        if isinstance(event, FailedStepEvent):
+            return cls(number, failed_step=event)
+        return cls(number, start=event)
+
+    def event(self) -> Event:
+        if self.tick is not None:
+            return self.tick.event()
+        event = self.request or self.parked or self.cells or self.failed_step or self.start
+        if event is None:
+            raise IntegrityError("an engine process sent an event without contents")
+        return event
 
 
 class Envelope(msgspec.Struct):
-    """What can be read of a message whose contents can't: its kind, and whose request it is about."""
+    """What can be read of a message whose contents can't: its kind, and which request or question it is about."""
 
     type: str = ""
     request_id: str | None = None
+    number: int | None = None
 
 
-ToEngine = Start | Submit | Cancel | Finish | Release | AskStats | Close
-FromEngine = Ready | Failed | Step | Stats
+Question = AskStats | AskSnapshots | ExportKV | ImportKV | Follow
+ToEngine = Start | Submit | Cancel | Finish | Release | Question | Unfollow | Close
+FromEngine = Ready | Failed | Step | Answer | Told | Pulse
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_value = msgspec.msgpack.decode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
 _CAN_NOT_BE_CARRIED = (msgspec.MsgspecError, OverflowError, RecursionError, TypeError, ValueError)
@@ -196,6 +336,21 @@ def read_envelope(message: bytes) -> Envelope:
 def failed(request_id: str, reason: str) -> bytes:
     """The message that ends a request which never reached the engine."""
     return encode(Step.of(StepResult.of_end(request_id, FinishReason.ERROR, _printable(reason)), {}))
+
+
+def plain_namespace(hints: Hints) -> Hashable:
+    """The namespace of a request, or `InvalidRequest` if it would arrive as something else."""
+    if not _is_plain(hints.namespace):
+        raise InvalidRequest(
+            "a namespace for an engine process must consist of strings, bytes, numbers, None and tuples of them, "
+            f"not {hints.namespace!r}"
+        )
+    return hints.namespace
+
+
+def with_namespace(hints: Hints, namespace: Any) -> Hints:
+    """Hints as they were before they were sent."""
+    return replace(hints, namespace=_with_tuples(namespace))
 
 
 def _is_plain(value: Hashable) -> bool:
@@ -228,9 +383,10 @@ class Mailroom:
         self._outbox: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._closed = False
+        self._is_woken = False
+        """There is something in the pipe that wakes the owner: one byte is enough."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -241,7 +397,8 @@ class Mailroom:
             if self._closed:
                 return
             self._outbox.append(message)
-            with contextlib.suppress(BlockingIOError):  # the pipe is full: it is awake already
+            if not self._is_woken:
+                self._is_woken = True
                 os.write(self._wake_write, b"!")
 
     def receive(self, timeout_ms: int) -> Iterator[bytes]:
@@ -252,7 +409,8 @@ class Mailroom:
         """
         awake = dict(self._poller.poll(timeout_ms))
         if self._wake_read in awake:
-            os.read(self._wake_read, 4096)
+            os.read(self._wake_read, 1)
+            self._is_woken = False  # before the outbox is looked at: what is posted later wakes again
         self.flush()
         while self._socket.poll(0, zmq.POLLIN):
             yield self._socket.recv()

@@ -1,0 +1,640 @@
+"""The engine in a process of its own: `ProcessClient` here, `python -m tokenmill.entrypoints.process ADDRESS` there.
+
+The engine process loads the weights and runs the engine's threads; this one never touches them, and the two share no
+interpreter lock. They talk over a private unix socket: one message per step. Neither outlives the other: the child ends
+when its standard input, a pipe from the parent, is closed by whatever ends the parent. When the child ends, every
+waiting caller is told, and another one is started: all that an engine process knows can be computed again.
+
+A mistake costs its own request only. What can't be sent is refused on the caller's thread; a message that fails in the
+child ends the request it is about; a sink that raises loses the request it listens to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tokenmill.config import EngineConfig
+from tokenmill.contract import BackendLimits, IntArray, ModelInfo
+from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.core import check_cancel
+from tokenmill.engine.events import CoreSnapshot, CoreStats, Event, Phase, RequestEvent, StartEvent, Subscriber
+from tokenmill.engine.pool import ANSWER_S, MakeSubscriber, Sink, Sinks, tell
+from tokenmill.engine.request import Hints, Request, check_request
+from tokenmill.entrypoints import wire
+from tokenmill.entrypoints.fit import plan_one_session
+from tokenmill.entrypoints.options import load_for_engine
+from tokenmill.entrypoints.wire import Mailroom
+from tokenmill.errors import ConfigError, EngineDead, InsufficientMemory, InvalidRequest, TokenmillError
+from tokenmill.outputs import FinishReason, StepResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEARTBEAT_S = 0.25
+"""How often each side looks whether the other one is there."""
+CLOSE_S = 5.0
+MAX_FAILED_STARTS, RETRY_S = 3, 1.0
+"""Restarts in a row that may fail to load the model before the engine is given up, and the pause after each."""
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """What is known here of a model that an engine process has loaded."""
+
+    info: ModelInfo
+    path: Path | None
+    weights_version: int = 0
+    """Nobody here can replace them."""
+
+    def close(self) -> None:
+        """The engine process goes with its client."""
+
+
+@dataclass
+class _Following:
+    """A subscription to a core's events, which outlives the engine process."""
+
+    core: int
+    make: MakeSubscriber
+    subscriber: Subscriber | None = None
+    running: dict[str, RequestEvent] = field(default_factory=dict)
+    """The latest event of each request that has not ended."""
+
+    def begin(self, snapshot: CoreSnapshot) -> None:
+        """A snapshot has come: the first one, or that of the engine that took the place of the one before."""
+        if self.subscriber is None:
+            self.subscriber = self.make(snapshot)
+        else:
+            self.subscriber(StartEvent(time.monotonic(), len(snapshot.slots), snapshot.num_cells))
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, RequestEvent):
+            if event.phase is Phase.ENDED:
+                self.running.pop(event.request_id, None)
+            else:
+                self.running[event.request_id] = event
+        if self.subscriber is not None:
+            self.subscriber(event)
+
+    def end_all(self) -> None:
+        """The engine process has ended, and with it all that ran there."""
+        for event in list(self.running.values()):
+            self.hear(replace(event, phase=Phase.ENDED, at=time.monotonic(), finish_reason=FinishReason.ERROR))
+
+
+@dataclass(frozen=True)
+class _Child:
+    """An engine process, and the socket it is reached by."""
+
+    process: subprocess.Popen[bytes]
+    mail: Mailroom
+    folder: Path
+
+    @classmethod
+    def start(cls) -> _Child:
+        folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # for this user's eyes only
+        address = f"ipc://{folder / 'engine'}"
+        mail = Mailroom(address, bind=True)
+        command = [sys.executable, "-m", "tokenmill.entrypoints.process", address]
+        return cls(subprocess.Popen(command, stdin=subprocess.PIPE), mail, folder)
+
+    def end(self) -> None:
+        """Kill it if it is still running, wait for it, and leave nothing of it behind."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.mail.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class ProcessClient:
+    """An `EngineClient` whose engine runs in a child process. Safe to use from any thread.
+
+    `options` are `EngineOptions`. A child that dies is replaced; meanwhile, and for good if the model can't be loaded
+    any more, calls raise `EngineDead`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        num_cores: int = 1,
+        has_queue_limit: bool = True,
+    ) -> None:
+        given = dict(options or {})
+        config = given.pop("config", None)
+        self._start = wire.pack(wire.Start(model, given, config, num_cores, has_queue_limit), wrong=ConfigError)
+        self._num_cores = num_cores
+        self._lock = threading.Lock()
+        self._requests: dict[str, Request] = {}
+        self._sinks = Sinks()
+        self._questions: dict[int, Callable[[wire.Answer], None]] = {}
+        self._following: dict[int, _Following] = {}
+        self._numbers = itertools.count()
+        self._is_closed = threading.Event()
+        self._gone: str | None = "the engine process is starting"
+        """Why no request can be sent now."""
+        self._cores_alive: list[int] = []
+        self._silent_s, self._pulse_at = 0.0, time.monotonic()
+        self._num_failed_starts = 0
+        self._ready: Future[wire.Ready] = Future()
+        self._child = self._new_child()
+        self._thread = threading.Thread(target=self._serve, name="tokenmill-process-client", daemon=True)
+        self._thread.start()
+        try:
+            ready = self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+        self.model = RemoteModel(ready.info, None if ready.path is None else Path(ready.path))
+        self.config: EngineConfig = ready.config
+        self.limits: BackendLimits = ready.limits
+        self._max_model_len = ready.max_model_len
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The engine process."""
+        return self._child.process
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def num_cores(self) -> int:
+        return self._num_cores
+
+    @property
+    def cores_alive(self) -> list[int]:
+        return self._cores_alive if self._gone is None else []
+
+    @property
+    def seconds_silent(self) -> float:
+        """What the process last said, and how much longer than a heartbeat it has said nothing."""
+        return self._silent_s + max(0.0, time.monotonic() - self._pulse_at - 2 * HEARTBEAT_S)
+
+    def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
+        check_request(request, self.model.info, self.max_model_len)
+        message = wire.pack(wire.Submit.of(request, core))
+        with self._lock:
+            if self._gone is not None:
+                raise EngineDead(self._gone)
+            if request.request_id in self._requests:
+                raise InvalidRequest(f"request {request.request_id} is already running")
+            self._requests[request.request_id] = request
+            self._sinks.add(request.request_id, sink)
+            self._child.mail.post(message)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        check_cancel(reason)
+        self._post_about(wire.Cancel(request_id, reason))
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self._post_about(wire.Finish(request_id, keep_tokens))
+
+    def _post_about(self, message: wire.Cancel | wire.Finish) -> None:
+        """Post it if its request is running; else there is nothing to end."""
+        with self._lock:
+            if message.request_id in self._requests:
+                self._child.mail.post(wire.pack(message))
+
+    def release(self, owner: str) -> None:
+        with self._lock:
+            if self._gone is None:
+                self._child.mail.post(wire.pack(wire.Release(owner)))
+
+    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
+        def read(raw: msgspec.Raw) -> tuple[IntArray, bytes] | None:
+            kv = wire.decode_value(raw, type=wire.ExportedKV | None)
+            return None if kv is None else (kv.token_ids, kv.state)
+
+        return self._ask(partial(wire.ExportKV, core=core, owner=owner), read)
+
+    def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
+        namespace, hints = wire.plain_namespace(hints), replace(hints, namespace=None)
+        kv = wire.ExportedKV.of(tokens, state)
+        question = partial(wire.ImportKV, core=core, kv=kv, hints=hints, namespace=namespace)
+        return self._ask(question, partial(wire.decode_value, type=bool))
+
+    def stats(self) -> list[CoreStats | None]:
+        read = partial(wire.decode_value, type=list[CoreStats | None])
+        found: list[CoreStats | None] = self._ask(wire.AskStats, read).result(ANSWER_S)
+        return found
+
+    def snapshots(self) -> list[CoreSnapshot | None]:
+        read = partial(wire.decode_value, type=list[CoreSnapshot | None])
+        found: list[CoreSnapshot | None] = self._ask(wire.AskSnapshots, read).result(ANSWER_S)
+        return found
+
+    def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
+        """As with every client; the subscriber is called on the thread that reads the socket."""
+        following = _Following(core, make)
+        number = next(self._numbers)
+
+        def begin(raw: msgspec.Raw) -> None:
+            following.begin(wire.decode_value(raw, type=CoreSnapshot))
+
+        def end() -> None:
+            with self._lock:
+                if self._following.pop(number, None) is not None and self._gone is None:
+                    self._child.mail.post(wire.encode(wire.Unfollow(number)))
+
+        self._following[number] = following
+        try:
+            self._ask(partial(wire.Follow, core=core), begin, number).result(ANSWER_S)
+        except BaseException:
+            end()
+            raise
+        return end
+
+    def _ask(
+        self, make: Callable[[int], wire.Question], read: Callable[[msgspec.Raw], T], number: int | None = None
+    ) -> Future[T]:
+        """Send a question; its answer is read on the thread that hears it. `EngineDead` if there is no engine."""
+        number = next(self._numbers) if number is None else number
+        answer: Future[T] = Future()
+
+        def take(message: wire.Answer) -> None:
+            if message.error is not None:
+                answer.set_exception(EngineDead(message.error))
+                return
+            try:
+                answer.set_result(read(message.value))
+            except Exception as error:
+                answer.set_exception(error)
+
+        message = wire.encode(make(number))
+        with self._lock:
+            if self._gone is not None:
+                answer.set_exception(EngineDead(self._gone))
+            else:
+                self._questions[number] = take
+                self._child.mail.post(message)
+        return answer
+
+    def close(self) -> None:
+        """Stop the engine process; requests that were not done end with `shutdown`."""
+        with self._lock:
+            self._gone = "the engine was closed"
+            self._is_closed.set()
+            self._child.mail.post(wire.encode(wire.Close()))
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._child.process.kill()
+            self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _new_child(self) -> _Child:
+        child = _Child.start()
+        child.mail.post(self._start)
+        return child
+
+    def _serve(self) -> None:
+        """Carry messages, from one child after the other. Whatever ends this, it leaves no child and nobody waiting."""
+        goes_on = True
+        while goes_on:
+            child = self._child
+            try:
+                while child.process.poll() is None:
+                    self._read(child, HEARTBEAT_S)
+                self._read(child, 0)
+            except Exception:
+                log.exception("the messages of engine process %d failed; the process is ended", child.process.pid)
+                self._num_failed_starts = MAX_FAILED_STARTS  # a bug, which another process would meet again
+            finally:
+                child.end()
+                self._end_all(child.process.returncode)
+            goes_on = self._start_again()
+
+    def _start_again(self) -> bool:
+        """Start another child. False if the engine is closed or given up."""
+        if self._ready.exception() is not None or self._num_failed_starts >= MAX_FAILED_STARTS:
+            return False
+        if self._is_closed.wait(RETRY_S * self._num_failed_starts):
+            return False
+        log.warning("%s; another one is started", self._gone)
+        with self._lock:
+            if self._is_closed.is_set():
+                return False
+            self._num_failed_starts += 1  # until it is ready
+            self._child = self._new_child()
+        return True
+
+    def _read(self, child: _Child, timeout_s: float) -> None:
+        for message in child.mail.receive(int(1000 * timeout_s)):
+            self._take(wire.decode_from_engine(message))
+
+    def _take(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Step):
+            self._hear(message)
+        elif isinstance(message, wire.Told):
+            if (following := self._following.get(message.number)) is not None:
+                self._tell(message.number, partial(following.hear, message.event()))
+        elif isinstance(message, wire.Pulse):
+            self._cores_alive, self._silent_s = message.cores_alive, message.seconds_silent
+            self._pulse_at = time.monotonic()
+        elif isinstance(message, wire.Answer):
+            with self._lock:
+                take = self._questions.pop(message.number, None)
+            if take is not None:
+                take(message)
+        elif isinstance(message, wire.Ready):
+            self._begin(message)
+        elif not self._ready.done():
+            self._ready.set_exception(message.error())
+            self._child.process.kill()
+        else:
+            log.error("the engine process could not be started again: %s", message.reason)
+            self._child.process.kill()
+
+    def _begin(self, ready: wire.Ready) -> None:
+        """A child has loaded the model: requests may come, after whoever follows its cores."""
+        self._cores_alive, self._silent_s, self._pulse_at = list(range(self._num_cores)), 0.0, time.monotonic()
+        with self._lock:
+            for number, following in self._following.items():
+                self._questions[number] = partial(self._follow_again, number, following)
+                self._child.mail.post(wire.encode(wire.Follow(number, following.core)))
+            self._num_failed_starts = 0
+            if not self._is_closed.is_set():
+                self._gone = None
+        if not self._ready.done():
+            self._ready.set_result(ready)
+
+    def _follow_again(self, number: int, following: _Following, answer: wire.Answer) -> None:
+        if answer.error is None:
+            snapshot = wire.decode_value(answer.value, type=CoreSnapshot)
+            self._tell(number, partial(following.begin, snapshot))
+
+    def _tell(self, number: int, event: Callable[[], None]) -> None:
+        """Call a subscriber; one that raises is dropped."""
+        try:
+            event()
+        except Exception:
+            log.exception("a subscriber failed and is dropped")
+            with self._lock:
+                self._following.pop(number, None)
+
+    def _hear(self, message: wire.Step) -> None:
+        """Hand a step result to the sinks of its requests."""
+        result = message.result()
+        with self._lock:
+            for request_id, facts in message.facts.items():
+                if (request := self._requests.get(request_id)) is not None:
+                    request.num_cached, request.verdict = facts.num_cached, facts.verdict
+                    if facts.prompt_logprobs is not None:
+                        request.prompt_logprobs = facts.prompt_logprobs
+                    request.embedding = facts.embedding
+            parts = self._sinks.route(result)
+            for place in result.ends:
+                self._requests.pop(result.request_ids[place], None)
+        for sink, part in parts:
+            if unheard := tell(sink, part):
+                with self._lock:
+                    self._sinks.drop(unheard)
+                for request_id in unheard:
+                    self.cancel(request_id)
+
+    def _end_all(self, code: int) -> None:
+        """Tell every caller that the child is gone."""
+        with self._lock:
+            closed = self._is_closed.is_set()
+            if not closed:
+                self._gone = f"the engine process ended with exit code {code}"
+            gone = self._gone or ""
+            reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
+            ends = [StepResult.of_end(request_id, reason, gone) for request_id in self._requests]
+            parts = [part for end in ends for part in self._sinks.route(end)]
+            self._requests = {}
+            questions, self._questions = self._questions, {}
+            all_following = list(self._following.items())
+        for sink, part in parts:
+            tell(sink, part)
+        for number, take in questions.items():
+            take(wire.Answer(number, error=gone))
+        for number, following in all_following:
+            self._tell(number, following.end_all)
+        if not self._ready.done():
+            self._ready.set_exception(EngineDead(gone))
+
+
+class EngineProcess:
+    """The child's side: a `ThreadClient` behind a mailroom. `run` is for the thread that made it."""
+
+    def __init__(self, address: str) -> None:
+        self._mail = Mailroom(address, bind=False)
+        self._client: ThreadClient | None = None
+        self._requests: dict[str, Request] = {}
+        """Those that run, for what the parent is to know of them."""
+        self._started: set[str] = set()
+        """Those whose first token has been sent."""
+        self._following: dict[int, Callable[[], None]] = {}
+        """The calls that end subscriptions."""
+        self._going = True
+
+    def run(self) -> None:
+        pulse_at = 0.0
+        while self._going:
+            for message in self._mail.receive(int(1000 * HEARTBEAT_S)):
+                self._obey(message)
+            if self._going and self._client is not None and time.monotonic() >= pulse_at:
+                pulse_at = time.monotonic() + HEARTBEAT_S
+                self._pulse(self._client)
+        self._mail.close()
+
+    def _pulse(self, client: ThreadClient) -> None:
+        """Tell how the cores are. With none left this process is of no use: its parent starts another one."""
+        alive = client.cores_alive
+        self._mail.post(wire.encode(wire.Pulse(alive, client.seconds_silent)))
+        if not alive:
+            raise EngineDead("all engine cores have failed")
+
+    def _obey(self, message: bytes) -> None:
+        """Do what a message says. If that fails it costs at most the message's own request, never the process."""
+        try:
+            self._take(wire.decode_for_engine(message))
+        except TokenmillError as error:
+            self._fail(wire.read_envelope(message), error)
+        except Exception as error:  # a bug; but others have requests here
+            log.exception("the engine process could not do what a message says")
+            self._fail(wire.read_envelope(message), error)
+
+    def _take(self, message: wire.ToEngine) -> None:
+        client = self._client
+        if isinstance(message, wire.Start):
+            self._start(message)
+        elif client is None or isinstance(message, wire.Close):
+            self._stop()
+        elif isinstance(message, wire.Submit):
+            request = message.request()
+            self._requests[request.request_id] = request
+            try:
+                client.submit(request, self._tell, message.core)
+            except BaseException:
+                del self._requests[request.request_id]
+                raise
+        elif isinstance(message, wire.Cancel):
+            client.cancel(message.request_id, message.reason)
+        elif isinstance(message, wire.Finish):
+            client.finish(message.request_id, message.keep_tokens)
+        elif isinstance(message, wire.Release):
+            client.release(message.owner)
+        elif isinstance(message, wire.Unfollow):
+            self._following.pop(message.number, _nothing)()
+        else:
+            self._take_question(client, message)
+
+    def _take_question(self, client: ThreadClient, message: wire.Question) -> None:
+        """A core answers between two steps, and a step may hang; the reading of messages must not."""
+        if isinstance(message, wire.ExportKV):
+            exported = client.export_kv(message.core, message.owner)
+            exported.add_done_callback(partial(self._answer, message.number))
+        elif isinstance(message, wire.ImportKV):
+            hints = wire.with_namespace(message.hints, message.namespace)
+            imported = client.import_kv(message.core, message.kv.token_ids, message.kv.state, hints)
+            imported.add_done_callback(partial(self._answer, message.number))
+        else:
+            asked: Callable[[], Any]
+            if isinstance(message, wire.Follow):
+                asked = partial(self._follow, client, message)
+            else:
+                asked = client.stats if isinstance(message, wire.AskStats) else client.snapshots
+            thread = threading.Thread(
+                target=self._answer_with, args=(message.number, asked), name="tokenmill-answer", daemon=True
+            )
+            thread.start()
+
+    def _answer_with(self, number: int, asked: Callable[[], Any]) -> None:
+        """On a thread of its own, for one answer."""
+        answer: Future[Any] = Future()
+        try:
+            answer.set_result(asked())
+        except (TokenmillError, TimeoutError) as error:
+            answer.set_exception(error)
+        self._answer(number, answer)
+
+    def _answer(self, number: int, answer: Future[Any]) -> None:
+        """On whatever thread has the answer. That to `Follow` has been sent by then, with the snapshot."""
+        error = answer.exception()
+        if error is not None:
+            self._mail.post(wire.encode(wire.Answer(number, error=f"{type(error).__name__}: {error}")))
+            return
+        value = answer.result()
+        if isinstance(value, tuple):
+            value = wire.ExportedKV.of(*value)
+        if number not in self._following:
+            self._mail.post(wire.encode(wire.Answer(number, msgspec.Raw(wire.encode(value)))))
+
+    def _follow(self, client: ThreadClient, message: wire.Follow) -> None:
+        number = message.number
+
+        def make(snapshot: CoreSnapshot) -> Subscriber:
+            """On the core's thread: nothing happens between the snapshot and the first event."""
+            self._mail.post(wire.encode(wire.Answer(number, msgspec.Raw(wire.encode(snapshot)))))
+            return lambda event: self._mail.post(wire.encode(wire.Told.of(number, event)))
+
+        self._following[number] = client.subscribe(message.core, make)
+
+    def _fail(self, envelope: wire.Envelope, error: Exception) -> None:
+        """Let the parent hear of a message that failed."""
+        if envelope.type == wire.Start.__name__:
+            self._mail.post(wire.encode(wire.Failed.of(error)))  # and wait for the parent to close
+        elif envelope.number is not None:
+            self._mail.post(wire.encode(wire.Answer(envelope.number, error=f"{type(error).__name__}: {error}")))
+        elif envelope.request_id is not None and envelope.type == wire.Submit.__name__:
+            self._mail.post(wire.failed(envelope.request_id, str(error)))
+        elif envelope.request_id is not None and self._client is not None:
+            log.warning("request %s is ended: %s", envelope.request_id, error)
+            with contextlib.suppress(EngineDead):  # then it has had its ending
+                self._client.cancel(envelope.request_id, FinishReason.ERROR)
+
+    def _start(self, start: wire.Start) -> None:
+        options = start.options if start.config is None else {**start.options, "config": start.config}
+        if start.model != "fake" and not (fit := plan_one_session(start.model, options)).fits:
+            raise InsufficientMemory(fit.shortage(start.model))
+        model, config, limits = load_for_engine(start.model, options, has_queue_limit=start.has_queue_limit)
+        client = ThreadClient(model, config, limits, num_cores=start.num_cores)
+        path = None if model.path is None else str(model.path)
+        ready = wire.Ready(model.info, path, config, limits, client.max_model_len)
+        self._client = client
+        self._mail.post(wire.encode(ready))
+
+    def _tell(self, result: StepResult) -> None:
+        """On a core's thread."""
+        facts = {}
+        for place in result.ends:
+            request_id = result.request_ids[place]
+            if (request := self._requests.pop(request_id, None)) is not None:
+                facts[request_id] = self._facts(request, is_first=request_id not in self._started)
+            self._started.discard(request_id)
+        for request_id in result.request_ids:
+            if request_id not in self._started and (request := self._requests.get(request_id)) is not None:
+                self._started.add(request_id)
+                facts[request_id] = self._facts(request, is_first=True)
+        self._mail.post(wire.encode(wire.Step.of(result, facts)))
+
+    def _facts(self, request: Request, *, is_first: bool) -> wire.Facts:
+        scores = request.prompt_logprobs if is_first and request.prompt_logprobs else None
+        return wire.Facts(request.num_cached, request.verdict, scores, request.embedding)
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._going = False
+
+
+def _nothing() -> None:
+    """Ends a subscription that has ended."""
+
+
+def end_with_parent() -> None:
+    """End this process when the parent's end of standard input is closed, whatever closed it."""
+
+    def watch() -> None:
+        # Not through `sys.stdin`: its lock, held by a thread that waits for ever, makes the interpreter abort.
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="tokenmill-parent-watch", daemon=True).start()
+
+
+def main(address: str) -> None:
+    """Be the engine process. Leaves by `os._exit` however it ends: no thread of an engine can hold it up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
+    code = 1
+    try:
+        end_with_parent()
+        EngineProcess(address).run()
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        log.exception("the engine process failed")
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
