@@ -122,7 +122,12 @@ class TextStage:
             if end is None or end.finish_reason is not FinishReason.STOP or token_id not in self._stop_ids:
                 text = self._detokenizer.push(token_id)
                 self._num_texts += 1
-                if end is None and self._stops is None and len(self._ids) == 1 and self._detokenizer.is_whole:
+                if (
+                    end is None
+                    and len(self._ids) == 1
+                    and self._detokenizer.is_whole
+                    and (self._stops is None or self._stops.passes(text))
+                ):
                     # As most tokens: no other one waits, and no stop string can take this one back.
                     self._num_chars += len(text)
                     self._num_given = self._num_chars

@@ -164,10 +164,15 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._include = include
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text, if one did."""
+
+    def passes(self, text: str) -> bool:
+        """Does `push` give out all of this text, and nothing else? That is known where no stop string begins in it."""
+        return not self._held and self._first_characters.isdisjoint(text)
 
     def push(self, text: str) -> str:
         """The text that may be shown now. Once a stop string is found, nothing more comes."""
