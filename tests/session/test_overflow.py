@@ -212,7 +212,7 @@ def test_21_3_raw_input_is_dropped_with_what_came_before_it() -> None:
     session.append("x" * 200, PLAIN, CONTEXT, raw=True)
     for number in range(12):
         exchange(session, QUESTION.format(number), "answer")
-    assert not session.log.has_raw_input
+    assert not session.log.num_raw
     kept = len(session.log.turns) // 2
     assert [one["content"] for one in messages(session)[::2]] == [QUESTION.format(i) for i in range(12 - kept, 12)]
 

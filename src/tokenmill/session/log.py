@@ -64,7 +64,7 @@ class SharedList(Sequence[T]):
 
     def extended(self, more: Sequence[T]) -> SharedList[T]:
         """With more items. Costs what is added, unless another sequence goes on from here already."""
-        longer: SharedList[T] = SharedList()
+        longer: SharedList[T] = SharedList.__new__(SharedList)
         with _EXTENDING:
             is_free = 0 < len(self._items) == self._count
             items = self._items if is_free else self._items[: self._count]
@@ -76,7 +76,7 @@ class SharedList(Sequence[T]):
         """The first `count` items."""
         if count == self._count:
             return self
-        shorter: SharedList[T] = SharedList()
+        shorter: SharedList[T] = SharedList.__new__(SharedList)
         shorter._items, shorter._count = self._items, count
         return shorter
 
@@ -143,7 +143,7 @@ class Tokens:
 
     def extended(self, ids: Sequence[int]) -> Tokens:
         """With more ids. Costs what is added, unless another sequence goes on from here already."""
-        longer, new = Tokens(), np.array(ids, dtype=np.int32)
+        longer, new = Tokens.__new__(Tokens), np.array(ids, dtype=np.int32)
         with _EXTENDING:
             storage = self._storage
             if storage.used != self._count or self._count == 0:
@@ -154,7 +154,7 @@ class Tokens:
 
     def first(self, count: int) -> Tokens:
         """The first `count` ids."""
-        shorter = Tokens()
+        shorter = Tokens.__new__(Tokens)
         shorter._storage, shorter._count = self._storage, count
         return shorter
 
@@ -222,11 +222,6 @@ class TokenLog:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def has_raw_input(self) -> bool:
-        """Did something go in as it was, outside any message?"""
-        return self.num_raw > 0
 
     @property
     def ended_with(self) -> int | None:

@@ -6,8 +6,7 @@ import bisect
 import copy
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -275,7 +274,7 @@ class Session:
 
     def num_text_bytes(self, text: ModelText) -> int:
         """Of what has been said, how much is read to render the next turn; about."""
-        if text.template is None or self.log.has_raw_input:
+        if text.template is None or self.log.num_raw:
             return 0
         return sum(map(num_chars, self._renderer(text).shown(self.log.messages)))
 
@@ -301,7 +300,7 @@ class Session:
 
         With `continue_final_message` the last message is the beginning of the answer, which is to be gone on with.
         """
-        ids = self._raw_ids(given, text, max_model_len, raw)
+        ids = None if isinstance(given, str) and not raw else self._raw_ids(given, text, max_model_len)
         if ids is not None:
             if continue_final_message:
                 raise InvalidRequest("only a message can be continued", param="continue_final_message")
@@ -326,8 +325,10 @@ class Session:
         """The messages that wait, and the beginning of their answer; as after one that was cut short."""
         if not self.is_unanswered:
             raise InvalidRequest("the prefix of an answer must follow input", param="continue_final_message")
-        with _within(max_model_len):
+        try:
             ids = text.tokenizer.encode(str(begun["content"]), add_special=False, limit=max_model_len)
+        except TooManyTokens as error:
+            raise _too_long(error.at_least, max_model_len) from None
         num_prompt = self._fit(text, max_model_len, 1 + len(ids)) if self.inbox else len(self.log)
         if num_prompt + len(ids) >= max_model_len:
             raise ContextOverflow(context_overflow(max_model_len, num_prompt + len(ids), 1))
@@ -350,11 +351,14 @@ class Session:
         is_first = self.system is not None and not self.log.turns and not self.inbox
         return ({"role": "system", "content": self.system},) if is_first else ()
 
-    def _raw_ids(self, given: Input, text: ModelText, max_model_len: int, raw: bool) -> list[int] | None:
+    def _raw_ids(self, given: Input, text: ModelText, max_model_len: int) -> list[int] | None:
+        """Ids that go in as they are; None for messages."""
         if isinstance(given, str):
             is_first = not len(self.log) and not self.inbox
-            with _within(max_model_len):
-                return text.tokenizer.encode(given, add_special=is_first, limit=max_model_len) if raw else None
+            try:
+                return text.tokenizer.encode(given, add_special=is_first, limit=max_model_len)
+            except TooManyTokens as error:
+                raise _too_long(error.at_least, max_model_len) from None
         if isinstance(given, Sequence) and len(given) and isinstance(given[0], Mapping):
             return None
         if isinstance(given, Sequence) and len(given) >= max_model_len:  # before each of them is looked at
@@ -392,7 +396,7 @@ class Session:
         if known is not None and known.log is self.log and known.inbox is self.inbox:
             return known.continuation
         # Raw input is in no message, so nothing before it may be rendered again from the messages.
-        past = () if self.log.has_raw_input else self.log.messages
+        past = () if self.log.num_raw else self.log.messages
         step = self._renderer(text).extend(self.log.tokens.array, past, self.inbox, self.log.ended_with, limit)
         self.rendered = RenderedInbox(self.log, self.inbox, step)
         return step
@@ -439,9 +443,11 @@ class Session:
         So many tokens are to be left for the answer; where even dropping all turns leaves fewer, one is enough.
         """
         capacity, drops = max_model_len - num_reserved, self.options.overflow == "drop_oldest_turns"
-        # Dropping turns does not help new messages that are far too long by themselves.
-        with _within(max_model_len, len(self.log) if drops else 0):
+        try:
             step = self._continuation(text, len(self.log) + 2 * max_model_len if drops else max_model_len)
+        except TooManyTokens as error:
+            # Dropping turns does not help new messages that are far too long by themselves.
+            raise _too_long(error.at_least - (len(self.log) if drops else 0), max_model_len) from None
         total = step.keep + len(step.ids)
         if total > capacity and drops:
             total = self._drop_oldest_turns(text, capacity, step)
@@ -596,14 +602,9 @@ class Session:
         self.attempt += 1
 
 
-@contextmanager
-def _within(max_model_len: int, num_droppable: int = 0) -> Iterator[None]:
+def _too_long(at_least: int, max_model_len: int) -> ContextOverflow:
     """Input that is longer than the context is refused as soon as that is known."""
-    try:
-        yield
-    except TooManyTokens as error:
-        num_prompt = error.at_least - num_droppable
-        raise ContextOverflow(context_overflow(max_model_len, num_prompt, 1, is_exact=False)) from None
+    return ContextOverflow(context_overflow(max_model_len, at_least, 1, is_exact=False))
 
 
 def whole_number(name: str, value: Any) -> int:

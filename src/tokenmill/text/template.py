@@ -131,23 +131,26 @@ class ChatTemplate:
         """
         if continue_final_message:
             return self._encode(self._rendered_open(messages, **options), limit)
-        return self._encode(self._rendered(messages, add_generation_prompt, options, limit), limit)
+        rendered = self.rendered(messages, limit, add_generation_prompt=add_generation_prompt, **options)
+        return self._encode(rendered, limit)
 
     def render(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> str:
         """The text of the conversation as the template writes it."""
         return run_template(self._template, self._checked(messages, options, add_generation_prompt).variables)
 
-    def rendered(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **options: Any) -> Rendered:
-        """The conversation, and which special tokens in it are the template's own."""
-        return self._rendered(messages, add_generation_prompt, options)
-
-    def _rendered(
+    def rendered(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool,
-        options: Mapping[str, Any],
         limit: int | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **options: Any,
     ) -> Rendered:
+        """The conversation, and which special tokens in it are the template's own.
+
+        `TooManyTokens` if its length alone tells that it has more than `limit`.
+        """
         given = self._checked(messages, options, add_generation_prompt)
         text = run_template(self._template, given.variables)
         if self._special is None:
@@ -190,7 +193,9 @@ class ChatTemplate:
                 "the message to continue must be an assistant message with text content", param="messages"
             )
         mark = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
-        whole = self.rendered([*past, {**last, "content": last["content"] + mark}], False, **options)
+        whole = self.rendered(
+            [*past, {**last, "content": last["content"] + mark}], add_generation_prompt=False, **options
+        )
         end = whole.text.rfind(mark)
         if end < 0:
             raise InvalidRequest("this chat template does not render the last message verbatim", param="messages")
