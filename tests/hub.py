@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from huggingface_hub import constants
+
+from tokenmill.backends import huggingface
+
 LARGE = (".safetensors", ".gguf", ".bin")
 
 
@@ -26,6 +31,25 @@ def git_sum(content: bytes) -> str:
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def use(endpoint: str, cache: Path, patch: Callable[[Any, str, Any], None]) -> None:
+    """Point huggingface_hub, which reads its environment when it is imported, to a hub and a cache."""
+    patch(constants, "ENDPOINT", endpoint)
+    patch(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    patch(constants, "HF_HUB_CACHE", str(cache))
+    patch(constants, "HF_TOKEN_PATH", str(cache / "token"))
+    patch(constants, "HF_HUB_OFFLINE", False)
+    patch(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 10)
+    patch(huggingface, "RETRY_WAITS_S", (0.0,) * 3)
+
+
+def place(cache: Path, name: str, folder: Path) -> Path:
+    """Put the files of a directory into a cache, as if they had been downloaded."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    return Path(shutil.copytree(folder, repo / "snapshots" / ("0" * 40)))
 
 
 @dataclass

@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from tests.hub import Fault, Hub, sha256
+from tests.hub import Fault, Hub, sha256, use
 from tokenmill.backends import huggingface, library
 from tokenmill.backends.huggingface import HubName, choose, quantization
 from tokenmill.backends.library import find_model, pull
@@ -44,17 +44,6 @@ def shards(count: int) -> dict[str, bytes]:
 
 def index_of(files: Any) -> bytes:
     return json.dumps({"weight_map": {f"tensor.{i}": file for i, file in enumerate(files)}}).encode()
-
-
-def use(endpoint: str, cache: Path, patch: Callable[[Any, str, Any], None]) -> None:
-    """Point huggingface_hub, which reads its environment when it is imported, to a hub and a cache."""
-    patch(constants, "ENDPOINT", endpoint)
-    patch(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-    patch(constants, "HF_HUB_CACHE", str(cache))
-    patch(constants, "HF_TOKEN_PATH", str(cache / "token"))
-    patch(constants, "HF_HUB_OFFLINE", False)
-    patch(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 10)
-    patch(huggingface, "RETRY_WAITS_S", (0.0,) * 3)
 
 
 @pytest.fixture

@@ -27,7 +27,14 @@ OPEN = {"/health", "/health/live", "/health/ready"}
 FILES = set(assets())
 OPENAI = ["/models", "/models/{name:path}", "/chat/completions", "/completions", "/responses", "/embeddings"]
 OPENAI += ["/requests/{request_id}/cancel", "/requests/{request_id}/timeline", "/scheduler", "/scheduler/events"]
-OPENAI += ["/models/load", "/models/unload", "/sessions", "/sessions/restore", "/sessions/{session_id}"]
+OPENAI += [
+    "/models/cached",
+    "/models/load",
+    "/models/unload",
+    "/sessions",
+    "/sessions/restore",
+    "/sessions/{session_id}",
+]
 VERBS = ("append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "turns", "explain", "save")
 OPENAI += [f"/sessions/{{session_id}}/{verb}" for verb in VERBS]
 WITH_KEY = {"/openapi.json", "/metrics", "/tokenize", "/detokenize", *OPENAI, *(f"/v1{path}" for path in OPENAI)}

@@ -175,4 +175,4 @@ def serve(
     elif served_model_name is not None:
         raise ConfigError("--served-model-name requires MODEL; --model NAME=PATH sets its own name")
     specs += [spec(*named(one), options, keep_alive_s=keep_alive) for one in more or ()]
-    run(specs, settings)
+    run(specs, settings, lambda name: spec(name, name, options, keep_alive_s=keep_alive))

@@ -91,11 +91,14 @@ def _paths(routers: Sequence[APIRouter], prefixes: Sequence[str]) -> Iterator[st
         yield from (prefix + route.path for one in routers for route in one.routes if isinstance(route, APIRoute))
 
 
-def serve(specs: Sequence[ModelSpec], config: ServerConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that."""
+def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[str], ModelSpec] | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that.
+
+    `spec_of` makes other downloaded models available to `POST /v1/models/load`.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
     sys.setswitchinterval(SWITCH_S)
-    server = Server(Served(config, specs))
+    server = Server(Served(config, specs, spec_of))
     server.served.models.after_change = server.settle
     listener = _listen(config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -7,7 +7,7 @@ Models come from the command line or from a TOML file:
 
 [[model]]
 name = "small"                  # what clients call it
-path = "smollm2-135m"           # a name, a Hugging Face directory or a .gguf file
+path = "smollm2-135m"           # a name (docs/models.md), a Hugging Face directory or a .gguf file
 aliases = ["default"]
 keep_alive_s = 600              # unload after this many idle seconds
 at_start = false                # load on first use
@@ -28,6 +28,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from tokenmill.backends.huggingface import CachedModel
+from tokenmill.backends.library import cached_models, hub_name
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.fit import Fit, plan_one_session
 from tokenmill.entrypoints.options import EngineOptions, check_options, runs_in_process
@@ -132,8 +134,11 @@ class Models:
         limits: SessionLimits,
         store: SessionStore | None = None,
         texts: TextWorkers | None = None,
+        spec_of: Callable[[str], ModelSpec] | None = None,
     ) -> None:
         self._calls = calls
+        self._spec_of = spec_of
+        """For a downloaded model that the server was not started with; None: there are no others."""
         self._telemetry = telemetry
         self._limits = limits
         self._store = store
@@ -159,6 +164,27 @@ class Models:
         if ANY_NAME in self._names and len(self._entries) > 1:
             raise ConfigError(f"the model name {ANY_NAME!r} requires a server with one model, not {len(self._entries)}")
         return entry
+
+    async def cached(self) -> list[CachedModel]:
+        """Downloaded models that could be loaded as well."""
+        if self._spec_of is None or ANY_NAME in self._names:
+            return []
+        found = await asyncio.to_thread(cached_models)
+        return [one for one in found if one.path is not None and one.name not in self._names]
+
+    async def load_cached(self, name: str) -> None:
+        """Add a downloaded model and load it. Other names are left alone: nothing is downloaded, no path is opened."""
+        if name in self._names or name not in {one.name for one in await self.cached()}:
+            return
+        if self._spec_of is None or name in self._names:  # meanwhile
+            return
+        entry = self.add(self._spec_of(name))
+        try:
+            await self._loaded(entry)
+        except BaseException:
+            if entry.model is None and entry.loading is None:
+                del self._entries[name], self._names[name]
+            raise
 
     # -- which there are ----------------------------------------------------------------------------------------------
 
@@ -396,8 +422,9 @@ def named(given: str) -> tuple[str, str]:
 
 
 def short_name(path: str) -> str:
-    """The default name of a model."""
-    return Path(path).name if "/" in path else path
+    """The default name of a model: a repository's as it is, of a path the last part."""
+    is_local = path.endswith(".gguf") or Path(path).expanduser().exists() or hub_name(path) is None
+    return Path(path).name if is_local and "/" in path else path
 
 
 def spec(

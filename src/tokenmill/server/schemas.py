@@ -55,6 +55,18 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class CachedModel(BaseModel):
+    id: str
+    object: Literal["cached_model"]
+    bytes: int
+    last_used: int
+
+
+class CachedModels(BaseModel):
+    object: Literal["list"]
+    data: list[CachedModel]
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
 

@@ -7,7 +7,7 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,12 @@ ServedSession = tuple[ServedModel, SessionInfo]
 class Served:
     """A server's state. Its gate is closed until the models are loaded, and again on shutdown."""
 
-    def __init__(self, config: ServerConfig, specs: Sequence[ModelSpec] = ()) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        specs: Sequence[ModelSpec] = (),
+        spec_of: Callable[[str], ModelSpec] | None = None,
+    ) -> None:
         self.config = config
         self.started = int(time.time())
         self.calls = OpenCalls()
@@ -54,7 +59,7 @@ class Served:
         limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
         self.store = None if config.store is None else SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)
-        self.models = Models(specs, self.calls, self.telemetry, limits, self.store, self.texts)
+        self.models = Models(specs, self.calls, self.telemetry, limits, self.store, self.texts, spec_of)
         self.responses = ResponseStore(config.max_stored_responses)
 
     def open(self) -> None:

@@ -48,10 +48,21 @@ def model_routes(served: Served) -> APIRouter:
         data = [describe(entry, served.started) for entry in models.entries]
         return JSONResponse({"object": "list", "data": data})
 
+    @api.get("/models/cached", responses={200: {"model": schemas.CachedModels}, **schemas.errors(401, 403, 503)})
+    async def list_cached(http: Request) -> Response:
+        """Downloaded models that `POST /models/load` could add; with an admin key."""
+        _check_admin(caller_of(http.scope), config)
+        found = [
+            {"id": one.name, "object": "cached_model", "bytes": one.num_bytes, "last_used": int(one.last_used)}
+            for one in await models.cached()
+        ]
+        return JSONResponse({"object": "list", "data": found})
+
     @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
     async def load_model(http: Request, body: LoadModel) -> Response:
-        """Load a model that the server knows, if it fits. One that is loaded stays as it is."""
+        """Load a model of the server, or a downloaded one, if it fits. One that is loaded stays as it is."""
         _check_admin(caller_of(http.scope), config)
+        await models.load_cached(body.model)
         await served.models.use(body.model)
         return JSONResponse(describe(models.entry(body.model), served.started))
 

@@ -1,6 +1,7 @@
 // What the page knows, and everything that can be done: views call these methods and follow the changes.
 import { Unreachable, ask } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
+import { explain } from "../shared/words.js";
 import { Answering } from "./answer.js";
 import { abandon, abandonAll, forkInto } from "./sessions.js";
 import * as storage from "./storage.js";
@@ -19,6 +20,10 @@ export class Chat extends Emitter {
   conversations = new Map();
   current = null;
   models = [];
+  /** Downloaded models that an admin may load: `{ id, bytes }`. */
+  cached = [];
+  /** A model that is being loaded, or why it could not be: `{ id, problem }`. */
+  loading = null;
   /** "ready", "loading", "gone", "trouble" or "key": what the server is like. */
   server = "loading";
   /** Can conversations be stored? */
@@ -66,12 +71,38 @@ export class Chat extends Emitter {
       const { data } = await ask("/v1/models");
       this.models = data;
       this.server = "ready";
+      this.#lookForCached();
       if (!this.#isTakenUp) this.#takeUpAll();
     } catch (error) {
       this.server = { 401: "key", 503: "loading" }[error.status] ?? (error instanceof Unreachable ? "gone" : "trouble");
     }
     this.changed();
     return this.server === "ready" || this.server === "key";
+  }
+
+  /** Which other models could be loaded. The server tells admins only; everybody else sees none. */
+  async #lookForCached() {
+    const { data } = await ask("/v1/models/cached").catch(() => ({ data: [] }));
+    this.cached = data;
+    this.changed();
+  }
+
+  /** Choose a model for a conversation; a downloaded one is loaded first. */
+  async useModel(conversation, id) {
+    if (this.cached.some((model) => model.id === id)) {
+      this.loading = { id, problem: null };
+      this.changed();
+      try {
+        await ask("/v1/models/load", { method: "POST", body: { model: id } });
+        this.loading = null;
+      } catch (error) {
+        this.loading = { id, problem: explain(error) };
+      }
+      await this.look();
+      if (this.loading !== null) return this.changed();
+    }
+    this.loading = null;
+    return this.configure(conversation, { model: id });
   }
 
   modelOf(conversation) {

@@ -57,6 +57,7 @@ export function App({ chat }) {
       <main>
         <${Header} chat=${chat} conversation=${current} isListShown=${isListShown} onList=${() => setListShown(!isListShown)} onSettings=${() => setDialog("settings")} />
         ${BANNERS[chat.server] && html`<p class="banner" role="status">${BANNERS[chat.server]}</p>`}
+        ${chat.loading && html`<p class="banner" role="status">${chat.loading.problem ? `${chat.loading.id}: ${chat.loading.problem}` : `Loading ${chat.loading.id}…`}</p>`}
         ${!chat.isStored && html`<p class="banner" role="status">This browser does not keep conversations: they last as long as the page.</p>`}
         <${Thread} key=${`thread ${current.id}`} chat=${chat} conversation=${current} />
         <${Composer} key=${`composer ${current.id}`} chat=${chat} conversation=${current} />
@@ -70,6 +71,8 @@ export function App({ chat }) {
     </div>`;
 }
 
+const size = (bytes) => bytes < 1e9 ? `${Math.ceil(bytes / 1e6)} MB` : `${(bytes / 1e9).toFixed(1)} GB`;
+
 function Header({ chat, conversation, isListShown, onList, onSettings }) {
   const [chosen, setChosen] = useState(theme());
   const nextTheme = () => {
@@ -78,13 +81,15 @@ function Header({ chat, conversation, isListShown, onList, onSettings }) {
     setChosen(next);
   };
   const model = chat.modelOf(conversation);
+  const isLoading = chat.loading !== null && chat.loading.problem === null;
   return html`
     <header>
       <${IconButton} icon="menu" label="List of conversations" keys="Ctrl+B" onClick=${onList} aria-expanded=${isListShown} aria-controls="sidebar" />
       <h1>${titleOf(conversation)}</h1>
-      <select aria-label="Model" value=${model?.id} disabled=${chat.answering(conversation) !== null}
-        onChange=${(event) => chat.configure(conversation, { model: event.target.value })}>
+      <select aria-label="Model" value=${model?.id} disabled=${chat.answering(conversation) !== null || isLoading}
+        onChange=${(event) => chat.useModel(conversation, event.target.value)}>
         ${chat.models.map(({ id, status }) => html`<option value=${id}>${id}${status === "loaded" ? "" : ` (${status})`}</option>`)}
+        ${chat.cached.length > 0 && html`<optgroup label="Downloaded">${chat.cached.map(({ id, bytes }) => html`<option value=${id}>${id} (${size(bytes)})</option>`)}</optgroup>`}
       </select>
       <${IconButton} icon="settings" label="Settings" onClick=${onSettings} />
       <${IconButton} icon="theme" label=${`Theme: ${chosen}`} onClick=${nextTheme} />
