@@ -134,8 +134,8 @@ class AsyncLLM:
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt. Safe on any thread: a long text is better not tokenised on an event loop's."""
-        ids: list[int] = self._intake.prompt(prompt)[1].tolist()
-        return ids
+        _, ids = self._intake.prompt(prompt)
+        return ids if isinstance(ids, list) else list(ids.tolist())
 
     def chat_ids(
         self, messages: Sequence[Message], chat_template: str | None = None, /, **template_options: Any

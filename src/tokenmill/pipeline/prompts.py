@@ -110,13 +110,13 @@ class Intake:
         except TooManyTokens as error:
             raise self._overflow(error) from None
 
-    def prompt(self, prompt: Prompt) -> tuple[str | None, IntArray]:
-        """A prompt's text, if it has one, and its ids."""
+    def prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | IntArray]:
+        """A prompt's text, if it has one, and its ids, as they came or were made: a long prompt is converted once."""
         if isinstance(prompt, Mapping):
             prompt = _from_mapping(prompt)
         if isinstance(prompt, str):
             try:
-                ids = np.array(self.text.tokenizer.encode(prompt, limit=self._max_model_len), dtype=np.int32)
+                ids: list[int] | IntArray = self.text.tokenizer.encode(prompt, limit=self._max_model_len)
             except TooManyTokens as error:
                 raise self._overflow(error) from None
         elif isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1:
