@@ -163,9 +163,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 @cache
-def tiny(family: str) -> Any:
+def tiny(family: str, vocab_size: int = 160) -> Any:
     """A model with random weights, the same each time."""
-    config = tiny_config(family)
+    config = tiny_config(family, vocab_size=vocab_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
@@ -179,12 +179,12 @@ def tiny(family: str) -> Any:
     return model
 
 
-def save_tiny(family: str, folder: Path) -> Path:
+def save_tiny(family: str, folder: Path, vocab_size: int = 160) -> Path:
     """The model as its authors would publish it."""
     shows = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        tiny(family).save_pretrained(folder)
+        tiny(family, vocab_size).save_pretrained(folder)
     finally:
         if shows:
             transformers.utils.logging.enable_progress_bar()

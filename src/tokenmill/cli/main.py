@@ -11,6 +11,7 @@ import typer
 from tokenmill import __version__
 from tokenmill.cli.bench import bench
 from tokenmill.cli.chat import chat
+from tokenmill.cli.check import check
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
 from tokenmill.cli.models import models, pull
@@ -25,6 +26,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(serve)
 app.command()(fit)
+app.command()(check)
 app.command()(top)
 app.command()(replay)
 app.add_typer(models, name="models")
