@@ -8,6 +8,9 @@
     agreement  how far logits depend on the way they are computed; perplexity
     llamacpp   engine overhead over llama.cpp; the cost of parked KV
     gpu        the engine on a CUDA device, next to what the device can do
+    gpu_serving  this server and vLLM on a CUDA device, over HTTP
+    streams    server CPU per streamed token
+    turns      host cost of a session's turn by its number
 
 The wheel has those for users (`tokenmill bench`): serve, throughput, sessions, compare.
 """

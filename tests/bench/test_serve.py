@@ -50,6 +50,17 @@ def test_chats_are_texts_about_as_long_as_asked(server: Child, capsys: pytest.Ca
     assert grown == pytest.approx(24 - 8, abs=2)
 
 
+def test_several_client_processes_share_the_load(server: Child, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--num-prompts", "7", "--max-concurrency", "4", "--processes", "2", "--save-detailed"]
+    result = bench(capsys, server, *more)
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (7, 0, 7)
+    assert result["output_lens"] == [6] * 7
+    assert result["max_concurrent_requests"] <= 4
+    assert result["start_times"] == sorted(result["start_times"])
+    assert result["duration"] < sum(result["latencies"]) + 60
+    assert main(["--port", str(server.port), "--model", "none", *SMALL, *more]) == 1
+
+
 def test_shared_prefixes(server: Child, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8"]
     more = ["--prefix-repetition-output-len", "4", "--prefix-repetition-num-prefixes", "2", "--ignore-eos"]

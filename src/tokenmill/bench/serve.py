@@ -9,12 +9,17 @@ import argparse
 import asyncio
 import json
 import math
+import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 from tokenmill.bench import bench_parser
@@ -70,7 +75,8 @@ async def make_workload(options: argparse.Namespace, target: Target, model: str)
     return random_requests(prompts, count, lengths, seed)
 
 
-async def run(options: argparse.Namespace) -> LoadReport:
+async def run(options: argparse.Namespace, before_load: Callable[[], object] | None = None) -> LoadReport:
+    """Send the load; `before_load` is called, and waited for, when all is prepared."""
     target = Target(options.base_url or f"http://{options.host}:{options.port}", options.api_key)
     model = options.model or await first_model(target)
     conversations = await make_workload(options, target, model)
@@ -85,6 +91,8 @@ async def run(options: argparse.Namespace) -> LoadReport:
         places=asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else nullcontext(),
     )
     await load.warm_up(conversations[options.num_prompts :])
+    if before_load is not None:
+        await asyncio.to_thread(before_load)
     moments = arrivals(options.num_prompts, options.request_rate, options.burstiness, options.seed)
     duration_s = await load.run(conversations[: options.num_prompts], moments)
     setup = {
@@ -101,6 +109,54 @@ async def run(options: argparse.Namespace) -> LoadReport:
         "sessions": options.sessions,
     }
     return LoadReport(setup, load.samples, duration_s, options.goodput, options.metrics, options.percentiles)
+
+
+def run_processes(options: argparse.Namespace) -> LoadReport:
+    """The load, shared by several client processes: one alone cannot read as fast as a GPU generates."""
+    count = min(options.processes, options.num_prompts, options.max_concurrency or options.num_prompts)
+    if count == 1:
+        return asyncio.run(run(options))
+    context = multiprocessing.get_context("spawn")
+    all_prepared, results = context.Barrier(count), context.SimpleQueue()
+    clients = [
+        context.Process(target=_run_share, args=(_share(options, i, count), all_prepared, results), daemon=True)
+        for i in range(count)
+    ]
+    for client in clients:
+        client.start()
+    reports: list[LoadReport] = []
+    for _ in clients:
+        result = results.get()
+        if isinstance(result, Exception):
+            raise result
+        reports.append(result)
+    samples = sorted((sample for one in reports for sample in one.samples), key=lambda sample: sample.sent_s)
+    duration_s = max(one.ended_s for one in samples) - min(one.sent_s for one in samples)
+    setup = {**reports[0].setup, "num_prompts": options.num_prompts, "max_concurrency": options.max_concurrency}
+    return replace(reports[0], setup=setup, samples=samples, duration_s=duration_s)
+
+
+def _share(options: argparse.Namespace, index: int, count: int) -> argparse.Namespace:
+    """What one of so many client processes sends."""
+    own = argparse.Namespace(**vars(options))
+    for name in ("num_prompts", "num_warmups", "max_concurrency"):
+        total = getattr(options, name)
+        setattr(own, name, None if total is None else total // count + (index < total % count))
+    own.request_rate = options.request_rate / count
+    own.seed = options.seed + 1000 * index
+    return own
+
+
+Result = LoadReport | Exception
+
+
+def _run_share(options: argparse.Namespace, all_prepared: Barrier, results: SimpleQueue[Result]) -> None:
+    """A client process."""
+    try:
+        results.put(asyncio.run(run(options, all_prepared.wait)))
+    except Exception as error:
+        all_prepared.abort()  # the others need not wait for this one
+        results.put(error)
 
 
 def _is_chat(options: argparse.Namespace) -> bool:
@@ -176,6 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     arrival.add_argument(
         "--max-concurrency", type=int, help="maximum number of concurrent requests (default: no limit)"
     )
+    arrival.add_argument(
+        "--processes", type=int, default=1, help="client processes; one reads roughly 10,000 tokens per second"
+    )
     told = parser.add_argument_group("report")
     told.add_argument(
         "--goodput",
@@ -213,7 +272,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--sessions goes with --dataset-name multi-turn")
     if (options.dataset_name == "custom") != (options.dataset_path is not None):
         parser.error("--dataset-name custom and --dataset-path go together")
-    for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
+    for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1), ("processes", 1)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if options.request_rate <= 0 or options.burstiness <= 0 or options.timeout <= 0:
@@ -248,8 +307,8 @@ def result_file(report: LoadReport, given: Path | None) -> Path:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
-        report = asyncio.run(run(options))
-    except (HttpFailure, ValueError, OSError) as error:
+        report = run_processes(options)
+    except (HttpFailure, ValueError, OSError, BrokenBarrierError) as error:
         print(f"bench serve: {error}", file=sys.stderr)
         return 1
     if options.json:
