@@ -224,13 +224,13 @@ class _Exchange:
         wanted, _, name = self.path.removeprefix("/content/").partition("/")
         found = [one for repo in self.hub.repos.values() for one in repo.files.values() if sha256(one) == wanted]
         content = self.hub.sends.get(name, found[0])
-        start = int(self.http.headers.get("range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        start, _, last = self.http.headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")
+        begin, end = int(start), min(int(last or len(content)) + 1, len(content))
         if not self.hub.honors_ranges or "range" not in self.http.headers:
             return self.send(200, content)
-        if start >= len(content):
+        if begin >= len(content):
             return self.error(416)
-        where = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-        return self.send(206, content[start:], where)
+        return self.send(206, content[begin:end], {"Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"})
 
     def send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         http = self.http

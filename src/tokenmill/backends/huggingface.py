@@ -48,6 +48,10 @@ CONNECTIONS = 4
 """Files in transfer at a time."""
 RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before an attempt that follows one without progress."""
+REQUEST_BYTES = 16 << 30
+"""Of one request: the Hub's content servers do not send files of more than 50 GB at once."""
+LOG_EVERY_S = 30.0
+"""For those who read a log, not a terminal."""
 LOOK_S = 0.2
 """Between two updates of the progress line."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -485,8 +489,12 @@ class _Download:
         unit, unit_name = (MIB, "MiB") if num_bytes > 10 * MIB else (KIB, "KiB")
         before = sum(self._received.values())
         with ProgressLine(f"downloading {self._name}", num_bytes // unit) as progress:
+            next_log = began + LOG_EVERY_S
             for _ in self._transfers(list(blobs.values())):
                 received = sum(self._received.values())
+                if time.monotonic() >= next_log:
+                    next_log += LOG_EVERY_S
+                    log.info("downloading %s: %s of %s", self._name, in_words(received), in_words(num_bytes))
                 progress.update(received // unit, partial(_rate, unit_name, received - before))
         log.info("downloaded %s in %.1f s", self._name, time.monotonic() - began)
 
@@ -613,7 +621,10 @@ class _Download:
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         url = hf_hub_url(self._name.repo, file.name, revision=self._commit, endpoint=constants.ENDPOINT)
-        headers = {**self._headers, "range": f"bytes={size}-"} if 0 < size < file.num_bytes else self._headers
+        start = size if size < file.num_bytes else 0
+        end = min(start + REQUEST_BYTES, file.num_bytes)
+        is_part = end - start < file.num_bytes
+        headers = {**self._headers, "range": f"bytes={start}-{end - 1}"} if is_part else self._headers
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
             if response.status_code == 416:
