@@ -24,7 +24,9 @@ SMALLEST_DOT = 16
 """Sides of the matrices that the tensor cores multiply."""
 TILE = 64
 """Cells read at once."""
-MOST_SPLITS = 16
+MOST_SPLITS = 32
+WIDE_GROUP = 4
+"""Query heads of a KV head beyond which two warps read faster than four, measured."""
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def _attend(
     member = tl.arange(0, group_padded)
     d = tl.arange(0, dim_padded)
     heads = kv_head * group + member
-    is_query = (member < group)[:, None] & (d < dim)[None, :]
+    is_query = (member < group)[:, None] & (d < dim)[None, :] & (row >= 0)
     query = tl.load(q + row * q_stride + heads[:, None] * dim + d[None, :], mask=is_query, other=0.0)
     if is_fp8:  # widened to float16 in one instruction, to bfloat16 in many
         query = query.to(tl.float16)
@@ -103,11 +105,12 @@ def _combine(
     weight = tl.load(weights + part, mask=split < num_splits, other=float("-inf"))
     highest = tl.max(weight, 0)
     share = tl.exp2(weight - tl.where(highest == float("-inf"), 0.0, highest))
-    wanted = (split < num_splits)[:, None] & (d < dim)[None, :]
+    wanted = (split < num_splits)[:, None] & (d < dim)[None, :] & (row >= 0)
     found = tl.load(parts + part[:, None] * dim + d[None, :], mask=wanted, other=0.0)
     total = tl.sum(share, 0)
     found = tl.sum(found * share[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * num_heads * dim + head * dim + d, found.to(out.dtype.element_ty), mask=d < dim)
+    is_wanted = (d < dim) & (row >= 0)
+    tl.store(out + row * num_heads * dim + head * dim + d, found.to(out.dtype.element_ty), mask=is_wanted)
 
 
 def num_splits_for(num_runs: int, num_kv_heads: int, num_processors: int) -> int:
@@ -123,7 +126,8 @@ def decode_attention(
     """For each run r, the token in row `row_of[r]` reads the cells `first_of[r]` to `last_of[r]`, its own.
 
     q: [tokens, heads, dim] (rows may be apart), out: the same without gaps; keys, values: [slots, KV heads, dim];
-    tables: [runs, width] blocks, the width being on the device, too. A run whose last cell is -1 reads nothing.
+    tables: [runs, width] blocks, the width being on the device, too. A run whose last cell is -1 reads nothing, and one
+    whose row is -1 writes nothing, either.
     """
     num_runs, (num_heads, dim), num_kv = len(row_of), q.shape[1:], keys.shape[1]
     group = num_heads // num_kv
@@ -140,7 +144,7 @@ def decode_attention(
         group=group, group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
         block_size=block_size, window=window or 0, is_split=num_splits > 1, tile=TILE,
         is_fp8=keys.itemsize == 1,
-        num_warps=4, num_stages=3,
+        num_warps=2 if group > WIDE_GROUP else 4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:
         _combine[(num_heads, num_runs)](
@@ -161,15 +165,21 @@ def _read(
     tile: tl.constexpr, by_block: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, dim_padded)
+    # The number of a block is loaded a tile ahead: waiting for it would cost the copies a stage of their pipeline.
+    # Masked tiles are few, and their values take more shared memory: with a third stage only one program would fit.
+    looks_ahead: tl.constexpr = by_block and not masked
+    ahead = tl.load(table + begin // tile, mask=begin < end, other=0) if looks_ahead else 0
     for at in range(begin, end, tile):
         cell = at + tl.arange(0, tile)
         held = (cell >= first) & (cell < end)
         if by_block:
-            block = tl.load(table + at // tile)
+            block = ahead if looks_ahead else tl.load(table + at // tile)
+            if looks_ahead:
+                ahead = tl.load(table + at // tile + 1, mask=at + tile < end, other=0)
             key = keys.load([block * tile, column]).to(query.dtype)
         else:
-            block = tl.load(table + cell // block_size, mask=held, other=0).to(tl.int64)
-            place = (block * block_size + cell % block_size) * cell_stride + column
+            blocks = tl.load(table + cell // block_size, mask=held, other=0).to(tl.int64)
+            place = (blocks * block_size + cell % block_size) * cell_stride + column
             wanted = held[:, None] & (d < dim)[None, :]
             key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")

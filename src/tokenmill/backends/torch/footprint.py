@@ -116,6 +116,8 @@ GATED_BYTES = 160 << 20
 """Gate and up that are there at a time: nothing else of a step is as wide, and it is a little faster in parts."""
 NUM_TURNS = 2
 """Buffers for the logits of decode steps; other steps have their own."""
+GRAPH_TOKENS = 2048
+"""Of the largest step with prompt tokens that is run as a graph."""
 WORKSPACE_BYTES = 32 << 20
 """cuBLAS's."""
 NUM_ROWS = 256
@@ -125,13 +127,24 @@ NUM_ROWS = 256
 def cuda_step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, itemsize: int) -> int:
     """What `CudaModel.step_bytes` will measure, before there is a model: so many tokens, and rows of logits."""
     num_tokens = max(num_tokens, UBATCH_SIZE)
-    qkv = config.query_size + 2 * config.kv_size
-    state = 2 * config.hidden_size  # itself, and normed
-    layer = num_tokens * (state + max(qkv + config.query_size, config.intermediate_size))
-    gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
-    logits = (NUM_TURNS + 1) * NUM_ROWS * config.vocab_size
+    state = itemsize * num_tokens * config.hidden_size
+    logits = itemsize * (NUM_TURNS + 1) * NUM_ROWS * config.vocab_size
     more_rows = more_rows_bytes(config, num_rows, itemsize)
-    return itemsize * (layer + logits) + gated + WORKSPACE_BYTES + more_rows
+    layer = _layer_bytes(config, num_tokens, itemsize)
+    return state + layer + logits + WORKSPACE_BYTES + more_rows + graph_bytes(config, itemsize)
+
+
+def graph_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Of the memory that graphs share: nothing else may use it."""
+    return _layer_bytes(config, GRAPH_TOKENS, itemsize)
+
+
+def _layer_bytes(config: DecoderConfig, num_tokens: int, itemsize: int) -> int:
+    """What the widest part of a layer takes, the normed state included."""
+    qkv = config.query_size + 2 * config.kv_size
+    widest = config.hidden_size + max(qkv + config.query_size, config.intermediate_size)
+    gated = min(GATED_BYTES, itemsize * num_tokens * 2 * config.intermediate_size)
+    return itemsize * num_tokens * widest + gated
 
 
 def more_rows_bytes(config: DecoderConfig, num_rows: int, itemsize: int) -> int:

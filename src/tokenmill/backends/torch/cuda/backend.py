@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,26 @@ from torch import Tensor
 
 from tokenmill.backends.torch.attention import Attention, GatherAttention
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
-from tokenmill.backends.torch.cuda.graphs import DecodeGraphs, DecodeShape, GraphOutputs, OutputTurns
-from tokenmill.backends.torch.cuda.inputs import DecodeInputs, InputBuffer, StepInputs, capacity, download, mixed_inputs
+from tokenmill.backends.torch.cuda.graphs import (
+    DecodeShape,
+    GraphOutputs,
+    OutputTurns,
+    PromptShapes,
+    StepGraphs,
+    decode_sizes,
+)
+from tokenmill.backends.torch.cuda.inputs import (
+    DecodeInputs,
+    InputBuffer,
+    PromptShape,
+    StepInputs,
+    StepRuns,
+    capacity,
+    download,
+    mixed_inputs,
+)
 from tokenmill.backends.torch.cuda.layers import CudaDecoder
+from tokenmill.backends.torch.footprint import GRAPH_TOKENS
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
 from tokenmill.contract.backend import SampleRows
@@ -63,23 +82,26 @@ class PagedAttention:
         keys, values = layers.keys[layer], layers.values[layer]
         block_size, window = layers.block_size, layers.windows[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        width, singles, longs = self._inputs.width, self._inputs.singles, self._inputs.longs
+        singles, longs = self._inputs.singles, self._inputs.longs
         if longs is not None:
             prefill_attention(
                 q, keys, values, layers.blocks[layer], out,
                 longs.order, longs.begin, longs.count, longs.index, longs.first,
-                longs.tile_run, longs.tile_offset, longs.tables, width,
+                longs.tile_run, longs.tile_offset, longs.tables, longs.width,
                 block_size=block_size, window=window,
             )  # fmt: skip
         if singles is not None:
             decode_attention(
                 q, keys, values, out,
-                singles.row, singles.last, singles.first, singles.tables, width,
+                singles.row, singles.last, singles.first, singles.tables, singles.width,
                 block_size=block_size, window=window, num_splits=self._num_splits,
             )  # fmt: skip
         return out
 
 
+WARM_UP_S = 10.0
+"""For the capture of graphs at start-up; it takes 2 to 5 s."""
+NO_TOKENS: IntArray = np.zeros(0, dtype=np.int32)
 LOGITS_ALONE = np.uint8(Output.LOGITS)
 LARGEST_GRAPH = 512
 """Decode steps of more sequences are launched kernel by kernel: the host keeps up with them."""
@@ -122,18 +144,21 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         self._stream = torch.cuda.current_stream(self._device)
         """Everything is launched there. Asking for it anew each time takes longer than a launch."""
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
-        self._buffer = InputBuffer(capacity(ubatch_size, kv.tables, num_running), self._device)
+        self._buffer = InputBuffer(capacity(ubatch_size, kv.tables, num_running, QUERIES, GRAPH_TOKENS), self._device)
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
         self._layers = PagedLayers(storage, decoder.config.windows)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._decodes: dict[int, DecodeInputs] = {}
         self._in_order = np.arange(kv.capabilities.max_seqs, dtype=np.int32)
         self._table_rows: tuple[IntArray, Tensor] | None = None
         """The rows of the token table that were last written, here and on the card: mostly they are so again."""
+        most_seqs = num_running or kv.capabilities.max_seqs
+        largest_graph = min(most_seqs, ubatch_size, LARGEST_GRAPH)
         if self._switches.graphs and self._switches.attention and self._switches.islands:
-            largest_graph = min(num_running or kv.capabilities.max_seqs, ubatch_size, LARGEST_GRAPH)
-            self._graphs = DecodeGraphs(largest_graph, self._device)
+            self._graphs = StepGraphs(self._device)
             self._turns = OutputTurns(largest_graph, self._vocab_size, decoder.kv_dtype, self._device)
+        self._decode_sizes = decode_sizes(largest_graph)
+        self._prompt_shapes = PromptShapes(ubatch_size, most_seqs)
         # Our attention loads nothing that a token does not see; what gathers whole blocks needs numbers in all of them.
         storage.holds_bad_numbers = not self._switches.attention
 
@@ -141,6 +166,52 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
     def kv_bytes(self) -> int:
         """Of keys and values."""
         return self._storage.num_bytes
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self, seconds: float = WARM_UP_S) -> None:
+        """Compile the kernels and capture the graphs, so that no request waits for that.
+
+        Sizes are captured coarse ones first. What is not captured in this time never is: such steps are padded to the
+        next larger size.
+        """
+        began = time.monotonic()
+        self._warm_up_sampling()
+        graphs = self._graphs
+        if graphs is not None:
+            for sizes, capture, until in (
+                (self._decode_sizes, self._capture_decode, began + seconds / 2),
+                (self._prompt_shapes.tokens, self._capture_prompts, began + seconds),
+            ):
+                sizes.keep(_within(until, sizes.coarse_first, partial(capture, graphs)))
+        torch.cuda.synchronize(self._device)
+
+    def _warm_up_sampling(self) -> None:
+        """From logits as they are, and from edited ones, which are float32."""
+        key, one = (0, 0, 0, 0), int(np.float32(1).view(np.int32))
+        told = torch.tensor([[*key, one, 1, one, 0]], device=self._device)  # temperature 1, top-k 1, top-p 1
+        for dtype in {self._decoder.kv_dtype, torch.float32}:
+            logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+            drawing.largest(logits)
+            drawing.greedy(logits, BAD_ROW)
+            drawing.draw(logits, told, BAD_ROW, is_filtered=True)
+
+    def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
+        """Graphs of decode steps of this size, run once on padding."""
+        for outputs in self._turns.outputs:
+            self._decode_inputs(size).send(self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
+            self._run_decode(graphs, size, outputs)
+
+    def _capture_prompts(self, graphs: StepGraphs, num_tokens: int) -> None:
+        """Graphs of steps with prompt tokens, for any number of decodes, run once on padding."""
+        runs = StepRuns.of(NO_TOKENS, NO_TOKENS)
+        for num_singles in self._prompt_shapes.singles.sizes:
+            shape = PromptShape(num_tokens, num_singles)
+            inputs = mixed_inputs(
+                self._buffer, self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, runs, QUERIES, shape
+            )  # fmt: skip
+            self._run_prompts(graphs, shape, inputs)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -165,24 +236,36 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         output = batch.output[ubatch.tokens]
         is_decode = len(segment.lead) == len(segment.token_lead)  # one token of each sequence
-        if self._graphs is not None and is_decode and len(token) <= self._graphs.largest:
+        if self._graphs is not None and is_decode and len(token) <= self._decode_sizes.largest:
             self._decode(step, self._graphs, token, pos, slot, lead, output)
             return
-        wanted = np.flatnonzero(output)
-        inputs = mixed_inputs(self._buffer, self._kv.tables, token, pos, slot, lead, QUERIES)
-        attention = self._paged(inputs) if self._switches.attention else self._gathering(lead, pos)
-        hidden = self._launch(inputs, attention, None if len(wanted) == len(token) else self._to_device(wanted))
+        wanted, runs = np.flatnonzero(output), StepRuns.of(lead, pos)
+        on_card = None if len(wanted) == len(token) else self._to_device(wanted)
+        shape = None
+        if self._graphs is not None and not is_decode:
+            shape = self._prompt_shapes.shape_for(len(token), runs.num_singles, runs.num_longs)
+        inputs = mixed_inputs(self._buffer, self._kv.tables, token, pos, slot, runs, QUERIES, shape)
+        if self._graphs is not None and shape is not None:
+            self._run_prompts(self._graphs, shape, inputs)
+            hidden = self._state[: len(token)] if on_card is None else self._state[on_card]
+        else:
+            attention = self._paged(inputs) if self._switches.attention else self._gathering(lead, pos)
+            hidden = self._launch(inputs, attention, on_card)
         self._keep_outputs(step, hidden, output)
 
+    def _run_prompts(self, graphs: StepGraphs, shape: PromptShape, inputs: StepInputs) -> None:
+        """All layers of a step with prompt tokens. What they ask for differs from step to step: no graph holds that."""
+        graphs.run(shape, lambda: self._launch(inputs, self._paged(inputs)))
+
     def _decode(
-        self, step: CudaStep, graphs: DecodeGraphs, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray,
+        self, step: CudaStep, graphs: StepGraphs, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray,
         output: NDArray[np.uint8],
     ) -> None:  # fmt: skip
         """One token each of some sequences: all that is done to them is one graph, logits and the largest ones too."""
-        count, size = len(token), graphs.size_for(len(token))
+        count, size = len(token), self._decode_sizes.size_for(len(token))
         inputs, outputs = self._decode_inputs(size), self._turns.begin(step)
         inputs.send(self._kv.tables, token, pos, slot, lead)
-        graphs.run(DecodeShape(size, outputs.turn), lambda: self._launch_decode(inputs.on_card, outputs.first(size)))
+        self._run_decode(graphs, size, outputs)
         if (output == LOGITS_ALONE).all():
             step.largest = outputs.first(count)
             step.logits_parts.append(step.largest.logits)
@@ -192,6 +275,11 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
             step.logits_parts.append(outputs.logits[logits])
         if len(hidden):
             step.hidden_parts.append(self._decoder.normed(self._state[hidden]).float())
+
+    def _run_decode(self, graphs: StepGraphs, size: int, outputs: GraphOutputs) -> None:
+        """A decode step of this padded size, whose inputs were sent."""
+        inputs = self._decode_inputs(size).on_card
+        graphs.run(DecodeShape(size, outputs.turn), lambda: self._launch_decode(inputs, outputs.first(size)))
 
     def _decode_inputs(self, size: int) -> DecodeInputs:
         inputs = self._decodes.get(size)
@@ -261,6 +349,17 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         self._state = self._state[:0].clone()
         self._layers.clear()
         super()._free()
+
+
+def _within(until: float, sizes: Sequence[int], capture: Callable[[int], None]) -> list[int]:
+    """Capture sizes until it is this late, the first one in any case; gives those that are captured."""
+    done: list[int] = []
+    for size in sizes:
+        if done and time.monotonic() > until:
+            break
+        capture(size)
+        done.append(size)
+    return done
 
 
 def _are_equal(some: IntArray, others: IntArray) -> bool:

@@ -1,7 +1,9 @@
-"""`DecodeGraphs`: decode steps as CUDA graphs, one for each padded batch size and each turn of the buffers.
+"""`StepGraphs`: steps as CUDA graphs, captured before the first request and replayed in one launch.
 
-A size is captured after the first step that needs it has run, so that everything it launches is compiled and warm. All
-graphs share one pool of memory: they run one after the other, and none keeps anything in it between steps.
+Decode steps have one for each padded batch size and each turn of the output buffers; steps with prompt tokens have one
+for each padded number of tokens and of decodes among them. A shape is launched once before it is captured, so that
+everything in it is compiled and warm. All graphs share one pool of memory: they run one after the other, and none keeps
+anything in it between steps.
 
 `OutputTurns`: where graphs leave logits, and the ids of the largest ones. A graph writes to the same addresses each
 time, so a step's results would be gone with the next one. Two sets of buffers take turns, one for each step that may be
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,8 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.backend import TorchStep
-from tokenmill.backends.torch.footprint import NUM_TURNS
-
-SMALL_SIZES = (1, 2, 4)
-STEP = 8
+from tokenmill.backends.torch.cuda.inputs import MOST_LONG_RUNS, PromptShape
+from tokenmill.backends.torch.footprint import GRAPH_TOKENS, NUM_TURNS
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,18 @@ class DecodeShape:
     """Which buffers its results go to."""
 
 
-class DecodeGraphs:
-    """The graphs of one backend. `largest` is the most tokens that a graph is made for."""
+class StepGraphs:
+    """The graphs of one backend, by the shape of their steps."""
 
-    def __init__(self, largest: int, device: torch.device) -> None:
-        self._sizes = [size for size in SMALL_SIZES if size < largest]
-        self._sizes += [size for size in range(STEP, largest, STEP) if size > SMALL_SIZES[-1]]
-        self._sizes.append(largest)
-        self.largest = largest
-        self._graphs: dict[DecodeShape, torch.cuda.CUDAGraph] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def size_for(self, num_tokens: int) -> int:
-        """The smallest size that holds so many tokens, which are not more than the largest one's."""
-        return self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
+    def __contains__(self, shape: Hashable) -> bool:
+        return shape in self._graphs
 
-    def run(self, shape: DecodeShape, launch: Callable[[], object]) -> None:
+    def run(self, shape: Hashable, launch: Callable[[], object]) -> None:
         """Replay the shape's graph; the first time, launch it as it is and capture it for the next."""
         graph = self._graphs.get(shape)
         if graph is not None:
@@ -80,6 +75,67 @@ class DecodeGraphs:
         self._pool = None
 
 
+SMALL_SIZES = (1, 2, 4)
+DECODE_STEPS = ((64, 8), (256, 16), (1 << 30, 32))
+"""Up to so many sequences, a size is this much larger than the one before it."""
+PROMPT_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024, 1280, 1536, 1792, GRAPH_TOKENS)
+SINGLES_SIZES = (16, 64, 256)
+
+
+class PaddedSizes:
+    """The sizes that steps are padded to."""
+
+    def __init__(self, sizes: Iterable[int], largest: int) -> None:
+        self.sizes = sorted({*(size for size in sizes if size < largest), largest})
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1]
+
+    @property
+    def coarse_first(self) -> Sequence[int]:
+        """The largest one, then such that those so far are spread evenly: any of them may be the last."""
+        left, found = list(range(len(self.sizes))), []
+        stride = 1 << len(self.sizes).bit_length()
+        while left:
+            found += [self.sizes[place] for place in reversed(left) if (len(self.sizes) - 1 - place) % stride == 0]
+            left = [place for place in left if (len(self.sizes) - 1 - place) % stride]
+            stride //= 2
+        return found
+
+    def size_for(self, count: int) -> int:
+        """The smallest size that holds so many, which are not more than the largest one's."""
+        return self.sizes[bisect.bisect_left(self.sizes, count)]
+
+    def keep(self, sizes: Iterable[int]) -> None:
+        """Pad to these sizes only."""
+        self.sizes = sorted(sizes)
+
+
+def decode_sizes(largest: int) -> PaddedSizes:
+    """Sizes of decode graphs for up to so many sequences."""
+    sizes, size = list(SMALL_SIZES), 0
+    while size < largest:
+        size += next(step for end, step in DECODE_STEPS if size < end)
+        sizes.append(size)
+    return PaddedSizes(sizes, largest)
+
+
+class PromptShapes:
+    """Which graph a step with prompt tokens is run as."""
+
+    def __init__(self, most_tokens: int, most_singles: int) -> None:
+        self.tokens = PaddedSizes(PROMPT_SIZES, min(most_tokens, GRAPH_TOKENS))
+        self.singles = PaddedSizes(SINGLES_SIZES, min(most_singles, SINGLES_SIZES[-1]))
+
+    def shape_for(self, num_tokens: int, num_singles: int, num_longs: int) -> PromptShape | None:
+        """None where kernels are launched one by one: large steps keep the card busy meanwhile."""
+        fits = num_tokens <= self.tokens.largest and num_singles <= self.singles.largest
+        if not fits or num_longs > MOST_LONG_RUNS:
+            return None
+        return PromptShape(self.tokens.size_for(num_tokens), self.singles.size_for(num_singles))
+
+
 @dataclass(frozen=True)
 class GraphOutputs:
     """What graphs of one turn write to."""
@@ -99,7 +155,7 @@ class OutputTurns:
     """The buffers of one backend."""
 
     def __init__(self, num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._outputs = [
+        self.outputs = [
             GraphOutputs(
                 turn,
                 torch.empty(num_rows, vocab_size, dtype=dtype, device=device),
@@ -112,12 +168,12 @@ class OutputTurns:
 
     def clear(self) -> None:
         """Let go of the memory."""
-        self._outputs.clear()
+        self.outputs.clear()
 
     def begin(self, step: TorchStep) -> GraphOutputs:
         """The buffers for what this step computes next."""
         self._turn = (self._turn + 1) % NUM_TURNS
-        outputs, owner = self._outputs[self._turn], self._owners[self._turn]
+        outputs, owner = self.outputs[self._turn], self._owners[self._turn]
         before = None if owner is None else owner()
         if before is not None:
             address = outputs.logits.data_ptr()

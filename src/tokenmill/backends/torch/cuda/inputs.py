@@ -73,10 +73,13 @@ class Sections:
         self._used = aligned(end)
         return self._there[begin:end], self._buffer.card[begin:end]
 
-    def put(self, numbers: NDArray[Any]) -> Tensor:
-        """These numbers, as they will be on the card."""
-        there, on_card = self.room(len(numbers))
-        there[:] = numbers
+    def put(self, numbers: NDArray[Any], size: int, filler: int = 0) -> Tensor:
+        """These numbers, filled up to `size`, as they will be on the card."""
+        there, on_card = self.room(size)
+        count = len(numbers)
+        there[:count] = numbers
+        if count < size:
+            there[count:] = filler
         return on_card
 
     def send(self) -> None:
@@ -98,12 +101,14 @@ class SingleRuns:
     """Runs of one token: decodes. Entry r of every tensor speaks of run r."""
 
     row: Tensor
-    """Which token it is."""
+    """Which token it is; -1 is none."""
     last: Tensor
     """Its own cell, as an index into its row of blocks; -1 reads nothing."""
     first: Tensor
     """The first cell that its sequence holds."""
     tables: Tensor
+    width: Tensor
+    """Of the tables' rows: it differs from step to step, even for one graph."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class LongRuns:
     tile_offset: Tensor
     """The tiles that are computed together: a run, and an offset in it."""
     tables: Tensor
+    width: Tensor
+    """As that of `SingleRuns`."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +140,62 @@ class StepInputs:
     pos: Tensor
     slot: Tensor
     """Where keys and values go; -1 is nowhere."""
-    width: Tensor
-    """Of the tables' rows: it differs from step to step, even for one graph."""
     singles: SingleRuns | None
     longs: LongRuns | None
 
 
-def capacity(num_tokens: int, tables: BlockTables, num_running: int | None) -> int:
-    """Numbers that the largest step sends."""
-    sections = 20
+MOST_LONG_RUNS = 16
+"""Prompts, or chunks of them, in a step that is run as a graph."""
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """The shape of a graph for steps with prompt tokens: what a step may have at most. Lengths and tables are data."""
+
+    num_tokens: int
+    num_singles: int
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Entries that each part of a step's inputs takes."""
+
+    tokens: int
+    singles: int
+    longs: int
+    tiles: int
+    long_width: int
+    """Of the rows in the table of long runs. What follows that table would move with it."""
+
+    @staticmethod
+    def of_shape(shape: PromptShape, tile: int, widest: int) -> _Sizes:
+        """All that fits into a graph; one more run, of no tokens, is what unused tiles compute."""
+        num_tiles = shape.num_tokens // tile + MOST_LONG_RUNS
+        return _Sizes(shape.num_tokens, shape.num_singles, MOST_LONG_RUNS + 1, num_tiles, widest)
+
+    @property
+    def total(self) -> int:
+        """Numbers in all, but for the table of single runs."""
+        sections = 16
+        per_token, per_single, per_long, per_tile = 4, 3, 4 + self.long_width, 2
+        return (
+            per_token * self.tokens + per_single * self.singles + per_long * self.longs + per_tile * self.tiles
+            + 2 + sections * ALIGNED
+        )  # fmt: skip
+
+
+def capacity(num_tokens: int, tables: BlockTables, num_running: int | None, tile: int, graph_tokens: int) -> int:
+    """Numbers that the largest step sends; graphs hold up to `graph_tokens`."""
+    sections, max_width = 20, int(tables.table.shape[1])
     most_runs = min(num_tokens, num_running or len(tables.table))
-    return 12 * (num_tokens + most_runs) + most_runs * int(tables.table.shape[1]) + sections * ALIGNED
+    eager = 12 * (num_tokens + most_runs) + most_runs * max_width + sections * ALIGNED
+    graph = _Sizes.of_shape(PromptShape(graph_tokens, most_runs), tile, max_width).total + most_runs * max_width
+    return max(eager, graph)
+
+
+def _widest(tables: BlockTables, seqs: IntArray) -> int:
+    """Blocks of the longest of these sequences."""
+    return int(tables.num_blocks[seqs].max(initial=1))
 
 
 class DecodeInputs:
@@ -161,12 +213,13 @@ class DecodeInputs:
         self._tables = ALIGNED + NUM_FIELDS * self._pitch
         fields = buffer.card[ALIGNED : self._tables].view(NUM_FIELDS, self._pitch)[:, :size]
         token, pos, slot, row, last, first = fields
-        singles = SingleRuns(row=row, last=last, first=first, tables=buffer.card[self._tables :])
-        self.on_card = StepInputs(token=token, pos=pos, slot=slot, width=buffer.card[:1], singles=singles, longs=None)
+        tables, width = buffer.card[self._tables :], buffer.card[:1]
+        singles = SingleRuns(row=row, last=last, first=first, tables=tables, width=width)
+        self.on_card = StepInputs(token=token, pos=pos, slot=slot, singles=singles, longs=None)
 
     def send(self, tables: BlockTables, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray) -> None:
         """Write and send a step. It is filled up with tokens that read and leave nothing."""
-        count, widest = len(token), int(tables.num_blocks[lead].max())
+        count, widest = len(token), _widest(tables, lead)
         there = self._buffer.begin()
         there[0] = widest
         fields = there[ALIGNED : self._tables].reshape(NUM_FIELDS, self._pitch)
@@ -183,70 +236,119 @@ class DecodeInputs:
         self._buffer.send(end)
 
 
+@dataclass(frozen=True)
+class StepRuns:
+    """The runs of a step with prompt tokens: decodes, and the others."""
+
+    singles: Runs
+    longs: Runs
+
+    @staticmethod
+    def of(lead: IntArray, pos: IntArray) -> StepRuns:
+        runs = runs_of(lead, pos)
+        is_single = runs.count == 1
+        return StepRuns(runs.take(np.flatnonzero(is_single)), runs.take(np.flatnonzero(~is_single)))
+
+    @property
+    def num_singles(self) -> int:
+        return len(self.singles.seq)
+
+    @property
+    def num_longs(self) -> int:
+        return len(self.longs.seq)
+
+
 def mixed_inputs(
     buffer: InputBuffer,
     tables: BlockTables,
     token: IntArray,
     pos: IntArray,
     slot: IntArray,
-    lead: IntArray,
+    runs: StepRuns,
     tile: int,
+    shape: PromptShape | None = None,
 ) -> StepInputs:
-    """Any tokens in any order; `tile` tokens of a long run are computed together."""
+    """Any tokens in any order; `tile` tokens of a long run are computed together.
+
+    With a shape, everything lies where any step of that shape has it. It is filled up with tokens that leave nothing
+    and with runs that read nothing.
+    """
     sections = Sections(buffer)
-    runs = runs_of(lead, pos)
-    is_single = runs.count == 1
-    singles, longs = runs.take(np.flatnonzero(is_single)), runs.take(np.flatnonzero(~is_single))
-    widest = int(tables.num_blocks[runs.seq].max())
+    tiles = _tiles(runs.longs, pos, tables, tile)
+    if shape is not None:
+        sizes = _Sizes.of_shape(shape, tile, int(tables.table.shape[1]))
+    else:
+        sizes = _Sizes(
+            len(token), runs.num_singles, runs.num_longs, len(tiles.run), _widest(tables, runs.longs.seq)
+        )  # fmt: skip
+    widths = _widest(tables, runs.singles.seq), sizes.long_width
+    single_width, long_width = (sections.put(np.array([width]), 1) for width in widths)
     inputs = StepInputs(
-        width=sections.put(np.array([widest])),
-        token=sections.put(token),
-        pos=sections.put(pos),
-        slot=sections.put(slot),
-        singles=_single_runs(sections, tables, singles, pos, widest) if len(singles.seq) else None,
-        longs=_long_runs(sections, tables, longs, pos, widest, tile) if len(longs.seq) else None,
+        token=sections.put(token, sizes.tokens),
+        pos=sections.put(pos, sizes.tokens),
+        slot=sections.put(slot, sizes.tokens, filler=-1),
+        longs=_long_runs(sections, tables, runs.longs, tiles, sizes, long_width) if sizes.longs else None,
+        singles=_single_runs(sections, tables, runs.singles, pos, sizes, single_width) if sizes.singles else None,
     )
     sections.send()
     return inputs
 
 
-def _single_runs(sections: Sections, tables: BlockTables, runs: Runs, pos: IntArray, widest: int) -> SingleRuns:
+def _single_runs(
+    sections: Sections, tables: BlockTables, runs: Runs, pos: IntArray, sizes: _Sizes, width: Tensor
+) -> SingleRuns:
     row = runs.tokens[runs.begin]
-    base = tables.base[runs.seq]
+    base, size = tables.base[runs.seq], sizes.singles
     return SingleRuns(
-        row=sections.put(row),
-        last=sections.put(pos[row] - base),
-        first=sections.put(tables.start[runs.seq] - base),
-        tables=_put_tables(sections, tables, runs.seq, widest),
+        row=sections.put(row, size, filler=-1),
+        last=sections.put(pos[row] - base, size, filler=-1),
+        first=sections.put(tables.start[runs.seq] - base, size),
+        # A graph keeps the address of the table: an empty tensor would have none.
+        tables=_put_tables(sections, tables, runs.seq, _widest(tables, runs.seq), max(1, len(runs.seq))),
+        width=width,
     )
 
 
-def _long_runs(sections: Sections, tables: BlockTables, runs: Runs, pos: IntArray, widest: int, tile: int) -> LongRuns:
-    base = tables.base[runs.seq]
-    index = pos[runs.tokens[runs.begin]] - base
-    tile_run, tile_offset = _tiles(runs.count, index, tile)
+def _long_runs(
+    sections: Sections, tables: BlockTables, runs: Runs, tiles: _Tiles, sizes: _Sizes, width: Tensor
+) -> LongRuns:
+    """An unused tile is one of the last run, which has no tokens then."""
+    size = sizes.longs
     return LongRuns(
-        order=sections.put(runs.tokens),
-        begin=sections.put(runs.begin),
-        count=sections.put(runs.count),
-        index=sections.put(index),
-        first=sections.put(tables.start[runs.seq] - base),
-        tile_run=sections.put(tile_run),
-        tile_offset=sections.put(tile_offset),
-        tables=_put_tables(sections, tables, runs.seq, widest),
+        order=sections.put(runs.tokens, sizes.tokens),
+        begin=sections.put(runs.begin, size),
+        count=sections.put(runs.count, size),
+        index=sections.put(tiles.index, size),
+        first=sections.put(tables.start[runs.seq] - tables.base[runs.seq], size),
+        tile_run=sections.put(tiles.run, sizes.tiles, filler=size - 1),
+        tile_offset=sections.put(tiles.offset, sizes.tiles),
+        tables=_put_tables(sections, tables, runs.seq, sizes.long_width, size),
+        width=width,
     )
 
 
-def _tiles(count: NDArray[np.int64], index: NDArray[np.int64], tile: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+@dataclass(frozen=True)
+class _Tiles:
+    index: NDArray[np.int64]
+    """The cell of each run's first token, as an index into its row of blocks."""
+    run: NDArray[np.intp]
+    offset: NDArray[np.intp]
+
+
+def _tiles(runs: Runs, pos: IntArray, tables: BlockTables, tile: int) -> _Tiles:
     """Every tile of every run, those that read most first: so none is left over when the card runs dry."""
-    num_tiles = -(-count // tile)
-    run = np.repeat(np.arange(len(count)), num_tiles)
+    index = pos[runs.tokens[runs.begin]] - tables.base[runs.seq]
+    num_tiles = -(-runs.count // tile)
+    run = np.repeat(np.arange(len(runs.count)), num_tiles)
     offset = (np.arange(len(run)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile
     longest_first = np.argsort(-(index[run] + offset), kind="stable")
-    return run[longest_first], offset[longest_first]
+    return _Tiles(index, run[longest_first], offset[longest_first])
 
 
-def _put_tables(sections: Sections, tables: BlockTables, seqs: IntArray, widest: int) -> Tensor:
-    there, on_card = sections.room(len(seqs) * widest)
-    there.reshape(len(seqs), widest)[:] = tables.table[seqs, :widest]
+def _put_tables(
+    sections: Sections, tables: BlockTables, seqs: IntArray, width: int, num_rows: int
+) -> Tensor:
+    """Rows of the block tables, with room for `num_rows` of them."""
+    there, on_card = sections.room(num_rows * width)
+    there[: len(seqs) * width].reshape(len(seqs), width)[:] = tables.table[seqs, :width]
     return on_card

@@ -10,7 +10,7 @@ import torch
 
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.layers import CudaDecoder
-from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, more_rows_bytes
+from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, graph_bytes, more_rows_bytes
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.contract import BackendLimits, Batch, Output, StepSizes
 from tokenmill.contract.backend import MemoryPlan
@@ -60,12 +60,12 @@ class CudaModel(TorchModel):
         before = torch.cuda.memory_allocated()
         num_cells = num_tokens + 2 * NUM_ROWS * self.block_size
         limits = BackendLimits(num_cells=num_cells, max_seqs=NUM_ROWS, ubatch_size=num_tokens)
-        with self.new_backend(limits) as backend:
+        with self._cold_backend(limits) as backend:
             kv_bytes = backend.kv_bytes
             backend.decode(_largest_batch(num_tokens))
             peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
-        return int(peak - before - kv_bytes)
+        return int(peak - before - kv_bytes) + graph_bytes(self.decoder.config, self.decoder.kv_dtype.itemsize)
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
         planned = super().memory(limits, num_rows)
@@ -80,6 +80,16 @@ class CudaModel(TorchModel):
         return super().free_bytes + cached
 
     def new_backend(self, limits: BackendLimits) -> CudaBackend:
+        backend = self._cold_backend(limits)
+        try:
+            backend.warm_up()
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+    def _cold_backend(self, limits: BackendLimits) -> CudaBackend:
+        """A backend that compiles and captures what steps need when they need it."""
         if self._dtype is FP8 and not self.decoder.switches.attention:
             raise ConfigError("kv_cache_dtype fp8 requires the paged attention kernels")
         kv, storage = self._new_memory(limits)
