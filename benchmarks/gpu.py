@@ -36,7 +36,7 @@ from tokenmill.engine.request import Draw, Limits, Request
 from tokenmill.entrypoints.options import choose_limits
 from tokenmill.params import SamplingParams
 
-CONTEXT = 4096
+CONTEXT = 32_768
 NUM_LAYERS = 28
 SPREAD = 0.02
 """Standard deviation of the weights."""
@@ -69,7 +69,7 @@ def random_model(name: str, switches: Switches, kv_dtype: torch.dtype | None = N
     return CudaModel(name, CudaDecoder(config, weights, switches), HF_NAMES, kv_dtype=kv_dtype)
 
 
-COPIED_BYTES = 1 << 32
+COPIED_BYTES = 1 << 31
 MATRIX_SIDE = 8192
 REPEATS = 10
 

@@ -1,4 +1,4 @@
-"""The four workloads that `benchmarks.gpu` measures, and how one is run through an engine core."""
+"""The workloads that `benchmarks.gpu` measures, and how one is run through an engine core."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def workloads() -> Mapping[str, Workload]:
         "a": Workload("throughput A: 256 requests, 512 prompt + 256 new", _alike(256, 512, 256)),
         "b": Workload("throughput B: 256 requests, 100 to 1,024 prompt and new, temperature 0.6", _mixed()),
         "prefill": Workload("prefill: 64 requests of 2,048 tokens, 1 new", _alike(64, 2048, 1), counts_prompts=True),
+        "long": Workload("long: 8 requests, 30,000 prompt + 256 new", _alike(8, 30_000, 256), counts_prompts=True),
     }
 
 

@@ -136,6 +136,57 @@ def test_many_sequences_decode_as_one_alone_does(tmp_path: Path) -> None:
     alone.close()
 
 
+def test_prompt_steps_say_the_same_as_graphs_and_kernel_by_kernel(tmp_path: Path) -> None:
+    """Chunks of prompts beside decodes, padded to a graph's shape."""
+    from tokenmill.backends.torch.cuda.layers import Switches
+
+    model = opened(tmp_path)
+    asked = prompts(5, 70, 33, 120, 45, 12, 64, 99)
+    found = []
+    for switches in (Switches(), Switches(graphs=False)):
+        model.decoder.switches = switches  # type: ignore[union-attr]
+        engine = engine_of(model, prefix_caching=False, prefill_chunk=24, max_num_batched_tokens=60)
+        found.append(run(engine, *(request(f"r{i}", prompt, 20 + i) for i, prompt in enumerate(asked))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_no_request_waits_for_a_capture_or_a_compilation(tmp_path: Path) -> None:
+    """Prompts in small and in large steps, decodes and draws of all kinds: everything was there before them."""
+    from triton import knobs
+
+    from tokenmill.backends.torch.cuda.backend import CudaBackend
+
+    model = opened(tmp_path)
+    limits = BackendLimits(num_cells=16_384, max_seqs=128, num_running=64)
+    engine = engine_of(
+        model, limits, max_num_seqs=64, prefix_caching=False, max_num_batched_tokens=4096, prefill_chunk=4096,
+        target_tick_ms=1000.0,
+    )  # fmt: skip
+    kinds = [
+        SamplingParams(temperature=0), SamplingParams(temperature=0.6),
+        SamplingParams(top_p=0.8), SamplingParams(top_k=9),
+        SamplingParams(typical_p=0.7, xtc_probability=0.5, xtc_threshold=0.05), SamplingParams(repetition_penalty=1.2),
+    ]  # fmt: skip
+    backend = engine._executor.backend
+    assert isinstance(backend, CudaBackend)
+    assert backend._graphs is not None
+    late: list[object] = []
+    backend._graphs._capture = late.append  # type: ignore[method-assign, assignment]
+    knobs.runtime.jit_cache_hook = lambda **told: late.append(told["repr"])
+    try:
+        for count, length in ((1, 7), (3, 40), (64, 60)):
+            asked = [
+                Request(f"r{count}-{i}", prompt, Limits(max_new_tokens=5 + i), draw=Draw(params=kinds[i % 6], seed=i))
+                for i, prompt in enumerate(prompts(*[length] * count))
+            ]
+            run(engine, *asked)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+        engine.close()
+    assert not late
+
+
 def test_nothing_waits_but_collect(tmp_path: Path) -> None:
     """Prompts, decodes and draws of several kinds, a step ahead: no copy or look at a number holds the host up."""
     model = opened(tmp_path)

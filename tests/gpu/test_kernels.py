@@ -51,13 +51,13 @@ def test_decode_attention() -> None:
         first = [0, 0, rng.randrange(shape.block_size), 0]
         length = [rng.randrange(60, 700), 1, rng.randrange(70, 300), rng.choice([64, 128, 65])]
         memory = paged(shape, length, first, DEVICE, seed)
-        row_of = [3, 0, 4, 1]
-        q = torch.randn(5, shape.num_heads + 2, shape.dim, device=DEVICE).to(shape.dtype)[:, : shape.num_heads]
+        row_of, unused = [3, 0, 4, 1], 5
+        q = torch.randn(6, shape.num_heads + 2, shape.dim, device=DEVICE).to(shape.dtype)[:, : shape.num_heads]
         for num_splits in (1, 3, 8):
-            out = torch.full((5, shape.num_heads, shape.dim), torch.nan, device=DEVICE, dtype=shape.dtype)
-            last = [*(one - 1 for one in length), -1]  # and one run that only fills the batch up
+            out = torch.full((6, shape.num_heads, shape.dim), torch.nan, device=DEVICE, dtype=shape.dtype)
+            last = [*(one - 1 for one in length), -1, -1]  # and two runs that only fill the batch up
             decode_attention(
-                q, memory.keys, memory.values, out, ints(*row_of, 2), ints(*last), ints(*first, 0),
+                q, memory.keys, memory.values, out, ints(*row_of, 2, -1), ints(*last), ints(*first, 0, 0),
                 memory.tables, ints(memory.tables.shape[1]),
                 block_size=shape.block_size, window=shape.window, num_splits=num_splits,
             )  # fmt: skip
@@ -65,6 +65,7 @@ def test_decode_attention() -> None:
                 wanted = attended(memory, seq, q[row : row + 1], length[seq] - 1)
                 assert error(out[row : row + 1], wanted) < TOLERANCE[shape.dtype], (shape, num_splits, seq)
             assert not out[2].any()
+            assert bool(out[unused].isnan().all())
 
 
 def test_prefill_attention() -> None:
@@ -83,11 +84,12 @@ def test_prefill_attention() -> None:
         out = torch.full((num_tokens, shape.num_heads, shape.dim), torch.nan, device=DEVICE, dtype=shape.dtype)
         begin = [0, count[0], count[0] + count[1]]
         tiles = [(run, at) for run in range(3) for at in range(0, count[run], QUERIES)]
+        tiles += [(3, 0)] * 2  # of a run without tokens: they only fill the grid up
         rng.shuffle(tiles)
         blocks = by_block(memory.keys, shape.block_size), by_block(memory.values, shape.block_size)
         prefill_attention(
             q, memory.keys, memory.values, None if blocks[0] is None else blocks, out, order.to(DEVICE, torch.int32),
-            ints(*begin), ints(*count), ints(*before), ints(*first),
+            ints(*begin, 0), ints(*count, 0), ints(*before, 0), ints(*first, 0),
             ints(*(run for run, _ in tiles)), ints(*(at for _, at in tiles)),
             memory.tables, ints(memory.tables.shape[1]), block_size=shape.block_size, window=shape.window,
         )  # fmt: skip
@@ -175,10 +177,12 @@ def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
     assert not bool(values[1:3].isfinite().any())
 
 
-def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`sampling.sampler.DRAW_FIELDS` of each row."""
-    temperature, top_p, min_p = (values.view(torch.int32)[:, None] for values in (temperature, top_p, min_p))
-    return torch.cat([keys, temperature, top_k[:, None], top_p, min_p], dim=1)
+def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, *others: Tensor) -> Tensor:
+    """`sampling.sampler.DRAW_FIELDS` of each row: `others` are top-p, min-p, typical-p and XTC, as far as given."""
+    rows = len(keys)
+    defaults = (torch.ones(rows), torch.zeros(rows), torch.ones(rows), torch.zeros(rows), torch.zeros(rows))
+    floats = [values.view(torch.int32)[:, None] for values in (temperature, *others, *defaults[len(others) :])]
+    return torch.cat([keys, floats[0], top_k[:, None], *floats[1:]], dim=1)
 
 
 def test_drawing() -> None:
@@ -194,7 +198,7 @@ def test_drawing() -> None:
     temperature[::7] = 0
     keys = torch.randint(0, 1 << 31, (64, 4), generator=generator)
     keys[:, 0] = torch.randint(0, 1 << 62, (64,), generator=generator)
-    told = draw_fields(keys, temperature, torch.full((64,), 9001), torch.ones(64), torch.zeros(64))
+    told = draw_fields(keys, temperature, torch.full((64,), 9001))
     found = draw(logits.to(DEVICE), told.to(DEVICE), -1).cpu().long()
     uniform = uniforms(*keys.T)[0]
     wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
@@ -234,26 +238,82 @@ def test_drawing_in_order_of_likelihood() -> None:
         assert torch.equal(found, wanted), (dtype, spread, (found != wanted).nonzero())
 
 
-def test_draws_in_order_of_likelihood_have_the_right_frequencies() -> None:
-    """100,000 draws from one row with top-p 0.9 and a temperature: chi-squared of what the filters keep."""
+def filtered(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, typical_p: Tensor, threshold: Tensor, struck: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the filters leave of each row, in order of likelihood, and the tokens in that order: by sorting."""
+    from tokenmill.sampling import ops
+
+    rows, vocab = logits.shape
+    cooled = ops.cool(logits.float(), temperature)
+    cooled = torch.where(typical_p[:, None] < 1, ops.keep_typical(cooled, typical_p), cooled)
+    values, order = ops.likeliest(cooled, vocab)
+    kept = ops.keep_likely(values, ops.mass(cooled), torch.full((rows,), vocab), top_p, torch.zeros(rows), vocab)
+    return ops.exclude_top_choices(kept, threshold, struck), order
+
+
+def test_drawing_with_typical_p_and_xtc() -> None:
+    """Against a full sort: the same ids, also among equal logits.
+
+    Of nearly equal logits, one above and one below the typical one may be equally far from it but for rounding.
+    """
     from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops
+    from tokenmill.sampling.ops import uniforms
+
+    rows, vocab = 48, 5003 if HAS_CARD else 2503
+    generator = torch.Generator().manual_seed(6)
+    for dtype, spread in ((torch.bfloat16, 0.05), (torch.bfloat16, 3.0), (torch.float32, 1.0), (torch.float32, 6.0)):
+        logits = (spread * torch.randn(rows, vocab, generator=generator)).to(dtype)
+        logits[6, 100:] = -torch.inf
+        temperature = torch.rand(rows, generator=generator) + 0.4
+        top_p = torch.where(torch.arange(rows) % 3 == 0, 1.0, torch.rand(rows, generator=generator) * 0.98 + 0.01)
+        typical_p = torch.where(torch.arange(rows) % 4 == 0, 1.0, torch.rand(rows, generator=generator) * 0.98 + 0.01)
+        probability = torch.where(torch.arange(rows) % 5 == 0, 0.0, 0.6)
+        threshold = torch.rand(rows, generator=generator) * (0.2 if spread > 1 else 0.0005)
+        keys = torch.randint(0, 1 << 31, (rows, 4), generator=generator)
+        told = draw_fields(
+            keys, temperature, torch.full((rows,), vocab), top_p, torch.zeros(rows), typical_p, probability, threshold
+        )
+        found = draw(logits.to(DEVICE), told.to(DEVICE), -1, is_filtered=True, is_typical=True).cpu().long()
+        first, second = uniforms(*keys.T)
+        kept, order = filtered(logits, temperature, top_p, typical_p, threshold, second < probability)
+        wanted = order.gather(-1, ops.draw(kept, first)[:, None])[:, 0]
+        by_id = (top_p >= 1) & (typical_p >= 1) & (probability == 0)
+        wanted = torch.where(by_id, ops.draw(ops.cool(logits.float(), temperature), first), wanted)
+        other = (found != wanted).nonzero()[:, 0]
+        assert len(other) <= (2 if spread < 1 else 0), (dtype, spread, other)
+        assert bool((typical_p[other] < 1).all())
+
+
+def test_filtered_draws_have_the_right_frequencies() -> None:
+    """100,000 draws from one row with each filter: chi-squared of what it keeps."""
+    from tokenmill.kernels.drawing import draw
 
     vocab, num_draws = 1000, 100_000 if HAS_CARD else 500
     logits = 2 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(5))
-    temperature, top_p = torch.full((num_draws,), 0.7), torch.full((num_draws,), 0.9)
     keys = torch.stack([torch.full((num_draws,), 11), *(torch.arange(num_draws) * 0 for _ in range(2)),
                         torch.arange(num_draws)], dim=1)  # fmt: skip
-    told = draw_fields(keys, temperature, torch.full((num_draws,), vocab), top_p, torch.zeros(num_draws))
-    parts = told.to(DEVICE).split(10_000)
-    found = [draw(logits.to(DEVICE).repeat(len(part), 1), part, -1, is_filtered=True).cpu() for part in parts]
-    counts = torch.bincount(torch.cat(found).long(), minlength=vocab).double()
-    cooled = ops.cool(logits, temperature[:1])
-    values, order = ops.likeliest(cooled, vocab)
-    kept = ops.keep_likely(values, ops.mass(cooled), torch.tensor([vocab]), top_p[:1], torch.zeros(1), vocab)
-    expected = num_draws * torch.zeros(vocab).scatter(0, order[0], kept[0].softmax(-1)).double()
-    inside = expected > 0
-    assert counts[~inside].sum() == 0
-    chi_squared = float(((counts - expected)[inside] ** 2 / expected[inside]).sum())
-    degrees = int(inside.sum()) - 1
-    assert abs(chi_squared - degrees) < 5 * (2 * degrees) ** 0.5
+    for top_p, typical_p, probability, threshold in (
+        (0.9, 1.0, 0.0, 0.0),
+        (1.0, 0.7, 0.0, 0.0),
+        (0.95, 1.0, 0.5, 0.05),
+    ):
+        values = (0.7, top_p, 0.0, typical_p, probability, threshold)
+        temperature, *others = (torch.full((num_draws,), value) for value in values)
+        told = draw_fields(keys, temperature, torch.full((num_draws,), vocab), *others)
+        found = [
+            draw(logits.to(DEVICE).repeat(len(part), 1), part, -1, is_filtered=True, is_typical=True).cpu()
+            for part in told.to(DEVICE).split(10_000)
+        ]
+        counts = torch.bincount(torch.cat(found).long(), minlength=vocab).double()
+        expected = torch.zeros(vocab, dtype=torch.float64)
+        for is_struck, share in ((True, probability), (False, 1 - probability)):
+            one_row = (torch.tensor([value]) for value in (0.7, top_p, typical_p, threshold))
+            kept, order = filtered(logits, *one_row, torch.tensor([is_struck]))
+            expected += num_draws * share * torch.zeros(vocab).scatter(0, order[0], kept[0].softmax(-1)).double()
+        inside = expected > 0
+        assert counts[~inside].sum() == 0
+        chi_squared = float(((counts - expected)[inside] ** 2 / expected[inside]).sum())
+        degrees = int(inside.sum()) - 1
+        assert abs(chi_squared - degrees) < 5 * (2 * degrees) ** 0.5, (top_p, typical_p, probability)

@@ -21,7 +21,9 @@ OTHERS = [
     SamplingParams(min_p=0.05),
     SamplingParams(top_k=50, top_p=0.8, min_p=0.01),
     SamplingParams(typical_p=0.7),
+    SamplingParams(typical_p=0.4, top_p=0.8, temperature=1.3),
     SamplingParams(xtc_probability=0.5, xtc_threshold=0.05),
+    SamplingParams(xtc_probability=0.9, xtc_threshold=0.02, top_k=40, typical_p=0.95),
     SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
     SamplingParams(temperature=0, logit_bias={7: 5.0, 9: -3.0}, banned_token_ids=(11, 12)),
     SamplingParams(temperature=0.8, logprobs=3),
@@ -66,13 +68,12 @@ def test_a_bad_row_fails_alone() -> None:
 
 WITHOUT_WAITING = [
     *PLAIN,
-    *(one for one in OTHERS if one.typical_p >= 1 and not one.xtc_probability),
+    *OTHERS,
     SamplingParams(temperature=0.8, top_p=0.9, allowed_token_ids=[5, 6, 7, 8], logit_bias={6: 1.0}),
 ]
 
 
 def test_nothing_waits_for_the_card() -> None:
-    """Typical-p and XTC look at probabilities on the way; nothing else does."""
     generator = torch.Generator().manual_seed(3)
     logits = (4 * torch.randn(len(WITHOUT_WAITING), VOCAB, generator=generator)).cuda()
     state = SamplingState(len(logits), VOCAB)

@@ -4,9 +4,10 @@ A row is cut into chunks. Their maxima give the largest logit; their sums of wei
 number falls, and only that one is looked at again. As in `sampling.ops.draw`: running sums of
 exp((logit - largest) / T), and as in `sampling.ops.uniforms`: Philox4x32-10, keyed by what names the token.
 
-Rows with a top-k or top-p are drawn in order of likelihood. Both their cut and their draw are weighted quantiles of the
+Filtered rows are drawn in order of likelihood. Both their cut and their draw are weighted quantiles of the
 sorted row, found by an 8-way search over the order-preserving integer keys of the logits (`_search`). Tokens of equal
-logits come in order of their ids; how many of them are inside follows from their common weight.
+logits come in order of their ids; how many of them are inside follows from their common weight. Typical-p orders tokens
+by the distance of their surprise from the entropy instead; what it drops is gone before anything else looks at the row.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from torch import Tensor
 CHUNK = 4096
 SEARCHED = 2048
 """Columns that a search looks at together."""
-NUM_FIELDS = tl.constexpr(8)
+NUM_FIELDS = tl.constexpr(11)
 """Of `sampling.sampler.DRAW_FIELDS`, in this order."""
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+TYPICAL_P, XTC_PROBABILITY, XTC_THRESHOLD = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+WEIGHT, COUNT, TYPICALITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What a search sums up, and in which order."""
 LEAST = tl.constexpr(-84.306853)
 """Of cooled logits; as in `sampling.ops`, what weighs less than twice exp(-85) of the largest weighs nothing."""
 
@@ -81,7 +85,8 @@ def _float(told, row, field: tl.constexpr):
 @triton.jit
 def _is_filtered(told, row, vocab):
     """Is it drawn in order of likelihood?"""
-    return (tl.load(told + row * NUM_FIELDS + TOP_K) < vocab) | (_float(told, row, TOP_P) < 1)
+    is_cut = (tl.load(told + row * NUM_FIELDS + TOP_K) < vocab) | (_float(told, row, TOP_P) < 1)
+    return is_cut | (_float(told, row, TYPICAL_P) < 1) | (_float(told, row, XTC_PROBABILITY) > 0)
 
 
 @triton.jit
@@ -105,12 +110,18 @@ def _masses(logits, told, tops, masses, vocab, stride, num_parts, chunk: tl.cons
 
 
 @triton.jit
-def _uniform(key_of):
-    x0, x1, _, _ = tl.philox(
+def _uniforms(key_of):
+    """Two numbers in [0, 1): the first draws the token, the second decides on XTC."""
+    x0, x1, x2, x3 = tl.philox(
         tl.load(key_of), tl.load(key_of + 3).to(tl.uint32), tl.load(key_of + 1).to(tl.uint32),
         tl.load(key_of + 2).to(tl.uint32), tl.full([], 0, tl.uint32),
     )  # fmt: skip
-    bits = (x0 >> 5).to(tl.int64) * 67108864 + (x1 >> 6).to(tl.int64)
+    return _to_unit(x0, x1), _to_unit(x2, x3)
+
+
+@triton.jit
+def _to_unit(high, low):
+    bits = (high >> 5).to(tl.int64) * 67108864 + (low >> 6).to(tl.int64)
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
 
 
@@ -127,7 +138,8 @@ def _draw(
     if (temperature > 0) & (is_bad == 0) & (_is_filtered(told, row, vocab) == 0):
         each = tl.arange(0, parts)
         mass = tl.load(masses + row * num_parts + each, mask=each < num_parts, other=0.0).to(tl.float64)
-        wanted = _uniform(told + row * NUM_FIELDS) * tl.sum(mass, 0)
+        uniform, _ = _uniforms(told + row * NUM_FIELDS)
+        wanted = uniform * tl.sum(mass, 0)
         running = tl.cumsum(mass, 0)
         part = tl.sum((running <= wanted).to(tl.int32), 0)
         part = tl.minimum(part, tl.max(tl.where(mass > 0, each, 0), 0))
@@ -161,13 +173,20 @@ def _value(key, shift: tl.constexpr):
 
 
 @triton.jit
+def _typicality(values, top, coldness, typical):
+    """How near cooled logits are to `typical`, the expected one: 0 or less."""
+    return -tl.abs((values - top) * coldness - typical)
+
+
+@triton.jit
 def _search(
-    line, top, coldness, low, high, above, wanted,
-    counts: tl.constexpr, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr,
+    line, top, coldness, typical, low, high, above, wanted,
+    by: tl.constexpr, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The largest key in [low, high) with a sum over all keys from it on that exceeds `wanted`; the sum beyond it.
 
-    Sums of weights, or of tokens. From `low` on the sum exceeds `wanted`; from `high` on it is `above`, and does not.
+    By WEIGHT or COUNT: keys of the logits, sums of their weights or of tokens. By TYPICALITY: weights again, keys of
+    `_typicality`. From `low` on the sum exceeds `wanted`; from `high` on it is `above`, and does not.
     """
     while high - low > 1:
         step = (high - low + 7) // 8
@@ -180,7 +199,9 @@ def _search(
         for start in range(0, vocab, chunk):
             column = start + tl.arange(0, chunk)
             values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            weight = tl.where(column < vocab, 1.0, 0.0) if counts else _weights(values, top, coldness)
+            weight = tl.where(column < vocab, 1.0, 0.0) if by == COUNT else _weights(values, top, coldness)
+            if by == TYPICALITY:
+                values = _typicality(values, top, coldness, typical)
             s1 += tl.where(values >= v1, weight, 0.0)
             s2 += tl.where(values >= v2, weight, 0.0)
             s3 += tl.where(values >= v3, weight, 0.0)
@@ -214,12 +235,28 @@ def _total(line, top, coldness, beyond, floor, vocab: tl.constexpr, chunk: tl.co
 
 
 @triton.jit
-def _nth(line, wanted, n, vocab: tl.constexpr, chunk: tl.constexpr):
-    """Where the n-th logit of this value is, the first being 0; the last one if there are fewer."""
+def _lightest(line, top, coldness, floor, vocab: tl.constexpr, chunk: tl.constexpr):
+    """The least weight of a token that weighs at least `floor`."""
+    least = tl.full([chunk], float("inf"), tl.float32)
+    for start in range(0, vocab, chunk):
+        column = start + tl.arange(0, chunk)
+        values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        weight = _weights(values, top, coldness)
+        least = tl.minimum(least, tl.where((weight >= floor) & (weight > 0), weight, float("inf")))
+    return tl.min(least, 0)
+
+
+@triton.jit
+def _nth(
+    line, top, coldness, typical, wanted, n, by: tl.constexpr, vocab: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Where the n-th logit (or typicality) of this value is, the first being 0; the last one if there are fewer."""
     place, seen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, vocab, chunk):
         column = start + tl.arange(0, chunk)
         values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        if by == TYPICALITY:
+            values = _typicality(values, top, coldness, typical)
         is_one = ((values == wanted) & (column < vocab)).to(tl.int32)
         if seen <= n:
             inside = is_one * (seen + tl.cumsum(is_one, 0) <= n + 1).to(tl.int32)
@@ -249,7 +286,7 @@ def _draw_likely(
         if top_k < vocab:
             bottom = _key(nowhere, shift).to(tl.int64)
             fewer = (top_k - 1).to(tl.float64)
-            low, count = _search(line, top, coldness, bottom, high, nothing, fewer, True, vocab, shift, chunk)
+            low, count = _search(line, top, coldness, 0.0, bottom, high, nothing, fewer, COUNT, vocab, shift, chunk)
             # The mass beyond the last key, and that of as many of its tokens as there is room for.
             beyond = _total(line, top, coldness, _value(low, shift), 0.0, vocab, chunk)
             last = _weights(_value(low, shift), top, coldness).to(tl.float64)
@@ -259,18 +296,76 @@ def _draw_likely(
             kept = _total(line, top, coldness, nowhere, 0.0, vocab, chunk)
         if top_p < 1:
             wanted = top_p * kept
-            low, beyond = _search(line, top, coldness, low, high, nothing, wanted, False, vocab, shift, chunk)
+            low, beyond = _search(line, top, coldness, 0.0, low, high, nothing, wanted, WEIGHT, vocab, shift, chunk)
             last = _weights(_value(low, shift), top, coldness).to(tl.float64)
             kept = beyond + tl.ceil((wanted - beyond) / last) * last
         if min_p > 0:
             likely = _total(line, top, coldness, nowhere, min_p, vocab, chunk)
             kept = tl.minimum(kept, likely)
-        wanted = _uniform(told + row * NUM_FIELDS) * kept
-        drawn, beyond = _search(line, top, coldness, low, high, nothing, wanted, False, vocab, shift, chunk)
+        uniform, second = _uniforms(told + row * NUM_FIELDS)
+        dropped = nothing
+        if second < _float(told, row, XTC_PROBABILITY).to(tl.float64):
+            # Of the tokens above the threshold, which come first, only the last stays.
+            floor = (_float(told, row, XTC_THRESHOLD).to(tl.float64) * kept).to(tl.float32)
+            above = tl.minimum(_total(line, top, coldness, nowhere, floor, vocab, chunk), kept)
+            floor = tl.maximum(tl.maximum(floor, _weights(_value(low, shift), top, coldness)), min_p)
+            dropped = tl.maximum(above - _lightest(line, top, coldness, floor, vocab, chunk).to(tl.float64), 0.0)
+        wanted = dropped + uniform * (kept - dropped)
+        drawn, beyond = _search(line, top, coldness, 0.0, low, high, nothing, wanted, WEIGHT, vocab, shift, chunk)
         value = _value(drawn, shift)
         last = _weights(value, top, coldness).to(tl.float64)
         nth = tl.floor((wanted - beyond) / last).to(tl.int32)
-        tl.store(ids + row, _nth(line, value, nth, vocab, chunk))
+        tl.store(ids + row, _nth(line, top, coldness, 0.0, value, nth, WEIGHT, vocab, chunk))
+
+
+@triton.jit
+def _keep_typical(
+    logits, told, tops, places, out, stride, num_parts,
+    vocab: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
+):  # fmt: skip
+    """Copy a row; what is not typical becomes minus infinity."""
+    row = tl.program_id(0)
+    temperature, mass = _float(told, row, TEMPERATURE), _float(told, row, TYPICAL_P).to(tl.float64)
+    top, _ = _best(tops, places, num_parts, parts, row)
+    line, to = logits + row.to(tl.int64) * stride, out + row.to(tl.int64) * vocab
+    is_bad = (top == float("inf")) | (top == float("-inf"))
+    least, last = tl.full([], float("-inf"), tl.float32), tl.full([], vocab, tl.int32)
+    coldness, typical = tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
+    if (temperature > 0) & (is_bad == 0) & (mass < 1):
+        coldness = 1 / temperature
+        # The surprise of a token is log(total) - cooled, the entropy log(total) - (the mean of cooled).
+        total, moment = tl.zeros([chunk], tl.float32), tl.zeros([chunk], tl.float32)
+        for start in range(0, vocab, chunk):
+            column = start + tl.arange(0, chunk)
+            values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            weight = _weights(values, top, coldness)
+            total += weight
+            moment += tl.where(weight > 0, weight * (values - top) * coldness, 0.0)
+        whole = tl.sum(total.to(tl.float64), 0)
+        typical = (tl.sum(moment.to(tl.float64), 0) / whole).to(tl.float32)
+        low, high = _key(tl.full([], float("-inf"), tl.float32), 0).to(tl.int64), tl.full([], 1, tl.int64)
+        wanted, nothing = mass * whole, tl.zeros([], tl.float64)
+        key, before = _search(
+            line, top, coldness, typical, low, high, nothing, wanted, TYPICALITY, vocab, 0, chunk
+        )  # fmt: skip
+        least = _value(key, 0)
+        # Tokens as typical as the last one have its weight: that of one side of the mean, as a rule.
+        weight = tl.zeros([chunk], tl.float32)
+        for start in range(0, vocab, chunk):
+            column = start + tl.arange(0, chunk)
+            values = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            is_one = _typicality(values, top, coldness, typical) == least
+            weight = tl.maximum(weight, tl.where(is_one, _weights(values, top, coldness), 0.0))
+        common = tl.max(weight, 0).to(tl.float64)
+        count = tl.maximum(tl.ceil((wanted - before) / tl.where(common > 0, common, 1.0)), 1.0)
+        last = _nth(line, top, coldness, typical, least, count.to(tl.int32) - 1, TYPICALITY, vocab, chunk)
+    for start in range(0, vocab, chunk):
+        column = start + tl.arange(0, chunk)
+        kept = tl.load(line + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        near = _typicality(kept, top, coldness, typical)
+        stays = (near > least) | ((near == least) & (column <= last)) | (near != near)
+        kept = tl.where(stays, kept, float("-inf")).to(out.dtype.element_ty)
+        tl.store(to + column, kept, mask=column < vocab)
 
 
 def _chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,11 +397,26 @@ def greedy(logits: Tensor, bad_row: int, out: Tensor | None = None) -> Tensor:
     return ids
 
 
-def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False) -> Tensor:
+def keep_typical(logits: Tensor, told: Tensor) -> Tensor:
+    """A copy in which rows with a typical-p have lost the tokens that are not typical; `told` as for `draw`."""
+    tops, places = _chunk_maxima(logits)
+    (rows, vocab), num_parts = logits.shape, tops.shape[1]
+    out = torch.empty(rows, vocab, dtype=logits.dtype, device=logits.device)
+    _keep_typical[(rows,)](
+        logits, told, tops, places, out, logits.stride(0), num_parts,
+        vocab=vocab, chunk=SEARCHED, parts=triton.next_power_of_2(num_parts), num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False, is_typical: bool = False) -> Tensor:
     """The id each row's random number falls on, its largest logit at temperature 0, `bad_row` without a finite one.
 
-    told: int64, [rows, 8]: `sampling.sampler.DRAW_FIELDS`; is_filtered: some row has a top-k or a top-p.
+    told: int64, [rows, 11]: `sampling.sampler.DRAW_FIELDS`; is_filtered: some row has a top-k, a top-p, a typical-p or
+    XTC; is_typical: some row has a typical-p.
     """
+    if is_typical:
+        logits = keep_typical(logits, told)
     tops, places = _chunk_maxima(logits)
     (rows, vocab), num_parts = logits.shape, tops.shape[1]
     masses = torch.empty(rows, num_parts, dtype=torch.float32, device=logits.device)

@@ -114,8 +114,12 @@ def _combine(
 
 
 def num_splits_for(num_runs: int, num_kv_heads: int, num_processors: int) -> int:
-    """Parts that each context is cut into, so that few sequences fill the card, too."""
-    return max(1, min(4 * num_processors // (num_runs * num_kv_heads), MOST_SPLITS))
+    """Parts that each context is cut into, so that few sequences fill the card, too.
+
+    Powers of two alone, each of which is a kernel of its own: all are compiled with the graphs.
+    """
+    wanted = max(1, min(4 * num_processors // (num_runs * num_kv_heads), MOST_SPLITS))
+    return 1 << (wanted.bit_length() - 1)
 
 
 def decode_attention(

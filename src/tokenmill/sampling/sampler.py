@@ -21,18 +21,21 @@ from tokenmill.sampling import ops
 from tokenmill.sampling.ops import uniforms
 from tokenmill.sampling.state import SamplingState
 
-DRAW_FIELDS = ("seed", "choice", "attempt", "position", "temperature", "top_k", "top_p", "min_p")
+DRAW_FIELDS = ("seed", "choice", "attempt", "position", "temperature", "top_k", "top_p", "min_p", "typical_p",
+               "xtc_probability", "xtc_threshold")  # fmt: skip
 """The first four are the key, as `philox.uniforms` takes it; floats are given by their bits as float32."""
 
 
 class FusedDraw(Protocol):
-    """Rows with a temperature, a top-k, a top-p and a min-p."""
+    """The whole draw from edited logits, for rows of any parameters."""
 
-    def __call__(self, logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False) -> Tensor:
+    def __call__(
+        self, logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = False, is_typical: bool = False
+    ) -> Tensor:
         """The id that each row's random number falls on; the largest logit's at temperature 0.
 
         told: int64, [rows, fields]: `DRAW_FIELDS` of each row, in one piece, since every upload costs the host.
-        is_filtered: some row has a top-k or a top-p.
+        is_filtered: some row is drawn in order of likelihood; is_typical: some row has a typical-p.
         """
         ...
 
@@ -62,7 +65,7 @@ class StepSampler:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
         state, rows = self.state, self.rows
-        fused = fused_draw(raw.device) if raw.device.type != "cpu" and state.is_fusable[rows].all() else None
+        fused = fused_draw(raw.device)
         if fused is not None and mask is None and state.is_raw[rows].all():
             return Sampled(self._draw_fused(fused, raw))
         top, ids = largest(raw)
@@ -142,9 +145,11 @@ class StepSampler:
             told[:, field] = values[rows]
         told[:, DRAW_FIELDS.index("position")] = self.positions
         told[:, DRAW_FIELDS.index("top_k")] = state.top_k[rows]
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
             told[:, DRAW_FIELDS.index(name)] = state.floats[name][rows].view(np.int32)
-        return draw(raw, upload(told, raw.device), BAD_ROW, is_filtered=bool(state.is_filtered[rows].any()))
+        is_typical = bool((state.floats["typical_p"][rows] < 1).any())
+        is_filtered = bool(state.is_filtered[rows].any())
+        return draw(raw, upload(told, raw.device), BAD_ROW, is_filtered=is_filtered, is_typical=is_typical)
 
     def _draw_plain(self, logits: Tensor, index: np.ndarray) -> Tensor:
         if self.state.floats["min_p"][self.rows[index]].any():
@@ -171,7 +176,7 @@ class StepSampler:
         return ids
 
     def _draw_by_mass(self, logits: Tensor, index: np.ndarray) -> Tensor:
-        """Without a small top-k, how many tokens are enough depends on their probabilities: a card is waited for."""
+        """Without a small top-k, how many tokens are enough depends on their probabilities."""
         ids = torch.empty(len(index), dtype=torch.int64, device=logits.device)
         left = torch.arange(len(index), device=logits.device)
         for few in (*FEW, logits.shape[-1]):

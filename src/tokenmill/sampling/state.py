@@ -116,8 +116,6 @@ class SamplingState:
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.is_plain_greedy = np.ones(max_rows, dtype=bool)
         """Nothing but the largest logit is asked for."""
-        self.is_fusable = np.ones(max_rows, dtype=bool)
-        """Temperature, top-k, top-p and min-p are all that the draw needs: `FusedDraw` can do it."""
         self.is_raw = np.ones(max_rows, dtype=bool)
         """Drawn from the model's own logits, and only the id is asked for."""
         self.is_filtered = np.zeros(max_rows, dtype=bool)
@@ -176,7 +174,6 @@ class SamplingState:
         )
         is_edited = self.has_edits[row] or self.has_penalties[row] or self.has_rules[row]
         self.is_plain_greedy[row] = is_greedy and params.logprobs is None and not is_edited
-        self.is_fusable[row] = is_greedy or (params.typical_p >= 1 and params.xtc_probability <= 0)
         self.is_raw[row] = params.logprobs is None and not is_edited
 
     def detach(self, row: int) -> None:

@@ -100,7 +100,7 @@ class PagedAttention:
 
 
 WARM_UP_S = 10.0
-"""For the capture of graphs at start-up; it takes 2 to 5 s."""
+"""For the capture of graphs at start-up, which takes 2 to 5 s."""
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int32)
 LOGITS_ALONE = np.uint8(Output.LOGITS)
 LARGEST_GRAPH = 512
@@ -174,28 +174,28 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         """Compile the kernels and capture the graphs, so that no request waits for that.
 
         Sizes are captured coarse ones first. What is not captured in this time never is: such steps are padded to the
-        next larger size.
+        next larger size. Compilation, which happens once on a machine, does not count.
         """
-        began = time.monotonic()
         self._warm_up_sampling()
         graphs = self._graphs
         if graphs is not None:
-            for sizes, capture, until in (
-                (self._decode_sizes, self._capture_decode, began + seconds / 2),
-                (self._prompt_shapes.tokens, self._capture_prompts, began + seconds),
+            for sizes, capture in (
+                (self._decode_sizes, self._capture_decode),
+                (self._prompt_shapes.tokens, self._capture_prompts),
             ):
-                sizes.keep(_within(until, sizes.coarse_first, partial(capture, graphs)))
+                sizes.keep(_within(seconds / 2, sizes.coarse_first, partial(capture, graphs)))
         torch.cuda.synchronize(self._device)
 
     def _warm_up_sampling(self) -> None:
         """From logits as they are, and from edited ones, which are float32."""
         key, one = (0, 0, 0, 0), int(np.float32(1).view(np.int32))
-        told = torch.tensor([[*key, one, 1, one, 0]], device=self._device)  # temperature 1, top-k 1, top-p 1
+        # Temperature 1, top-k 1, top-p 1, min-p 0, typical-p 0.
+        told = torch.tensor([[*key, one, 1, one, 0, 0, 0, 0]], device=self._device)
         for dtype in {self._decoder.kv_dtype, torch.float32}:
             logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
             drawing.largest(logits)
             drawing.greedy(logits, BAD_ROW)
-            drawing.draw(logits, told, BAD_ROW, is_filtered=True)
+            drawing.draw(logits, told, BAD_ROW, is_filtered=True, is_typical=True)
 
     def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
         """Graphs of decode steps of this size, run once on padding."""
@@ -351,11 +351,12 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         super()._free()
 
 
-def _within(until: float, sizes: Sequence[int], capture: Callable[[int], None]) -> list[int]:
-    """Capture sizes until it is this late, the first one in any case; gives those that are captured."""
-    done: list[int] = []
-    for size in sizes:
-        if done and time.monotonic() > until:
+def _within(seconds: float, sizes: Sequence[int], capture: Callable[[int], None]) -> list[int]:
+    """Capture sizes for so long after the first one, which compiles; gives those that are captured."""
+    capture(sizes[0])
+    done, until = [sizes[0]], time.monotonic() + seconds
+    for size in sizes[1:]:
+        if time.monotonic() > until:
             break
         capture(size)
         done.append(size)

@@ -78,8 +78,10 @@ class StepGraphs:
 SMALL_SIZES = (1, 2, 4)
 DECODE_STEPS = ((64, 8), (256, 16), (1 << 30, 32))
 """Up to so many sequences, a size is this much larger than the one before it."""
-PROMPT_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024, 1280, 1536, 1792, GRAPH_TOKENS)
-SINGLES_SIZES = (16, 64, 256)
+PROMPT_SIZES = (32, *range(64, 640, 64), *range(640, GRAPH_TOKENS + 1, 128))
+"""Large ones are multiples of the rows in a tile of cuBLAS's, which a product is padded to in any case."""
+SINGLES_SIZES = (16, 256, 1024)
+"""Few decodes have their contexts split, see `num_splits_for`; runs that read nothing cost next to nothing."""
 
 
 class PaddedSizes:

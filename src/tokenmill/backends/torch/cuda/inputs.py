@@ -345,9 +345,7 @@ def _tiles(runs: Runs, pos: IntArray, tables: BlockTables, tile: int) -> _Tiles:
     return _Tiles(index, run[longest_first], offset[longest_first])
 
 
-def _put_tables(
-    sections: Sections, tables: BlockTables, seqs: IntArray, width: int, num_rows: int
-) -> Tensor:
+def _put_tables(sections: Sections, tables: BlockTables, seqs: IntArray, width: int, num_rows: int) -> Tensor:
     """Rows of the block tables, with room for `num_rows` of them."""
     there, on_card = sections.room(num_rows * width)
     there[: len(seqs) * width].reshape(len(seqs), width)[:] = tables.table[seqs, :width]
