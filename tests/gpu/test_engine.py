@@ -172,7 +172,7 @@ def test_no_request_waits_for_a_capture_or_a_compilation(tmp_path: Path) -> None
     assert isinstance(backend, CudaBackend)
     assert backend._graphs is not None
     late: list[object] = []
-    backend._graphs._capture = late.append  # type: ignore[method-assign, assignment]
+    backend._graphs._captured = late.append  # type: ignore[method-assign, assignment]
     knobs.runtime.jit_cache_hook = lambda **told: late.append(told["repr"])
     try:
         for count, length in ((1, 7), (3, 40), (64, 60)):

@@ -199,9 +199,11 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
 
     def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
         """Graphs of decode steps of this size, run once on padding."""
-        for outputs in self._turns.outputs:
-            self._decode_inputs(size).send(self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
-            self._run_decode(graphs, size, outputs)
+        inputs, (first, *others) = self._decode_inputs(size), self._turns.outputs
+        inputs.send(self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
+        self._run_decode(graphs, size, first)
+        for outputs in others:
+            graphs.capture(DecodeShape(size, outputs.turn), self._decode_launch(size, outputs))
 
     def _capture_prompts(self, graphs: StepGraphs, num_tokens: int) -> None:
         """Graphs of steps with prompt tokens, for any number of decodes, run once on padding."""
@@ -278,8 +280,11 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
 
     def _run_decode(self, graphs: StepGraphs, size: int, outputs: GraphOutputs) -> None:
         """A decode step of this padded size, whose inputs were sent."""
+        graphs.run(DecodeShape(size, outputs.turn), self._decode_launch(size, outputs))
+
+    def _decode_launch(self, size: int, outputs: GraphOutputs) -> Callable[[], None]:
         inputs = self._decode_inputs(size).on_card
-        graphs.run(DecodeShape(size, outputs.turn), lambda: self._launch_decode(inputs, outputs.first(size)))
+        return lambda: self._launch_decode(inputs, outputs.first(size))
 
     def _decode_inputs(self, size: int) -> DecodeInputs:
         inputs = self._decodes.get(size)

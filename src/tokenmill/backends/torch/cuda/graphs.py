@@ -53,9 +53,13 @@ class StepGraphs:
             graph.replay()
             return
         launch()
-        self._graphs[shape] = self._capture(launch)
+        self.capture(shape, launch)
 
-    def _capture(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def capture(self, shape: Hashable, launch: Callable[[], object]) -> None:
+        """Capture a shape all of whose kernels were launched before: what they load must not be loaded meanwhile."""
+        self._graphs[shape] = self._captured(launch)
+
+    def _captured(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
