@@ -11,6 +11,7 @@ from tokenmill.errors import (
     AnswerLost,
     ContextOverflow,
     EngineDead,
+    InsufficientMemory,
     InvalidRequest,
     Overloaded,
     RequestFailed,
@@ -64,6 +65,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(409, str(error), code="answer_lost", details={"durable_offset": error.durable_offset})
     if isinstance(error, Overloaded):
         return _overloaded(str(error))
+    if isinstance(error, InsufficientMemory):
+        return ApiError(507, str(error), "server_error", "out_of_memory")
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again", "engine_dead")
     if isinstance(error, RequestFailed) and error.finish_reason is not None:
