@@ -40,10 +40,8 @@ class FusedDraw(Protocol):
         ...
 
 
-def fused_draw(device: torch.device) -> FusedDraw | None:
-    """None where `ops` is all there is."""
-    if device.type != "cuda":
-        return None
+def fused_draw() -> FusedDraw:
+    """For CUDA; elsewhere `ops` is all there is."""
     from tokenmill.kernels.drawing import draw  # needs triton
 
     return draw
@@ -65,7 +63,7 @@ class StepSampler:
         from_numpy = isinstance(logits, np.ndarray)
         raw = torch.from_numpy(logits) if from_numpy else logits
         state, rows = self.state, self.rows
-        fused = fused_draw(raw.device)
+        fused = fused_draw() if raw.is_cuda else None
         if fused is not None and mask is None and state.is_raw[rows].all():
             return Sampled(self._draw_fused(fused, raw))
         top, ids = largest(raw)
