@@ -139,8 +139,11 @@ def leave_the_tokenizer(server: Running, how: str, stream: bool) -> None:
         client.send(chat_request("x" * 20_000, stream=stream))
         assert has_begun.wait(WAIT_S)
         client.leave(how)
-        assert is_noticed.wait(WAIT_S)
-        may_end.set()
+        try:
+            assert is_noticed.wait(WAIT_S)
+            until(lambda: server.served.gate.num_inside == 0)
+        finally:
+            may_end.set()
         server.wait_until_idle()
         assert diary.names == [], "it was queued"
 
@@ -306,11 +309,11 @@ def test_n07_half_a_request_and_no_more_is_given_up(server: Running) -> None:
 
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (
-        PlantedBug("nobody listens while the answer is made", streaming, "while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens while the answer is made", streaming, "while_connected", "{doing, lost}", "{doing}"),
         lambda server: leave_after_3_tokens(server, "FIN", stream=False),
     ),
     (
-        PlantedBug("nobody listens in the queue", streaming, "while_there", "{work, leaving}", "{work}"),
+        PlantedBug("nobody listens in the queue", sse.EventStream, "__call__", "lost.done()", "lost.cancelled()"),
         lambda server: leave_the_queue(server, "RST", stream=True),
     ),
     (
@@ -318,8 +321,8 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
             "not watched while tokenizing",
             streaming.Call,
             "do",
-            "await while_there(self._http, work)",
-            "await asyncio.wait([work])",
+            "await while_connected(self._http, self._work)",
+            "await self._work",
         ),
         lambda server: leave_the_tokenizer(server, "RST", stream=True),
     ),
@@ -332,7 +335,13 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
         lambda server: leave_in_prefill(server, "FIN", stream=False),
     ),
     (
-        PlantedBug("sends without end", sse.EventStream, "_watch", "raise TimeoutError", "await asyncio.sleep(3600)"),
+        PlantedBug(
+            "sends without end",
+            sse.EventStream,
+            "__call__",
+            "is_stuck = self._is_sending or not await self._keep_alive(send)",
+            "await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)",
+        ),
         lambda server: stall(server, reads=False),
     ),
 ]

@@ -5,6 +5,7 @@ The engine is held in a step where a test needs it to be, and time passes only w
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -333,8 +334,7 @@ def test_cancel_just_before_it_starts_is_not_lost(
     open_stream = server.llm.open_stream
 
     def cancelled_before(generations: Any) -> Any:
-        (call,) = server.served.calls._calls
-        call.cancel()
+        asyncio.get_running_loop().call_soon(lambda: [call.cancel() for call in server.served.calls])
         return open_stream(generations)
 
     monkeypatch.setattr(server.llm, "open_stream", cancelled_before)

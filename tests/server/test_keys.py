@@ -232,5 +232,6 @@ def test_s03_what_is_kept_of_a_key_is_not_the_key(server: Running) -> None:
 
 def test_s08_embeddings_of_two_keys_share_no_kv() -> None:
     body = EmbeddingRequest(model="fake", input="a text")
-    assert body.hints("one", separate=True).namespace != body.hints("other", separate=True).namespace
-    assert body.hints("one", separate=False).namespace is None
+    several = Served(ServerConfig(key_hashes=(hash_key("one"), hash_key("other"))))
+    assert several.hints("one", body).namespace != several.hints("other", body).namespace
+    assert Served(ServerConfig()).hints("one", body).namespace is None

@@ -261,9 +261,9 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
     document = server.get("/openapi.json").json()
     for path in document["paths"]:
         filled = re.sub(r"\{[^}]+\}", "something", path)
-        label = ENDPOINTS.label(filled)
+        label = ENDPOINTS[filled]
         assert label != OTHER, f"{path} is in no table of endpoints"
-        assert ENDPOINTS.label(filled.removeprefix("/v1")) == label
+        assert ENDPOINTS[filled.removeprefix("/v1")] == label
     for path in (
         "//",
         "/v1",
@@ -274,9 +274,9 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
         "/\n",
         "/health/live/x",
     ):
-        assert ENDPOINTS.label(path) == OTHER
-    assert ENDPOINTS.label("/v1/models/a/b") == "/v1/models/{name}"
-    assert ENDPOINTS.label("/web/js/a.js") == "/web/{file}"
+        assert ENDPOINTS[path] == OTHER
+    assert ENDPOINTS["/v1/models/a/b"] == "/v1/models/{name}"
+    assert ENDPOINTS["/web/js/a.js"] == "/web/{file}"
 
 
 @pytest.mark.parametrize(

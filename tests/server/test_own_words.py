@@ -28,6 +28,9 @@ from tests.server.refusals import (
 from tests.server.serving import Running
 from tokenmill import errors
 from tokenmill.backends.fake import FaultKind
+from tokenmill.server.api.chat_completions import ChatWriter
+from tokenmill.server.api.completions import CompletionWriter
+from tokenmill.server.api.responses import ResponseWriter
 
 # -- I11: what is told of what goes wrong inside ----------------------------------------------------------------------
 
@@ -97,7 +100,8 @@ def test_i11_what_fails_in_a_stream_is_logged(
     def fail(*_: Any) -> Any:
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr("tokenmill.server.streaming.Call.note", fail)
+    for writer in (ChatWriter, CompletionWriter, ResponseWriter):
+        monkeypatch.setattr(writer, "closing", fail)
     for path in GENERATING:
         caplog.clear()
         reply = post(server, path, changed(path, stream=True))

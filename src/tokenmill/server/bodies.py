@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,9 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
-from tokenmill.server.errors import ApiError, log_failure, to_api_error
-from tokenmill.server.middleware import caller_of
-from tokenmill.server.streaming import ClientGone, stop, while_there
+from tokenmill.server.errors import ApiError, error_response
+from tokenmill.server.streaming import ClientGone, while_connected
 from tokenmill.server.telemetry.figures import CLIENT_GONE
 from tokenmill.text.workers import TextWorkers
 
@@ -38,30 +36,8 @@ MAX_COMMAS = 1 << 20
 """In a body: parsing holds the interpreter lock for a tenth of a second where they all separate values."""
 
 
-class JsonRequest(Request):
-    """A body that is parsed strictly: no NaN, no lone surrogates, no nesting without end."""
-
-    async def parse(self, texts: TextWorkers) -> None:
-        """Read the body and parse it, off the event loop if it is long; `json` gives the result."""
-        try:
-            body = await self.body()
-        except ClientDisconnect:
-            raise HTTPException(400, "the connection was closed before the body was complete") from None
-        caller_of(self.scope).body_bytes = len(body)
-        if not body:
-            return
-        if len(body) < texts.inline_bytes:
-            self._json = _parsed(body)
-            return
-        parsing = asyncio.ensure_future(texts.run(len(body), lambda: _parsed(body)))
-        try:
-            await while_there(self, parsing)
-            self._json = parsing.result()
-        finally:
-            await stop(parsing)
-
-
 def _parsed(body: bytes) -> Any:
+    """JSON, parsed strictly: no NaN, no lone surrogates, no nesting without end."""
     if len(body) > MAX_COMMAS and (count := body.count(b",")) > MAX_COMMAS:
         raise HTTPException(400, f"the body has {count} commas; at most {MAX_COMMAS} are allowed")
     try:
@@ -89,14 +65,20 @@ class JsonRoute(APIRoute):
 
         async def handle_json(http: Request) -> Response:
             try:
-                request = JsonRequest(http.scope, http.receive)
-                if self.body_field is not None:
-                    await request.parse(self.texts)  # not in `json`: there FastAPI makes a 400 of every error
-                return await handle(request)
+                if self.body_field is not None:  # not by FastAPI, which makes a 400 of every error
+                    body = await http.body()
+                    http.state.caller.body_bytes = len(body)
+                    if body and len(body) < self.texts.inline_bytes:
+                        http._json = _parsed(body)
+                    elif body:
+                        http._json = await while_connected(http, self.texts.run(len(body), lambda: _parsed(body)))
+                return await handle(http)
+            except ClientDisconnect:
+                raise HTTPException(400, "the connection was closed before the body was complete") from None
             except known:
                 raise
             except Exception as error:  # here, where its answer still gets a name
-                return await _failed(http, error)
+                return error_response(error)
 
         return handle_json
 
@@ -105,9 +87,7 @@ class JsonRoute(APIRoute):
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    answer = to_api_error(error)
-    log_failure(answer, error)
-    return JSONResponse(answer.body(), answer.status, headers=answer.headers)
+    return error_response(error)
 
 
 async def _gone(_: Request, error: Exception) -> Response:  # noqa: ARG001

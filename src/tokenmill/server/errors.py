@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from tokenmill.engine.request import ENDINGS
 from tokenmill.errors import (
     AnswerLost,
@@ -90,6 +92,13 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
     headers = RETRY_SOON if status == 503 else {}
     kind = "invalid_request_error" if ended is FinishReason.CANCELLED else "server_error"
     return ApiError(status, message, kind, reason, headers=headers)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response for an exception; the log has what it does not say."""
+    answer = to_api_error(error)
+    log_failure(answer, error)
+    return JSONResponse(answer.body(), answer.status, headers=answer.headers)
 
 
 def log_failure(told: ApiError, error: BaseException) -> None:

@@ -14,15 +14,17 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import Usage
@@ -36,15 +38,16 @@ from tokenmill.session.records import MEDIA_TYPE
 access = logging.getLogger("tokenmill.access")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
+HOST = re.compile(rb"\[([^\]]*).*|(.*?)(?::\d+)?")
+"""A Host header: an address in brackets or a name, and perhaps a port."""
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """A client's own id for a request is used if it looks like this."""
 KEY_HEADERS = (b"x-api-key", b"api-key")
 """Where some clients put the key instead."""
 KEY_DIGITS = 8
 """Of a key's hash, in the log."""
-BLOCKED_S = 0.002
-"""Sending that takes longer waits for the client."""
-MOST_BLOCKED = 1024
+BLOCKED_S, MOST_BLOCKED = 0.002, 1024
+"""Shorter waits for the client are not noted, nor are more of them."""
 CLOSE = {"Connection": "close"}
 """On an error that is sent before the whole body was read."""
 LINGER_BYTES, LINGER_S = 16 << 20, 5.0
@@ -64,13 +67,27 @@ NO_FILE = ApiError(415, f"the body must be a session file, with Content-Type: {M
 # -- what is known of a request ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Connection:
+    """What a request may ask of its connection, beyond ASGI."""
+
+    abort: Callable[[], None]
+    """Drops it at once: unsent data is discarded."""
+    lost: asyncio.Future[None]
+    """Done when the client has disconnected."""
+    write: Callable[[Any], Awaitable[None]]
+    """The connection's own `send`. The layers between look at the first message of a response only, so the events of a
+    stream need not pass them."""
+    flow: FlowControl
+    """While its `write_paused` is set, `write` waits for the client."""
+
+
 @dataclass
 class Caller:
     """What is known of a request before its body is read, and what is noted for the log while it runs."""
 
     request_id: str
-    abort: Callable[[], None]
-    """Drops its connection at once: unsent data is discarded."""
+    connection: Connection
     key: str = ""
     """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
@@ -81,8 +98,8 @@ class Caller:
     """Size of its body, once read: about how much there is to tokenize."""
     outcome: Outcome | None = None
     """How it ended, where its status does not say: a stream's was sent before."""
-    usage: Usage | None = None
-    """Tokens so far, if anything was run for it."""
+    usages: list[Usage] = field(default_factory=list)
+    """Tokens of what was run for it."""
     began: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     blocked: list[tuple[float, float]] = field(default_factory=list)
@@ -90,20 +107,13 @@ class Caller:
     differs_in: tuple[int, str] | None = None
     """The message in which a chat's prompt diverges from the cached prefix: its number and its role."""
 
-    def charge(self, usage: Usage) -> None:
-        """Add the tokens of something that ran for it."""
-        so_far = self.usage or Usage(0, 0)
-        self.usage = Usage(
-            so_far.prompt_tokens + usage.prompt_tokens,
-            so_far.completion_tokens + usage.completion_tokens,
-            so_far.cached_tokens + usage.cached_tokens,
-        )
-
-
-def caller_of(scope: Scope) -> Caller:
-    caller = scope["state"]["caller"]
-    assert isinstance(caller, Caller)
-    return caller
+    async def note_blocked(self, sending: Awaitable[None]) -> None:
+        """Send something that has to wait for the client."""
+        began = time.monotonic()
+        await sending
+        ended = time.monotonic()
+        if ended - began > BLOCKED_S and len(self.blocked) < MOST_BLOCKED:
+            self.blocked.append((began, ended))
 
 
 @dataclass
@@ -132,8 +142,8 @@ class Paths:
 
 
 class Middleware:
-    """The one layer before the routes. With CORS, Starlette's answers sit between its two halves, so that they are
-    named and logged as all others.
+    """The one layer before the routes. With CORS, Starlette's answers are inside, so that they are named and logged as
+    all others.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, gate: Gate, paths: Paths, telemetry: Telemetry) -> None:
@@ -144,69 +154,103 @@ class Middleware:
         self._key_hashes = config.every_key_hash
         # Where a key is needed, a web page that makes its own name resolve to this machine has none.
         is_open = not config.key_hashes and not config.insecure
-        hosts = {name.lower() for name in config.allowed_hosts | LOOPBACK | {config.host}}
+        hosts = {name.lower().encode() for name in config.allowed_hosts | LOOPBACK | {config.host}}
         self._hosts = hosts if is_open else None
         self._max_body_bytes = config.max_body_bytes
         self._too_large = ApiError(413, f"a body may have {config.max_body_bytes} bytes", headers=CLOSE)
-        self._admitted: ASGIApp = self._admit
+        self._cors: dict[str, Any] | None = None
         if config.cors_origins:
-            self._admitted = CORSMiddleware(
-                self._admit,
-                allow_origins=config.cors_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            )
+            self._cors = {
+                "allow_origins": config.cors_origins,
+                "allow_methods": ["GET", "POST", "DELETE"],
+                "allow_headers": ["*"],
+                "expose_headers": ["x-request-id", "retry-after"],
+            }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Name, count and log the request."""
+        """Name and count the request, and pass it on if it is admitted."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path, status = scope["path"], CLIENT_GONE
-        caller = scope["state"]["caller"] = Caller(_request_id(scope), scope["state"].pop("abort"))
-        REQUEST_ID.set(caller.request_id)
+        path, headers, status = scope["path"], dict(scope["headers"]), CLIENT_GONE
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+        is_named = len(given) == 1 and SANE_ID.fullmatch(given[0]) is not None
+        request_id = given[0] if is_named else f"req-{secrets.token_hex(16)}"
+        caller = scope["state"]["caller"] = Caller(request_id, scope["state"]["connection"])
+        REQUEST_ID.set(request_id)
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", caller.request_id.encode())]
-            begin = time.monotonic()
-            await send(message)
-            end = time.monotonic()
-            if end - begin > BLOCKED_S and len(caller.blocked) < MOST_BLOCKED:
-                caller.blocked.append((begin, end))
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            if caller.connection.flow.write_paused:
+                await caller.note_blocked(send(message))
+            else:
+                await send(message)
 
-        is_public = path in self._paths.public
-        is_waited_for = not is_public and path not in self._paths.endless
-        endpoint = self._paths.endpoints.label(path)
+        app = self._app
+        if (refusal := self._refusal(scope, headers, caller)) is not None:
+            app = self._refuse(refusal)
+        elif b"transfer-encoding" in headers:  # with a length, the parser reads no more than that
+            receive = self._counted(receive)
+        if self._cors is not None:
+            app = CORSMiddleware(app, **self._cors)
+        is_waited_for = path not in self._paths.public and path not in self._paths.endless
+        endpoint = self._paths.endpoints[path]
         self._telemetry.traffic.enter(endpoint)
         self._gate.num_inside += is_waited_for
         try:
-            await self._admitted(scope, receive, send_named)
+            await app(scope, receive, send_named)
         except Exception:
             caller.outcome = Outcome.FAILED
             raise
         finally:
             self._gate.num_inside -= is_waited_for
-            ended = time.monotonic()
-            outcome, seconds = caller.outcome or outcome_of(status), ended - caller.began
-            if caller.call_id != "-":
-                delivery = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
-                self._telemetry.note_done(caller.call_id, delivery)
-            self._telemetry.traffic.leave(endpoint, outcome, seconds)
-            _log(logging.DEBUG if is_public else logging.INFO, scope, caller, status, outcome, seconds)
+            self._finish(scope, caller, status, endpoint)
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with the error that keeps it out."""
-        headers = dict(scope["headers"])
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], caller: Caller) -> ApiError | None:
+        """Why the request is not admitted, if so. Notes whose it is."""
+        is_public = scope["path"] in self._paths.public
+        if self._gate.closed is not None and not is_public:
+            return replace(self._gate.closed, headers={**self._gate.closed.headers, **CLOSE})
+        if self._hosts is not None and b"host" in headers:
+            host = HOST.fullmatch(headers[b"host"].strip().lower())
+            if host is None or (host[1] or host[2]) not in self._hosts:
+                return UNKNOWN_HOST
+        # A browser sends OPTIONS without a key, to ask whether it may send one; no route answers to it.
+        if self._key_hashes and not is_public and scope["method"] != "OPTIONS":
+            known = known_key(_given_key(scope), self._key_hashes)
+            if known is None:
+                return INVALID_KEY
+            caller.key = known.hex()
+        # Nothing is decompressed, so nothing expands to gigabytes. A form on some web page can send neither JSON nor
+        # session files.
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
+            return self._too_large
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return COMPRESSED
+        if not length.strip(b"0") and b"transfer-encoding" not in headers:
+            return None
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["path"] in self._paths.uploads:
+            return None if kind == MEDIA_TYPE.encode() else NO_FILE
+        is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+        return None if is_json else NO_JSON
+
+    def _refuse(self, refusal: ApiError) -> ASGIApp:
+        """Answers with the error that keeps a request out."""
+
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
             if "Connection" in refusal.headers:
                 await _discard(receive)
             await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, receive, send)
-            return
+
+        return refuse
+
+    def _counted(self, receive: Receive) -> Receive:
+        """A body without a length may have as many bytes as one with a length."""
         num_read = 0
 
         async def receive_counted() -> Message:
@@ -218,56 +262,38 @@ class Middleware:
                     raise HTTPException(413, self._too_large.message, headers=CLOSE)
             return message
 
-        # With a length, the parser reads no more than that.
-        await self._app(scope, receive_counted if b"transfer-encoding" in headers else receive, send)
+        return receive_counted
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        """Why the request is not admitted, if so. Notes whose it is."""
-        is_public = scope["path"] in self._paths.public
-        if self._gate.closed is not None and not is_public:
-            return replace(self._gate.closed, headers={**self._gate.closed.headers, **CLOSE})
-        if self._hosts is not None and b"host" in headers and _host_name(headers[b"host"]) not in self._hosts:
-            return UNKNOWN_HOST
-        # A browser sends OPTIONS without a key, to ask whether it may send one; no route answers to it.
-        if self._key_hashes and not is_public and scope["method"] != "OPTIONS":
-            known = known_key(_given_key(scope), self._key_hashes)
-            if known is None:
-                return INVALID_KEY
-            caller_of(scope).key = known.hex()
-        return self._body_refusal(scope["path"], headers)
-
-    def _body_refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        """Nothing is decompressed, so nothing expands to gigabytes. A form on some web page can send neither JSON nor
-        session files.
-        """
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            return self._too_large
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            return COMPRESSED
-        if not length.strip(b"0") and b"transfer-encoding" not in headers:
-            return None
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if path in self._paths.uploads:
-            return None if kind == MEDIA_TYPE.encode() else NO_FILE
-        is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
-        return None if is_json else NO_JSON
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own, if it sent a sane one; else a new one."""
-    given: list[str] = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and SANE_ID.fullmatch(given[0]):
-        return given[0]
-    return f"req-{secrets.token_hex(16)}"
-
-
-def _host_name(header: bytes) -> str:
-    """Without the port."""
-    text = header.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] if text.rpartition(":")[2].isdigit() and ":" in text else text
+    def _finish(self, scope: Scope, caller: Caller, status: int, endpoint: str) -> None:
+        """Count the request as done, and log it: one line; as JSON it says more."""
+        ended = time.monotonic()
+        outcome, seconds = caller.outcome or outcome_of(status), ended - caller.began
+        if caller.call_id != "-":
+            delivery = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
+            self._telemetry.note_done(caller.call_id, delivery)
+        self._telemetry.traffic.leave(endpoint, outcome, seconds)
+        level = logging.DEBUG if scope["path"] in self._paths.public else logging.INFO
+        if not access.isEnabledFor(level):
+            return
+        path = ascii(scope["path"])[1:-1][:200]  # nothing in it may look like a line of the log
+        key, used, first = caller.key[:KEY_DIGITS] or "-", caller.usages, caller.first_token_at
+        request = {
+            "id": caller.request_id,
+            "call_id": caller.call_id,
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "outcome": outcome.value,
+            "ms": round(1000 * seconds, 1),
+            "key": key,
+            "model": caller.model,
+            "prompt_tokens": sum(usage.prompt_tokens for usage in used) if used else None,
+            "cached_tokens": sum(usage.cached_tokens for usage in used) if used else None,
+            "completion_tokens": sum(usage.completion_tokens for usage in used) if used else None,
+            "ttft_ms": None if first is None else round(1000 * (first - caller.began), 1),
+        }
+        what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key)
+        access.log(level, "%s %s %d %.0f ms %s key=%s", *what, extra={"request": request})
 
 
 def known_key(key: bytes | None, key_hashes: tuple[bytes, ...]) -> bytes | None:
@@ -347,28 +373,3 @@ class JsonLines(logging.Formatter):
 def _add_request_id(record: logging.LogRecord) -> bool:
     record.request_id = REQUEST_ID.get()
     return True
-
-
-def _log(level: int, scope: Scope, caller: Caller, status: int, outcome: Outcome, seconds: float) -> None:
-    """One line for each request; as JSON it says more."""
-    if not access.isEnabledFor(level):
-        return
-    path = ascii(scope["path"])[1:-1][:200]  # nothing in it may look like a line of the log
-    key, usage, first = caller.key[:KEY_DIGITS] or "-", caller.usage, caller.first_token_at
-    request = {
-        "id": caller.request_id,
-        "call_id": caller.call_id,
-        "method": scope["method"],
-        "path": path,
-        "status": status,
-        "outcome": outcome.value,
-        "ms": round(1000 * seconds, 1),
-        "key": key,
-        "model": caller.model,
-        "prompt_tokens": usage and usage.prompt_tokens,
-        "cached_tokens": usage and usage.cached_tokens,
-        "completion_tokens": usage and usage.completion_tokens,
-        "ttft_ms": None if first is None else round(1000 * (first - caller.began), 1),
-    }
-    what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key)
-    access.log(level, "%s %s %d %.0f ms %s key=%s", *what, extra={"request": request})

@@ -23,7 +23,7 @@ import time
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -91,6 +91,8 @@ class ServedModel:
         self.forms = TokenForms(llm.get_tokenizer())
         self.default_params = llm.get_default_sampling_params()
         """What the model recommends, where a request says nothing."""
+        self.chat_params = replace(self.default_params, max_tokens=None, logprobs=None)
+        """The same for chats, whose answers may be as long as the context."""
         self.sessions = SessionService(llm, limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()

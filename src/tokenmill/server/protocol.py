@@ -16,12 +16,13 @@ import re
 import secrets
 from collections import deque
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import RETRY_SOON, ApiError, unavailable
+from tokenmill.server.middleware import Connection
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ServerConfig]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    @classmethod
+    def with_limits(cls, limits: ServerConfig) -> type[GuardedProtocol]:
+        return type(cls.__name__, (cls,), {"limits": limits})
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._lost: asyncio.Future[None] = self.loop.create_future()
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
@@ -66,17 +74,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_raw = 0
         """...and those of whole packets that it has not."""
         self._refusal = INVALID
-        self._cycles: deque[RequestResponseCycle] = deque()
-        """Requests in the order they came; those at the left may have their answers."""
-
-    @classmethod
-    def with_limits(cls, limits: ServerConfig) -> type[GuardedProtocol]:
-        return type(cls.__name__, (cls,), {"limits": limits})
-
-    # -- the connection -----------------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        """Requests in the order they came: in which they are answered, too."""
         self._expect_within(self.limits.header_timeout_s)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(TOO_MANY, is_told=True)
@@ -91,15 +90,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._num_raw += len(data)
             if self._num_raw > self.limits.max_header_bytes:
                 self._refuse(TOO_LARGE)
-        if self._reading is Reading.NOTHING and self._deadline is None and not self._unanswered():
+        if self._reading is Reading.NOTHING and self._deadline is None and not self._unanswered:
             self._expect_within(self.limits.header_timeout_s)  # uvicorn's own timer ends with any byte
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client half-closed: it may still want its answers."""
-        waiting = self._unanswered()
-        if not waiting or waiting[-1].more_body:
+        if not self._unanswered or self._unanswered[-1].more_body:
             return False
-        waiting[-1].keep_alive = False
+        self._unanswered[-1].keep_alive = False
         self._look_for_client(0)
         return True
 
@@ -107,25 +105,20 @@ class GuardedProtocol(HttpToolsProtocol):
         for timer in (self._deadline, self._probe, self._flush):
             if timer is not None:
                 timer.cancel()
-        for cycle in self._unanswered():  # uvicorn only notifies the last one
+        for cycle in self._unanswered:  # uvicorn only notifies the last one
             cycle.disconnected = True
             cycle.message_event.set()
+        self._lost.set_result(None)
         super().connection_lost(exc)
 
     # -- the parser ---------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"]["abort"] = self._abort
         self._reading, self._num_parsed, self._num_raw = Reading.HEAD, 0, 0
         self._expect_within(self.limits.header_timeout_s)
-        self._stop_watching()  # a client that sends another request is there
-
-    def on_url(self, url: bytes) -> None:
-        self._num_parsed += len(url)
-        if self._num_parsed > self.limits.max_header_bytes:
-            self._stop(TOO_LARGE)
-        super().on_url(url)
+        if self._flush is not None:  # a client that sends another request is there
+            self._flush.cancel()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_parsed += len(name) + len(value) + 4
@@ -134,29 +127,36 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop(TOO_LARGE)
 
     def on_headers_complete(self) -> None:
+        if self._num_parsed + len(self.url) > self.limits.max_header_bytes:
+            self._stop(TOO_LARGE)
         version = self.parser.get_http_version()
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if version not in ("1.0", "1.1") or num_hosts > 1 or (version == "1.1" and not num_hosts):
             self._stop(INVALID)
         if self.parser.should_upgrade():  # the parser would take its body for the next request
             self._stop(INVALID)
-        while self._cycles and self._cycles[0].response_complete:
-            self._cycles.popleft()
-        if len(self._cycles) > MAX_PIPELINED:
+        if len(self._unanswered) > MAX_PIPELINED:
             self._stop(TOO_MANY)
         self._reading = Reading.BODY
         self._expect_within(self.limits.body_timeout_s)
         super().on_headers_complete()
-        self._cycles.append(self.cycle)
+        self._unanswered.append(self.cycle)
+        # Its task has not started yet.
+        self.scope["state"]["connection"] = Connection(self._abort, self._lost, self.cycle.send, self.flow)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._reading, self._num_raw = Reading.NOTHING, 0
         self._expect_within(None)
+        if not self.pipeline:  # a long body pauses it; from now on there is only the client's end to read
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
         super().on_response_complete()
-        self._stop_watching()
+        if self._flush is not None:
+            self._flush.cancel()
         if unsent := self.transport.get_write_buffer_size():
             self._watch_flush(unsent)
 
@@ -184,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._expect_within(None)
         if self.transport.is_closing():
             return
-        waiting = self._unanswered()
+        waiting = self._unanswered
         earlier = [cycle for cycle in waiting if not cycle.more_body]
         if earlier:
             earlier[-1].keep_alive = False
@@ -209,25 +209,17 @@ class GuardedProtocol(HttpToolsProtocol):
         elif now:
             self._watch_flush(now)
 
-    def _stop_watching(self) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
-
     def _abort(self) -> None:
         """Drop a client: unsent data is discarded."""
-        for cycle in self._unanswered():
+        for cycle in self._unanswered:
             cycle.disconnected = True
         self.transport.abort()
 
     # -- dead clients -------------------------------------------------------------------------------------------------
 
-    def _unanswered(self) -> list[RequestResponseCycle]:
-        return [cycle for cycle in self._cycles if not cycle.response_complete]
-
     def _look_for_client(self, count: int) -> None:
         """The client half-closed: probe it until the answer starts."""
-        waiting = self._unanswered()
+        waiting = self._unanswered
         if self.transport.is_closing() or not waiting or waiting[0].response_started:
             return
         if waiting[0].scope["http_version"] != "1.0":

@@ -21,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from tokenmill.engine.request import Hints
 from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -83,11 +82,6 @@ class Hinted(Body):
         None, min_length=1, max_length=256, description="KV is shared only between requests with the same salt."
     )
 
-    def hints(self, key: str, *, separate: bool) -> Hints:
-        """Whose request it is. Keys that are `separate` share no KV: timing can't tell what another one has cached."""
-        salts = (*((key,) if separate else ()), *((self.cache_salt,) if self.cache_salt is not None else ()))
-        return Hints(priority=self.priority or 0, key=key, namespace=salts or None)
-
 
 # The document's bounds would be floats, which round these up to values that are not allowed.
 Seed = Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED), WithJsonSchema({"type": "integer"})]
@@ -134,10 +128,10 @@ class Shared(Hinted):
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The parameters of the request; where it says nothing, the model's own."""
-        return replace(defaults, **{**self.given(), **more})
+        return replace(defaults, **{**self.changes(), **more})
 
-    def given(self) -> dict[str, Any]:
-        """The parameters that the request names, but for those that bodies call otherwise."""
+    def changes(self) -> dict[str, Any]:
+        """The parameters that the request names."""
         given = {
             name: value
             for name in type(self).model_fields
@@ -236,27 +230,16 @@ class ChatFields(SamplingFields):
     logprobs: Flag = None
     top_logprobs: TopLogprobs = None
 
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        return super().sampling(defaults, max_tokens=self.limit, **more)
-
     def changes(self) -> dict[str, Any]:
-        """What the request wants otherwise than its session does."""
-        given = self.given()
-        if self.limit is not None:
-            given["max_tokens"] = self.limit
-        if self.logprobs is not None or self.top_logprobs is not None:
-            given["logprobs"] = self.num_logprobs()
-        return given
-
-    def num_logprobs(self) -> int | None:
-        """Likeliest tokens to tell for each one; None for no log-probabilities at all."""
+        given = super().changes()
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if most is not None:
+            given["max_tokens"] = most
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if self.logprobs is not None:
+            given["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return given
 
 
 class ChatRequest(ChatFields):
@@ -433,14 +416,13 @@ class ResponsesRequest(Shared):
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
 
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        return super().sampling(defaults, max_tokens=self.max_output_tokens, **more)
-
-    @property
-    def num_logprobs(self) -> int | None:
+    def changes(self) -> dict[str, Any]:
+        given = super().changes()
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
-            return self.top_logprobs or 0
-        return None
+            given["logprobs"] = self.top_logprobs or 0
+        return given
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------

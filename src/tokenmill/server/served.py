@@ -18,7 +18,7 @@ from tokenmill.engine.request import Hints
 from tokenmill.errors import SessionNotFound, TokenmillError
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, stopping, unavailable
-from tokenmill.server.middleware import Caller, Gate, caller_of
+from tokenmill.server.middleware import Caller, Gate
 from tokenmill.server.models import Models, ModelSpec, ServedModel
 from tokenmill.server.requests import Hinted
 from tokenmill.server.streaming import Call, OpenCalls
@@ -95,19 +95,20 @@ class Served:
 
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
-        hints, timeout_s = self.hints(http, body), self.timeout(http, body)
+        caller: Caller = http.state.caller
+        hints, timeout_s = self.hints(caller.key, body), self.timeout(http, body)
         call = Call(http, model.llm, self.config, self.calls, self.texts, prefix, hints, timeout_s)
-        self.note_call(call.caller, model)
+        caller.model = model.name
+        self.telemetry.note_call(caller.key, caller.request_id, call.id)
         return call
 
-    def note_call(self, caller: Caller, model: ServedModel) -> None:
-        """A request is about to run something of a model, under its `call_id`."""
-        caller.model = model.name
-        self.telemetry.note_call(caller.key, caller.request_id, caller.call_id)
+    def hints(self, key: str, body: Hinted) -> Hints:
+        """Whose request it is, and how it is scheduled and cached.
 
-    def hints(self, http: HttpRequest, body: Hinted) -> Hints:
-        """Whose request it is, and how it is scheduled and cached."""
-        return body.hints(caller_of(http.scope).key, separate=self._has_several_keys)
+        Where there are several keys, they share no KV: timing can't tell what another one has cached.
+        """
+        salts = (*((key,) if self._has_several_keys else ()), *((body.cache_salt,) if body.cache_salt else ()))
+        return Hints(priority=body.priority or 0, key=key, namespace=salts or None)
 
     def timeout(self, http: HttpRequest, body: Hinted) -> float:
         """Seconds that a request may take: the server's limit, or less where the header or the body says so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -12,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.middleware import caller_of
+from tokenmill.server.errors import error_response
+from tokenmill.server.middleware import Caller
 from tokenmill.server.telemetry.figures import Outcome
 
 DONE = b"data: [DONE]\n\n"
@@ -42,6 +44,10 @@ class Events(Protocol):
         """The next events, as one piece; nothing when there are no more."""
         ...
 
+    def failed(self, error: Exception) -> bytes:
+        """`take` raised this after the status was sent: the last events. Raises it if the stream can't say so."""
+        ...
+
     async def close(self) -> None:
         """It is over, however that came about."""
         ...
@@ -56,6 +62,9 @@ class PieceEvents:
     async def take(self) -> bytes:
         return await anext(self._pieces, b"")
 
+    def failed(self, error: Exception) -> bytes:
+        raise error
+
     async def close(self) -> None:
         await self._pieces.aclose()
 
@@ -63,64 +72,86 @@ class PieceEvents:
 class EventStream(Response):
     """A response that sends events as they come.
 
-    It ends when the client goes away or stops taking what it is sent. Comments keep a silent line open.
+    The status is sent with the first event, or after a while without one: until then, an error is a response of its
+    own. The stream ends when the client disconnects or stops reading. Comments keep a silent connection open.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, config: ServerConfig) -> None:
+    def __init__(self, events: Events, caller: Caller, config: ServerConfig) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._caller = caller
         self._keep_alive_s = config.keep_alive_s
         self._send_timeout_s = config.send_timeout_s
-        self._sent_at = 0.0
+        self._has_status = False
         self._is_sending = False
+        self._since = time.monotonic()
+        """When it began to send or to be silent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = (self._send_all(send), disconnected(receive), self._watch(send))
-        tasks = [asyncio.ensure_future(part) for part in parts]
+        lost, is_stuck = self._caller.connection.lost, False
+        sending = asyncio.ensure_future(self._send_all(send))
+        waited_for: set[asyncio.Future[Any]] = {sending, lost}
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while not sending.done() and not lost.done() and not is_stuck:
+                limit_s = self._send_timeout_s if self._is_sending else self._keep_alive_s
+                left_s = self._since + limit_s - time.monotonic()
+                if left_s > 0:
+                    pause_s = min(left_s, self._send_timeout_s / 4)
+                    await asyncio.wait(waited_for, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    is_stuck = self._is_sending or not await self._keep_alive(send)
         finally:
-            for task in tasks:
-                task.cancel()
-            sent, _, watched = await asyncio.gather(*tasks, return_exceptions=True)
-            if sent is not None:  # not all of it was
-                caller_of(scope).outcome = Outcome.CANCELLED
+            sending.cancel()
+            (sent,) = await asyncio.gather(sending, return_exceptions=True)
+            if self._has_status and sent is not None:  # not all of it was
+                self._caller.outcome = Outcome.CANCELLED
             await self._events.close()
-        if isinstance(watched, TimeoutError):
-            caller_of(scope).abort()
-        if isinstance(sent, Exception) and not isinstance(sent, OSError):
+        if is_stuck:
+            self._caller.connection.abort()
+        if isinstance(sent, Exception) and not self._has_status:
+            await error_response(sent)(scope, receive, send)
+        elif isinstance(sent, Exception) and not isinstance(sent, OSError):
             raise sent
 
     async def _send_all(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        self._sent_at = clock()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while piece := await self._events.take():
-            self._is_sending, self._sent_at = True, clock()
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            self._is_sending, self._sent_at = False, clock()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _watch(self, send: Send) -> None:
-        """Send a comment whenever nothing was sent for a while; `TimeoutError` for a client that takes nothing."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            silent_s = clock() - self._sent_at
-            limit_s = self._send_timeout_s if self._is_sending else self._keep_alive_s
-            if silent_s < limit_s:
-                await asyncio.sleep(min(limit_s - silent_s, self._send_timeout_s / 4))
-            elif self._is_sending:
-                raise TimeoutError
+        connection, is_over = self._caller.connection, False
+        while not is_over:
+            try:
+                piece = await self._events.take()
+                is_over = not piece
+            except Exception as error:
+                if not self._has_status:
+                    raise
+                piece, is_over = self._events.failed(error), True
+            if not self._has_status:
+                await self._start(send)
+            sending = connection.write({"type": "http.response.body", "body": piece, "more_body": not is_over})
+            if connection.flow.write_paused:
+                self._is_sending, self._since = True, time.monotonic()
+                await self._caller.note_blocked(sending)
+                self._is_sending = False
             else:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                self._sent_at = clock()
+                await sending
+            self._since = time.monotonic()
 
+    async def _start(self, send: Send) -> None:
+        """Send the status: from now on, errors are events."""
+        self._has_status = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
-async def disconnected(receive: Receive) -> None:
-    """Until the client is gone. Its body has been read, so nothing else can come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def _keep_alive(self, send: Send) -> bool:
+        """Nothing was sent for a while: send the status, or a comment. False if the client does not take it."""
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                if self._has_status:
+                    message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                    await self._caller.connection.write(message)
+                else:
+                    await self._start(send)
+        except TimeoutError:
+            return False
+        self._since = time.monotonic()
+        return True

@@ -18,16 +18,17 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from tokenmill.engine.request import Hints
+from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.entrypoints.async_llm import AsyncLLM
-from tokenmill.errors import IntegrityError
+from tokenmill.errors import ContextOverflow, IntegrityError
 from tokenmill.outputs import FinishReason, OutputDelta, RequestOutput, Usage, joined
 from tokenmill.params import SamplingParams
+from tokenmill.pipeline.bridge import EngineStream
 from tokenmill.pipeline.output import Generation
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
-from tokenmill.server.middleware import Caller, caller_of
-from tokenmill.server.sse import DONE, EventStream, disconnected, event
+from tokenmill.server.middleware import Caller
+from tokenmill.server.sse import DONE, EventStream, event
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.answer import Answer
@@ -63,41 +64,6 @@ def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
 # -- where deltas come from -------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
-    """The deltas of a call. Nothing runs before the first `take`."""
-
-    @property
-    def generations(self) -> Sequence[Generation]:
-        """Known when there is a delta."""
-        ...
-
-    async def take(self) -> list[OutputDelta]:
-        """What is new, at most one delta for each choice; nothing once all have ended."""
-        ...
-
-    def cancel(self) -> None:
-        """End it: its last deltas say so."""
-        ...
-
-    async def close(self) -> None:
-        """Nobody reads any more: what has not ended is cancelled."""
-        ...
-
-
-class EngineSource:
-    """Generations of an engine."""
-
-    def __init__(self, llm: AsyncLLM, generations: Sequence[Generation]) -> None:
-        self._llm = llm
-        self._stream = llm.open_stream(generations)
-        self.generations = generations
-        self.take = self._stream.take
-        self.cancel = self._stream.cancel
-
-    async def close(self) -> None:
-        self._llm.close_stream(self._stream)
-
-
 class SessionSource:
     """The answer of a session to new messages. A client that leaves ends it."""
 
@@ -123,7 +89,7 @@ class SessionSource:
         self.generations: Sequence[Generation] = ()
 
     async def take(self) -> list[OutputDelta]:
-        """Waits until the session has time for it."""
+        """What is new: at most one delta, none once it has ended. Waits until the session has time for it."""
         if self._deltas is None:
             self._asking = asyncio.ensure_future(self._ask())
             self._deltas = (await self._begun(self._asking)).read()
@@ -152,6 +118,7 @@ class SessionSource:
             self._asking.cancel()
 
     async def close(self) -> None:
+        """Nobody reads any more: what has not ended is cancelled."""
         if self._asking is not None:
             await stop(self._asking)
         if self._answer is not None and not self._answer.is_over:
@@ -184,35 +151,26 @@ class Writer(Protocol):
     def failed(self, error: ApiError) -> bytes: ...
 
 
-class OpenCalls:
+class OpenCalls(set["Call"]):
     """The calls that run now, by every name that their clients know them by."""
-
-    def __init__(self) -> None:
-        self._calls: set[Call] = set()
-
-    def add(self, call: Call) -> None:
-        self._calls.add(call)
-
-    def remove(self, call: Call) -> None:
-        self._calls.discard(call)
 
     def of(self, llm: AsyncLLM) -> int:
         """How many of them use this model."""
-        return sum(call.llm is llm for call in self._calls)
+        return sum(call.llm is llm for call in self)
 
     def cancel(self, name: str, key: str) -> int:
         """Cancel the calls of this name that were made with the same API key; how many there were."""
-        found = [call for call in self._calls if name in call.names and call.caller.key == key]
+        found = [call for call in self if name in call.names and call.caller.key == key]
         for call in found:
             call.cancel()
         return len(found)
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
 
 class Call:
-    """What one HTTP request generates: owns it until the last byte is sent or the client has gone."""
+    """What one HTTP request generates: owns it until the last byte is sent or the client has gone.
+
+    Its stream is made of its own events: an `EventStream` takes them.
+    """
 
     def __init__(
         self,
@@ -225,7 +183,7 @@ class Call:
         hints: Hints,
         timeout_s: float,
     ) -> None:
-        self.caller: Caller = caller_of(http.scope)
+        self.caller: Caller = http.state.caller
         self.id = f"{prefix}{secrets.token_hex(16)}"
         self.caller.call_id = self.id
         self.names = frozenset({self.id, self.caller.request_id})
@@ -233,26 +191,24 @@ class Call:
         self.llm = llm
         self.hints = hints
         self.timeout_s = timeout_s
+        self.generations: list[Generation] = []
+        """Those of a session are known when there is a delta."""
         self._http = http
         self._config = config
         self._calls = calls
         self._texts = texts
-        self._planned: list[Generation] = []
         self._messages: Sequence[Message] | None = None
         """What its prompt was made of, if it is a chat's."""
-        self._source: Source | None = None
+        self._source: EngineStream | SessionSource | None = None
         self._is_cancelled = False
         self._work: asyncio.Future[Any] | None = None
         """What is no generation, and is cancelled by itself."""
-        self._is_streaming = False
-
-    def __enter__(self) -> Call:
-        self._calls.add(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_streaming:  # a stream goes on after its endpoint has returned
-            self._calls.remove(self)
+        self._writer: Writer | None = None
+        """Of its stream."""
+        self._has_begun = False
+        self._is_over = False
+        self._buffered: dict[int, OutputDelta] = {}
+        """Of each choice, deltas without text: they are told with the next that has some."""
 
     # -- before it runs -----------------------------------------------------------------------------------------------
 
@@ -261,31 +217,48 @@ class Call:
         num_bytes = self.caller.body_bytes
         if num_bytes < self._texts.inline_bytes:
             return work()
-        return await self.do(asyncio.ensure_future(self._texts.run(num_bytes, work)))
+        return await self.do(self._texts.run(num_bytes, work))
 
-    def generate(self, prompt: list[int], params: SamplingParams, messages: Sequence[Message] | None = None) -> None:
-        """Add a generation; it starts when it is read. `messages` are what the prompt was made of."""
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        num_wanted: int | None,
+        messages: Sequence[Message] | None = None,
+    ) -> None:
+        """Add a generation; it starts when it is read. `messages` are what the prompt was made of.
+
+        A requested length must fit beside the prompt, or is clamped: then the answer ends where the context does.
+        """
+        max_model_len = self.llm.max_model_len
+        if num_wanted is not None and not self._config.clamp_max_tokens and len(prompt) + num_wanted > max_model_len:
+            raise ContextOverflow(context_overflow(max_model_len, len(prompt), num_wanted))
         self._messages = messages
-        index = sum(len(generation.choices) for generation in self._planned)
+        index = sum(len(generation.choices) for generation in self.generations)
         more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index}
-        self._planned.append(self.llm.generation(prompt, params, self.next_name, **more))
+        name = f"{self.id}/{len(self.generations)}"
+        self.generations.append(self.llm.generation(prompt, params, name, **more))
 
-    @property
-    def next_name(self) -> str:
-        """What the engine is to call the next generation."""
-        return f"{self.id}/{len(self._planned)}"
-
-    def follow(self, source: Source) -> None:
-        """Read the deltas of another source than the engine itself."""
+    def follow(self, source: SessionSource) -> None:
+        """Read the answer of a session instead of generations of its own."""
         self._source = source
-
-    @property
-    def generations(self) -> Sequence[Generation]:
-        return self._planned if self._source is None else self._source.generations
 
     def generation_of(self, delta: OutputDelta) -> Generation:
         """Which of its generations a delta belongs to."""
         return self.generations[delta.index // len(self.generations[0].choices)]
+
+    async def do(self, work: Awaitable[T]) -> T:
+        """The result of work that is no generation."""
+        self._work = asyncio.ensure_future(work)
+        self._calls.add(self)
+        try:
+            return await while_connected(self._http, self._work)
+        except asyncio.CancelledError:
+            if self._is_cancelled:  # by its name; whoever waits has not been
+                raise cancelled() from None
+            raise
+        finally:
+            self._calls.discard(self)
 
     def cancel(self) -> None:
         """End it, whatever it is doing."""
@@ -295,168 +268,114 @@ class Call:
         if self._source is not None:
             self._source.cancel()
 
-    def _check_cancelled(self) -> None:
-        """Nothing starts after a cancel."""
-        if self._is_cancelled:
-            raise cancelled()
-
     # -- its answer ---------------------------------------------------------------------------------------------------
 
     async def respond(self, writer: Writer, *, stream: bool) -> Response:
         """The response of its endpoint."""
-        self._check_cancelled()
+        if self._is_cancelled:
+            raise cancelled()
         if self._source is None:
-            self._source = EngineSource(self.llm, self._planned)
+            self._source = self.llm.open_stream(self.generations)
+        self._calls.add(self)
         if stream:
-            return await self._streamed(writer, self._source)
-        return JSONResponse(writer.whole(await self._finish(self._source)))
-
-    async def _finish(self, source: Source) -> list[RequestOutput]:
-        """All answers, whole; if one of them fails the others are cancelled."""
-        reading = asyncio.ensure_future(self._all(source))
+            self._writer = writer
+            return EventStream(self, self.caller, self._config)
         try:
-            await while_there(self._http, reading)
-            return folded(source.generations, reading.result())
+            deltas = await while_connected(self._http, self._all(self._source))
+            return JSONResponse(writer.whole(folded(self.generations, deltas)))
         finally:
-            await stop(reading)
             await self.close()
 
-    async def _all(self, source: Source) -> list[OutputDelta]:
+    async def _all(self, source: EngineStream | SessionSource) -> list[OutputDelta]:
+        """Its deltas to the end; if a choice fails, the others are cancelled."""
         found: list[OutputDelta] = []
-        deltas = await self._begin(source)
-        while deltas:
+        while deltas := await self._next(source):
             found += deltas
-            self.note(deltas)
             for delta in deltas:
                 if delta.is_failure:
                     raise _failure(delta)
-            deltas = await source.take()
         return found
 
-    async def _begin(self, source: Source) -> list[OutputDelta]:
-        """Its first deltas, unless it was cancelled when there was nothing yet that could have been ended."""
-        self._check_cancelled()
-        return await source.take()
-
-    async def _streamed(self, writer: Writer, source: Source) -> EventStream:
-        """The status is sent with the first delta, or after a while without one: from then on errors are events."""
-        first = asyncio.ensure_future(self._begin(source))
-        try:
-            await while_there(self._http, first, timeout_s=self._config.keep_alive_s)
-            if first.done():
-                _raise_if_refused(first.result())
-        except BaseException:
-            await stop(first)
-            await self.close()
-            raise
-        self._is_streaming = True
-        return EventStream(_CallEvents(self, writer, source, first), self._config)
-
-    async def do(self, work: asyncio.Future[T]) -> T:
-        """The result of work that is no generation."""
-        self._check_cancelled()
-        self._work = work
-        try:
-            await while_there(self._http, work)
-            if work.cancelled():
-                self._check_cancelled()
-            return work.result()
-        finally:
-            await stop(work)
-
-    # -- accounts -----------------------------------------------------------------------------------------------------
-
-    def note(self, deltas: Sequence[OutputDelta]) -> None:
-        """When did its first token come?"""
-        if self.caller.first_token_at is None and any(delta.token_ids for delta in deltas):
-            self.caller.first_token_at = time.monotonic()
-
-    async def close(self) -> None:
-        """It is over: end what still runs, and charge what it has cost."""
-        self._calls.remove(self)
-        source = self._source
-        if source is None:
-            return
-        await source.close()
-        for generation in source.generations:
-            if generation.num_generated or generation.is_finished:
-                self.caller.charge(generation.usage)
-                self._note_difference(generation)
-
-    def _note_difference(self, generation: Generation) -> None:
-        """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
-        divergence = None if generation.cache is None else generation.cache.divergence
-        if self._messages is None or divergence is None or divergence.at > MAX_DIVERGENCE:
-            return
-        tokenizer, ids = self.llm.get_tokenizer(), generation.prompt_token_ids
-        place = len(tokenizer.decode(ids[: divergence.at], skip_special=False))
-        text = tokenizer.decode(ids[: divergence.at + LOOKAHEAD_TOKENS], skip_special=False)
-        number = message_at(self._messages, text, place)
-        if number is not None:
-            self.caller.differs_in = (number, str(self._messages[number]["role"]))
-
-
-class _CallEvents:
-    """A call's deltas as a writer's events."""
-
-    def __init__(self, call: Call, writer: Writer, source: Source, first: asyncio.Future[list[OutputDelta]]) -> None:
-        self._call = call
-        self._writer = writer
-        self._source = source
-        self._first: asyncio.Future[list[OutputDelta]] | None = first
-        self._begin = first
-        self._buffered: dict[int, OutputDelta] = {}
-        """Of each choice, deltas without text: they are told with the next that has some."""
-        self._is_over = False
+    async def _next(self, source: EngineStream | SessionSource) -> list[OutputDelta]:
+        """The next deltas, none at the end."""
+        if self._is_cancelled and not self._has_begun:  # there was nothing yet that could have been ended
+            raise cancelled()
+        deltas = await source.take()
+        if not self._has_begun:
+            self._has_begun = True
+            self.generations = list(source.generations)
+            if any(delta.token_ids for delta in deltas):
+                self.caller.first_token_at = time.monotonic()
+        return deltas
 
     async def take(self) -> bytes:
-        piece = b""
-        while not piece and not self._is_over:
-            try:
-                if self._first is None:
-                    deltas = await self._source.take()
-                else:
-                    deltas, self._first = await self._first, None
-                    _raise_if_refused(deltas)
-                    self._call.note(deltas)
-                    piece = self._writer.opening()
-                if not deltas:
-                    await self._source.close()  # what is stored is there before its client hears of it
-                    self._is_over = True
-                    return self._writer.closing() + DONE
-                for delta in deltas:
-                    if self._buffered or delta.finish_reason is not None or not delta.text:
-                        piece += self._write_buffered(delta)
-                        if self._is_over:  # the first failure ends the stream for all choices
-                            break
-                    else:
-                        piece += self._writer.delta(delta)
-            except Exception as error:  # the status has been sent: the error goes into the stream
-                return piece + self._fail(error)
+        """The next events of its stream."""
+        source, writer, piece = self._source, self._writer, b""
+        if self._is_over or source is None or writer is None:
+            return b""
+        while not piece:
+            if self._has_begun:
+                deltas = await source.take()
+            else:
+                deltas = await self._next(source)
+                if not any(delta.text for delta in deltas):  # one that has failed leaves nothing to stream
+                    for delta in deltas:
+                        if delta.is_failure:
+                            raise _failure(delta)
+                piece = writer.opening()
+            if not deltas:
+                self._is_over = True
+                await self.close()  # what is stored is there before its client hears of it
+                return writer.closing() + DONE
+            for delta in deltas:
+                if delta.index in self._buffered:
+                    delta = joined([self._buffered.pop(delta.index), delta])
+                if delta.finish_reason is None and not delta.text:
+                    self._buffered[delta.index] = delta
+                    continue
+                if delta.finish_reason is not None and delta.is_failure:
+                    # It has no end of its own: the stream has, for all choices, and it is an error.
+                    said = writer.delta(delta._replace(finish_reason=None)) if delta.text else b""
+                    return piece + said + self.failed(_failure(delta))
+                piece += writer.delta(delta)
         return piece
 
-    def _write_buffered(self, delta: OutputDelta) -> bytes:
-        """Write a final delta or one without text, merged with what is buffered for its choice."""
-        if delta.index in self._buffered:
-            delta = joined([self._buffered.pop(delta.index), delta])
-        if delta.is_failure:  # it has no end of its own: the stream has, and it is an error
-            text = self._writer.delta(delta._replace(finish_reason=None)) if delta.text else b""
-            return text + self._fail(_failure(delta))
-        if delta.text or delta.finish_reason is not None:
-            return self._writer.delta(delta)
-        self._buffered[delta.index] = delta
-        return b""
-
-    def _fail(self, error: Exception) -> bytes:
+    def failed(self, error: Exception) -> bytes:
+        """The status has been sent: the error goes into the stream."""
         self._is_over = True
         told = to_api_error(error)
         log_failure(told, error)
-        self._call.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
-        return self._writer.failed(told) + DONE
+        self.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
+        return b"" if self._writer is None else self._writer.failed(told) + DONE
 
     async def close(self) -> None:
-        await stop(self._begin)
-        await self._call.close()
+        """It is over: end what still runs, and charge what it has cost."""
+        self._calls.discard(self)
+        source = self._source
+        if source is None:
+            return
+        if isinstance(source, SessionSource):
+            await source.close()
+        else:
+            self.llm.close_stream(source)
+        self._source = None
+        for generation in source.generations:
+            if generation.num_generated or generation.is_finished:
+                self.caller.usages.append(generation.usage)
+                cache = generation.cache
+                if cache is not None and cache.divergence is not None and self._messages is not None:
+                    self._note_difference(generation, self._messages, cache.divergence.at)
+
+    def _note_difference(self, generation: Generation, messages: Sequence[Message], at: int) -> None:
+        """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
+        if at > MAX_DIVERGENCE:
+            return
+        tokenizer, ids = self.llm.get_tokenizer(), generation.prompt_token_ids
+        place = len(tokenizer.decode(ids[:at], skip_special=False))
+        text = tokenizer.decode(ids[: at + LOOKAHEAD_TOKENS], skip_special=False)
+        number = message_at(messages, text, place)
+        if number is not None:
+            self.caller.differs_in = (number, str(messages[number]["role"]))
 
 
 def folded(generations: Sequence[Generation], deltas: Iterable[OutputDelta]) -> list[RequestOutput]:
@@ -477,14 +396,6 @@ def _failure(delta: OutputDelta) -> ApiError:
     return error
 
 
-def _raise_if_refused(deltas: Sequence[OutputDelta]) -> None:
-    """Raise if one has failed before anything was said: then there is nothing to stream."""
-    if not any(delta.text for delta in deltas):
-        for delta in deltas:
-            if delta.is_failure:
-                raise _failure(delta)
-
-
 # -- sessions' own streams --------------------------------------------------------------------------------------------
 
 
@@ -496,7 +407,7 @@ class AnswerEvents:
 
     def __init__(self, http: HttpRequest, model: str, forms: TokenForms, session_id: str, answer: Answer) -> None:
         self._http = http
-        self._caller = caller_of(http.scope)
+        self._caller: Caller = http.state.caller
         self._caller.call_id = answer.request_id
         self._answer = answer
         self._forms = forms
@@ -508,36 +419,23 @@ class AnswerEvents:
         }
         self._deltas: AsyncIterator[OutputDelta] | None = None
         """None: there is nothing more to read."""
-        self._first: asyncio.Future[OutputDelta] | None = None
+        self._delta: OutputDelta | None = None
+        """The latest."""
         self._is_over = False
 
     async def whole(self) -> dict[str, Any]:
         """Without streaming. A cancelled answer is one; one that has failed is an error."""
-        reading = asyncio.ensure_future(_all_of(self._answer.read()))
-        try:
-            await while_there(self._http, reading)
-            whole = joined(reading.result())
-        finally:
-            await stop(reading)
+        whole = joined(await while_connected(self._http, _all_of(self._answer.read())))
         self._note(whole)
         _raise_if_silent(whole)
         if (error := _answer_error(whole)) is not None:
             raise error
         return {**self._shape(whole), "object": "session.answer"}
 
-    async def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
-        """From a token on; None: from its end. What can be refused is refused before the first byte."""
-        if offset is not None:
-            self._deltas = self._answer.read(offset)
-            first = self._first = asyncio.ensure_future(anext(self._deltas))
-            try:
-                await while_there(self._http, first, config.keep_alive_s)
-                if first.done() and not first.result().offset:
-                    _raise_if_silent(first.result())
-            except BaseException:
-                await stop(first)
-                raise
-        return EventStream(self, config)
+    def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
+        """From a token on; None: from its end."""
+        self._deltas = None if offset is None else self._answer.read(offset)
+        return EventStream(self, self._caller, config)
 
     async def take(self) -> bytes:
         if self._is_over:
@@ -545,25 +443,27 @@ class AnswerEvents:
         if self._deltas is None:
             self._is_over = True
             return DONE
-        first, self._first = self._first, None
-        delta = await (anext(self._deltas) if first is None else first)
+        delta = self._delta = await anext(self._deltas)
         self._note(delta)
-        piece = self._event(delta)
-        if delta.finish_reason is not None:
-            self._is_over = True
-            piece += DONE
-        return piece
+        self._is_over = delta.finish_reason is not None
+        if not delta.offset:
+            _raise_if_silent(delta)
+        return self._event(delta) + DONE if self._is_over else self._event(delta)
+
+    def failed(self, error: Exception) -> bytes:
+        if self._delta is None or not self._is_over:
+            raise error
+        return self._event(self._delta) + DONE
 
     async def close(self) -> None:
-        if self._first is not None:
-            await stop(self._first)
+        """The answer goes on without it."""
 
     def _note(self, delta: OutputDelta) -> None:
         """It is read for the caller, on its account."""
         if delta.token_ids and self._caller.first_token_at is None:
             self._caller.first_token_at = time.monotonic()
         if delta.usage is not None:
-            self._caller.charge(delta.usage)
+            self._caller.usages.append(delta.usage)
 
     def _event(self, delta: OutputDelta) -> bytes:
         shape, place = self._shape(delta), delta.offset + len(delta.token_ids)
@@ -633,27 +533,17 @@ def read_event_id(header: str | None) -> EventId:
 # -- clients that leave -----------------------------------------------------------------------------------------------
 
 
-async def in_turn(http: HttpRequest, operation: Awaitable[T]) -> T:
-    """Do something with a session when its turn comes; a client that leaves before that has changed its mind."""
-    doing = asyncio.ensure_future(operation)
+async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result of some work; `ClientGone` if the client disconnects first, and the work has been cancelled."""
+    doing, lost = asyncio.ensure_future(work), http.state.caller.connection.lost
+    waited_for: set[asyncio.Future[Any]] = {doing, lost}
     try:
-        await while_there(http, doing)
+        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            raise ClientGone
         return doing.result()
     finally:
         await stop(doing)
-
-
-async def while_there(http: HttpRequest, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Until the work is done or the time is up; `ClientGone` if the client leaves, and the work is cancelled."""
-    leaving = asyncio.ensure_future(disconnected(http.receive))
-    waited_for: set[asyncio.Future[Any]] = {work, leaving}
-    try:
-        await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            await stop(work)
-            raise ClientGone
-    finally:
-        await stop(leaving)
 
 
 async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
 from tokenmill.pipeline.output import Generation
 from tokenmill.server import schemas
-from tokenmill.server.api.chat_completions import check_room
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -31,9 +30,9 @@ def completion_routes(served: Served) -> APIRouter:
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
         model = await served.requested_model(body.model)
-        with served.call(http, body, model, "cmpl-") as call:
-            writer = await start_completions(call, body, model, served.config)
-            return await call.respond(writer, stream=bool(body.stream))
+        call = served.call(http, body, model, "cmpl-")
+        writer = await start_completions(call, body, model, served.config)
+        return await call.respond(writer, stream=bool(body.stream))
 
     return api
 
@@ -52,8 +51,7 @@ async def start_completions(
     params = body.sampling(model.default_params, **more)
     wanted = None if body.scores_only else body.max_tokens
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
-        check_room(ids, wanted, call.llm.max_model_len, config)
-        call.generate(ids, params)
+        call.generate(ids, params, wanted)
     return CompletionWriter(call, body, prompts, params.n, model)
 
 

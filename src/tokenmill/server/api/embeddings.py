@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +21,10 @@ from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import MOST_IDS
-from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, template_options
 from tokenmill.server.served import Served
-from tokenmill.server.streaming import Call, in_turn, together
+from tokenmill.server.streaming import Call, together, while_connected
 
 AT_A_TIME = 16
 """Inputs of one request that are in the engine at the same time."""
@@ -43,8 +41,8 @@ def embedding_routes(served: Served) -> APIRouter:
     async def create_embedding(http: Request, body: EmbeddingRequest) -> Response:
         """Texts as vectors."""
         model = await served.requested_model(body.model)
-        with served.call(http, body, model, "embd-") as call:
-            return JSONResponse(await embeddings(call, body, model, served.config))
+        call = served.call(http, body, model, "embd-")
+        return JSONResponse(await embeddings(call, body, model, served.config))
 
     return api
 
@@ -55,7 +53,7 @@ def token_routes(served: Served) -> APIRouter:
     refusals = schemas.errors(400, 401, 404, 413, 429, 503)
 
     async def on_text(http: Request, work: Callable[[], bytes]) -> Response:
-        answer = await in_turn(http, served.texts.run(caller_of(http.scope).body_bytes, work))
+        answer = await while_connected(http, served.texts.run(http.state.caller.body_bytes, work))
         return Response(answer, media_type="application/json")
 
     @api.post("/tokenize", responses={200: {"model": schemas.Tokens}, **refusals})
@@ -91,10 +89,10 @@ async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, con
     for begin in range(0, len(named), AT_A_TIME):  # a long list must not fill the queue
         some = named[begin : begin + AT_A_TIME]
         embedding = together(call.llm.embed(prompt, name, **options) for name, prompt in some)
-        outputs += await call.do(asyncio.ensure_future(embedding))
+        outputs += await call.do(embedding)
     data = []
     for index, output in enumerate(outputs):
-        call.caller.charge(output.usage)
+        call.caller.usages.append(output.usage)
         vector: Any = output.outputs.embedding
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

@@ -18,7 +18,7 @@ from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
-from tokenmill.server.middleware import Caller, caller_of
+from tokenmill.server.middleware import Caller
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
 from tokenmill.server.served import Served
@@ -51,7 +51,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.get("/models/cached", responses={200: {"model": schemas.CachedModels}, **schemas.errors(401, 403, 503)})
     async def list_cached(http: Request) -> Response:
         """Downloaded models that `POST /models/load` could add; with an admin key."""
-        _check_admin(caller_of(http.scope), config)
+        _check_admin(http.state.caller, config)
         found = [
             {"id": one.name, "object": "cached_model", "bytes": one.num_bytes, "last_used": int(one.last_used)}
             for one in await models.cached()
@@ -61,7 +61,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
     async def load_model(http: Request, body: LoadModel) -> Response:
         """Load a model of the server, or a downloaded one, if it fits. One that is loaded stays as it is."""
-        _check_admin(caller_of(http.scope), config)
+        _check_admin(http.state.caller, config)
         await models.load_cached(body.model)
         await served.models.use(body.model)
         return JSONResponse(describe(models.entry(body.model), served.started))
@@ -69,7 +69,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
     async def unload_model(http: Request, body: UnloadModel) -> Response:
         """Unload a model: its memory is free. The next request for it loads it again."""
-        _check_admin(caller_of(http.scope), config)
+        _check_admin(http.state.caller, config)
         entry = models.entry(body.model)
         await models.unload(entry, force=bool(body.force))
         return JSONResponse(describe(entry, served.started))
@@ -110,7 +110,7 @@ def engine_routes(served: Served) -> APIRouter:
         http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
     ) -> Response:
         """End a request that runs, wherever it is. Whoever waits for it is told."""
-        num_cancelled = served.calls.cancel(request_id, caller_of(http.scope).key)
+        num_cancelled = served.calls.cancel(request_id, http.state.caller.key)
         if not num_cancelled:
             raise ApiError(404, f"no running request {request_id!r:.140}", code="request_not_found")
         return JSONResponse({"id": request_id, "object": "request.cancelled", "cancelled": num_cancelled})
@@ -124,11 +124,11 @@ def engine_routes(served: Served) -> APIRouter:
         http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
     ) -> Response:
         """Where the time of a request went, for each of its generations. Only for the key that made it."""
-        found = telemetry.timelines(request_id, caller_of(http.scope).key)
+        found = telemetry.timelines(request_id, http.state.caller.key)
         if not found:
             raise ApiError(404, f"request {request_id!r:.140} not found", code="request_not_found")
         first, now = found[0].timeline.begin, time.monotonic()
-        names = telemetry.names.seen_by(caller_of(http.scope).key)
+        names = telemetry.names.seen_by(http.state.caller.key)
         generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]
         return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
 
@@ -137,7 +137,7 @@ def engine_routes(served: Served) -> APIRouter:
     )
     async def get_scheduler(http: Request) -> Response:
         """What every engine is doing right now. Names of other keys are shown as hashes."""
-        return JSONResponse(_scheduler(telemetry, telemetry.names.seen_by(caller_of(http.scope).key)))
+        return JSONResponse(_scheduler(telemetry, telemetry.names.seen_by(http.state.caller.key)))
 
     @api.get(
         EVENTS,
@@ -152,8 +152,8 @@ def engine_routes(served: Served) -> APIRouter:
         ] = PACE_S,
     ) -> Response:
         """The same as a stream of events: a snapshot of each core, then every step and every change."""
-        names = telemetry.names.seen_by(caller_of(http.scope).key)
-        return EventStream(PieceEvents(_follow(telemetry, names, pace_s)), config)
+        names = telemetry.names.seen_by(http.state.caller.key)
+        return EventStream(PieceEvents(_follow(telemetry, names, pace_s)), http.state.caller, config)
 
     return api
 

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from tokenmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.server import schemas
-from tokenmill.server.api.chat_completions import check_room
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -35,9 +34,9 @@ def response_routes(served: Served) -> APIRouter:
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
         model = await served.requested_model(body.model)
-        with served.call(http, body, model, "resp_") as call:
-            writer = await start_response(call, body, model, served.responses, served.config)
-            return await call.respond(writer, stream=bool(body.stream))
+        call = served.call(http, body, model, "resp_")
+        writer = await start_response(call, body, model, served.responses, served.config)
+        return await call.respond(writer, stream=bool(body.stream))
 
     return api
 
@@ -47,13 +46,12 @@ async def start_response(
 ) -> ResponseWriter:
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
-    params = body.sampling(model.default_params, logprobs=body.num_logprobs)
+    params = body.sampling(model.chat_params)
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:
         ids = await call.tokens(lambda: call.llm.chat_ids([*system, *messages]))
-        check_room(ids, body.max_output_tokens, call.llm.max_model_len, config)
-        call.generate(ids, params)
+        call.generate(ids, params, body.max_output_tokens)
     else:
         call.follow(_answer(call, body, model, store, messages, params, must_fit=not config.clamp_max_tokens))
     return ResponseWriter(call, body, params.temperature, params.top_p, model)
@@ -96,7 +94,7 @@ def _answer(
 
     # All of a request's parameters are its own; the seed of an unseeded one is drawn anew.
     changes = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "attempt"}
-    own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": call.next_name, **changes}
+    own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": f"{call.id}/0", **changes}
     return SessionSource(model.sessions, session, on_end=end, given=messages, must_fit=must_fit, **own)
 
 

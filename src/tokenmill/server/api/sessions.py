@@ -15,7 +15,6 @@ from tokenmill.server.api.responses import as_message
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
-from tokenmill.server.middleware import caller_of
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import (
     AnswerRequest,
@@ -30,7 +29,7 @@ from tokenmill.server.requests import (
     template_options,
 )
 from tokenmill.server.served import Served
-from tokenmill.server.streaming import AnswerEvents, in_turn, read_event_id
+from tokenmill.server.streaming import AnswerEvents, read_event_id, while_connected
 from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.session.session import Input, SessionInfo
@@ -51,7 +50,7 @@ def session_routes(served: Served) -> APIRouter:
     one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Session}, **schemas.errors(*REFUSALS)}
 
     def find(http: Request, session_id: str) -> ServedModel:
-        return served.session(caller_of(http.scope), session_id)[0]
+        return served.session(http.state.caller, session_id)[0]
 
     def shown(model: ServedModel, session_id: str, status: int = 200) -> JSONResponse:
         return JSONResponse(session_shape(model, model.sessions.get(session_id)), status)
@@ -63,11 +62,11 @@ def session_routes(served: Served) -> APIRouter:
         past = None if body.messages is None else as_input(body.messages, config, "messages")
         model = await served.models.use(body.model)
         if system := body.system:  # it would be found too long only with the first input
-            ids = await in_turn(http, served.texts.run(len(system), lambda: model.llm.prompt_ids(system)))
+            ids = await while_connected(http, served.texts.run(len(system), lambda: model.llm.prompt_ids(system)))
             if len(ids) >= (longest := model.llm.max_model_len):
                 raise ContextOverflow(context_overflow(longest, len(ids), 1))
-        hints = served.hints(http, body)
-        params = body.sampling(model.default_params, logprobs=body.num_logprobs())
+        hints = served.hints(http.state.caller.key, body)
+        params = body.sampling(model.chat_params)
         session_id = await model.sessions.create_session(
             system=body.system,
             sampling_params=params,
@@ -99,7 +98,7 @@ def session_routes(served: Served) -> APIRouter:
         order: Annotated[Literal["asc", "desc"], Query(description="By creation time.")] = "asc",
     ) -> Response:
         """The key's sessions, page by page."""
-        found, has_more = served.sessions(caller_of(http.scope), limit, after, newest_first=order == "desc")
+        found, has_more = served.sessions(http.state.caller, limit, after, newest_first=order == "desc")
         data = [session_shape(model, info) for model, info in found]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
@@ -127,7 +126,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def get_turns(http: Request, session_id: SessionId) -> Response:
         """What was said, turn by turn."""
-        _, info = served.session(caller_of(http.scope), session_id)
+        _, info = served.session(http.state.caller, session_id)
         return JSONResponse({"object": "list", "data": turns_shape(info)})
 
     @api.get(
@@ -136,7 +135,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
-        names = served.telemetry.names.seen_by(caller_of(http.scope).key)
+        names = served.telemetry.names.seen_by(http.state.caller.key)
         costs = find(http, session_id).sessions.explain(session_id)
         turns = [{"id": cost.request_id, **cost_json(cost, names)} for cost in costs]
         return JSONResponse({"object": "session.explanation", "session_id": session_id, "turns": turns})
@@ -147,7 +146,7 @@ def session_routes(served: Served) -> APIRouter:
         model = find(http, session_id)
         given = as_input(body.input, config)
         options = {"raw": bool(body.raw), "continue_final_message": bool(body.continue_final_message)}
-        await in_turn(http, model.sessions.append_input(session_id, given, **options))
+        await while_connected(http, model.sessions.append_input(session_id, given, **options))
         return shown(model, session_id)
 
     async def answer(http: Request, session_id: str, body: AnswerRequest, *, again: bool) -> Response:
@@ -155,10 +154,12 @@ def session_routes(served: Served) -> APIRouter:
         model = find(http, session_id)
         given = None if body.input is None else as_input(body.input, config)
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
-        live = await in_turn(http, model.sessions.answer(session_id, given=given, again=again, **options))
+        live = await while_connected(http, model.sessions.answer(session_id, given=given, again=again, **options))
         stream = AnswerEvents(http, model.name, model.forms, session_id, live)
-        served.note_call(caller_of(http.scope), model)
-        return await stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
+        caller = http.state.caller
+        caller.model = model.name
+        served.telemetry.note_call(caller.key, caller.request_id, live.request_id)
+        return stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
 
     generated = schemas.generated(schemas.SessionAnswer) | schemas.errors(409)
 
@@ -184,7 +185,7 @@ def session_routes(served: Served) -> APIRouter:
         seen = read_event_id(last_event_id)
         found = await model.sessions.last_answer(session_id, seen.request_id)
         seen.check(found)
-        return await AnswerEvents(http, model.name, model.forms, session_id, found).stream(seen.offset, config)
+        return AnswerEvents(http, model.name, model.forms, session_id, found).stream(seen.offset, config)
 
     @api.post("/sessions/{session_id}/cancel", responses=one)
     async def cancel(http: Request, session_id: SessionId) -> Response:
@@ -202,7 +203,7 @@ def session_routes(served: Served) -> APIRouter:
         """New sessions that go on from here, or from a turn or token before."""
         model = find(http, session_id)
         forking = model.sessions.fork(session_id, at_turn=body.at_turn, at_token=body.at_token, n=body.n or 1)
-        names = await in_turn(http, forking)
+        names = await while_connected(http, forking)
         data = [session_shape(model, model.sessions.get(name)) for name in names]
         return JSONResponse({"object": "list", "data": data}, 201)
 
@@ -210,14 +211,14 @@ def session_routes(served: Served) -> APIRouter:
     async def rewind(http: Request, session_id: SessionId, body: RewindSession) -> Response:
         """Keep so many turns, or so many tokens, and forget the rest."""
         model = find(http, session_id)
-        await in_turn(http, model.sessions.rewind(session_id, at_turn=body.at_turn, at_token=body.at_token))
+        await while_connected(http, model.sessions.rewind(session_id, at_turn=body.at_turn, at_token=body.at_token))
         return shown(model, session_id)
 
     @api.post("/sessions/{session_id}/edit", responses=one)
     async def edit(http: Request, session_id: SessionId, body: EditTurn) -> Response:
         """Another text for an input turn; what came after it is forgotten."""
         model = find(http, session_id)
-        await in_turn(http, model.sessions.edit(session_id, body.turn, body.content))
+        await while_connected(http, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 
     file: dict[str, Any] = {"description": "A session file.", "content": {MEDIA_TYPE: {"schema": FILE}}}
@@ -228,7 +229,7 @@ def session_routes(served: Served) -> APIRouter:
     async def save(http: Request, session_id: SessionId, body: SaveSession) -> Response:
         """The session as a file, to be restored here or elsewhere."""
         model = find(http, session_id)
-        data = await in_turn(http, model.sessions.export(session_id, kv=bool(body.kv)))
+        data = await while_connected(http, model.sessions.export(session_id, kv=bool(body.kv)))
         name = {"Content-Disposition": 'attachment; filename="conversation.session"'}
         return Response(data, media_type=MEDIA_TYPE, headers=name)
 
@@ -242,7 +243,7 @@ def session_routes(served: Served) -> APIRouter:
         http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
     ) -> Response:
         """A new session from a file that `save` gave. It is the caller's, whosever it was."""
-        hints = served.hints(http, Hinted(timeout_s=None, priority=None, cache_salt=None))
+        hints = served.hints(http.state.caller.key, Hinted(timeout_s=None, priority=None, cache_salt=None))
         found = await served.models.use(model)
         data = await http.body()
         known = config.template_options
@@ -254,7 +255,7 @@ def session_routes(served: Served) -> APIRouter:
     async def update_session(http: Request, session_id: SessionId, body: UpdateSession) -> Response:
         """Another title, or other metadata; after an answer that is on its way."""
         model = find(http, session_id)
-        await in_turn(http, model.sessions.update_session(session_id, **body.changes()))
+        await while_connected(http, model.sessions.update_session(session_id, **body.changes()))
         return shown(model, session_id)
 
     return api

@@ -286,15 +286,15 @@ def outcome_of(status: int) -> Outcome:
     return Outcome.REJECTED if status < 500 or status == 503 else Outcome.FAILED
 
 
-class Endpoints:
-    """The routes' paths as labels, so that a label has few values whatever clients send.
+class Endpoints(dict[str, str]):
+    """The label of each path, so that a label has few values whatever clients send.
 
     A route is known by its path under /v1 where it has one; ids are `{id}`, and the files of the web page are one.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
         every = {re.sub(r"^/web/.*", "/web/{file:path}", path) for path in paths}
-        self._plain: dict[str, str] = {}
+        super().__init__()
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         for path in sorted(every):
             own = f"/v1{path}" if f"/v1{path}" in every else path
@@ -302,17 +302,14 @@ class Endpoints:
             if "{" in path:
                 self._patterns.append((_pattern(path), label))
             else:
-                self._plain[path] = label
+                self[path] = label
 
     @property
     def labels(self) -> set[str]:
-        return {*self._plain.values(), *(label for _, label in self._patterns), OTHER}
+        return {*self.values(), *(label for _, label in self._patterns), OTHER}
 
-    def label(self, path: str) -> str:
-        """Of the route that a path belongs to."""
-        found = self._plain.get(path)
-        if found is not None:
-            return found
+    def __missing__(self, path: str) -> str:
+        """That of the route with an id or a file in its path."""
         return next((label for pattern, label in self._patterns if pattern.fullmatch(path)), OTHER)
 
 
