@@ -9,8 +9,7 @@ would give an answer that the client did not ask for. The table in docs/request-
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
@@ -18,8 +17,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from tokenmill.server.errors import ApiError
-
-log = logging.getLogger(__name__)
 
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Flag = StrictBool | None
@@ -212,17 +209,6 @@ class RequestField:
 def _same(value: Any, other: Any) -> bool:
     """Equality as JSON has it: 1 is 1.0, but true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def check_fields(endpoint: Endpoint | None, body: Mapping[str, Any], declared: Collection[str]) -> None:
-    """Raise the `ApiError` of the first field that is rejected; the log names those without effect."""
-    others = [name for name in body if name not in declared]
-    for name in others:
-        field = KNOWN.get(name)
-        if field is not None and endpoint in field.where and not field.accepts(body[name], body):
-            raise field.rejection()
-    if others:
-        log.debug("fields without effect: %s", ", ".join(f"{name!r:.40}" for name in others[:20]))
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ ones are ignored. Types are checked here, limits come from `ServerConfig`, and v
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -25,6 +25,7 @@ from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import (
+    KNOWN,
     Content,
     Endpoint,
     Flag,
@@ -34,14 +35,15 @@ from tokenmill.server.fields import (
     Texts,
     TextsOrIds,
     at_most,
-    check_fields,
     list_of,
 )
 from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
 
+log = logging.getLogger(__name__)
+
 
 class Body(BaseModel):
-    """Fields that it does not declare are rejected or have no effect: `check_fields`."""
+    """Fields that it does not declare are rejected or have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -52,8 +54,13 @@ class Body(BaseModel):
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
         """Before anything else: with a field that is rejected, nothing else in the body matters."""
-        if isinstance(body, dict):
-            check_fields(cls.endpoint, body, cls.model_fields)
+        others = [name for name in body if name not in cls.model_fields] if isinstance(body, dict) else []
+        for name in others:
+            field = KNOWN.get(name)
+            if field is not None and cls.endpoint in field.where and not field.accepts(body[name], body):
+                raise field.rejection()
+        if others:
+            log.debug("fields without effect: %s", ", ".join(f"{name!r:.40}" for name in others[:20]))
         return body
 
 
@@ -126,12 +133,8 @@ class Shared(Hinted):
             what = f"at most {config.max_logit_bias} tokens, each with a bias of -100 to 100"
             raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
 
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """The parameters of the request; where it says nothing, the model's own."""
-        return replace(defaults, **{**self.changes(), **more})
-
     def changes(self) -> dict[str, Any]:
-        """The parameters that the request names."""
+        """The parameters that the request names; for all others, the defaults of its model or session hold."""
         given = {
             name: value
             for name in type(self).model_fields

@@ -6,9 +6,10 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
+from msgspec.json import encode as encode_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,22 +20,35 @@ from tokenmill.server.telemetry.figures import Outcome
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+MARK = "<text>"
+"""Stands for a text when all around it is encoded."""
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 """Characters that some clients take for the end of a line."""
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-def to_json(data: Any) -> str:
-    """JSON for a `data:` line, with escapes for what some clients take for the end of one."""
-    text = _encode(data)
-    return text if text.isascii() else LINE_ENDS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def event(data: Any, name: str | None = None, event_id: str | None = None) -> bytes:
     """One event with JSON in it. A client that was cut off tells the id of the last one that it has seen."""
     head = "" if name is None else f"event: {name}\n"
     head += "" if event_id is None else f"id: {event_id}\n"
-    return f"{head}data: {to_json(data)}\n\n".encode()
+    text = _encode(data)
+    return f"{head}data: {text if text.isascii() else escaped(text)}\n\n".encode()
+
+
+def escaped(text: str) -> str:
+    """JSON that is not ASCII, with escapes for what some clients take for the end of a line."""
+    return LINE_ENDS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+class TextEvent:
+    """Events that differ in a text only: all around it is encoded once. `shape` makes the data for a text."""
+
+    def __init__(self, shape: Callable[[str], Any]) -> None:
+        self._before, _, self._after = event(shape(MARK)).rpartition(f'"{MARK}"'.encode())
+
+    def encode(self, text: str) -> bytes:
+        encoded = encode_json(text)
+        return self._before + (encoded if encoded.isascii() else escaped(encoded.decode()).encode()) + self._after
 
 
 class Events(Protocol):

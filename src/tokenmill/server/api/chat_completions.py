@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from msgspec.json import encode as encode_json
 from starlette.responses import Response
 
 from tokenmill.outputs import OutputDelta, RequestOutput, Usage
@@ -18,12 +17,8 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import ChatRequest, template_options
 from tokenmill.server.served import Served
-from tokenmill.server.sse import event, to_json
+from tokenmill.server.sse import TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, usage_of
-
-MARK = "<text>"
-MARK_JSON = to_json(MARK).encode()
-"""Stands for the text when all around it is encoded."""
 
 
 def chat_routes(served: Served) -> APIRouter:
@@ -39,7 +34,7 @@ def chat_routes(served: Served) -> APIRouter:
         body.check(config)
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if body.session_id is None:
-            params, options = body.sampling(model.chat_params), template_options(body, config)
+            params, options = replace(model.chat_params, **body.changes()), template_options(body, config)
             ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
             call.generate(ids, params, params.max_tokens, messages)
         else:
@@ -81,10 +76,8 @@ class ChatWriter:
         """At the end; until then it is null..."""
         self._has_usage_always = self._has_usage and options is not None and bool(options.continuous_usage_stats)
         """...or what was used so far."""
-        self._is_plain = not self._has_usage and not body.return_token_ids and not body.logprobs
-        """A chunk has nothing but its text, so that all around it is the same in each."""
-        self._around: list[tuple[bytes, bytes]] = []
-        """For each choice, a plain chunk before and after its text."""
+        self._plain: list[TextEvent] = []
+        """For each choice, chunks that have nothing but a text. Empty if they have more."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
@@ -102,29 +95,30 @@ class ChatWriter:
     def opening(self) -> bytes:
         """The first chunk of each choice has its role."""
         (generation,) = self._call.generations
-        more = self._about_prompt(generation)  # once
+        is_plain = not self._has_usage and not self._body.return_token_ids and not self._body.logprobs
+        more = {} if is_plain and generation.params.prompt_logprobs is None else self._about_prompt(generation)  # once
         used = replace(generation.usage, completion_tokens=0)  # the first token comes with the next chunk
         chunks = []
         for index in range(len(generation.choices)):
-            chunks.append(self._chunk(OutputDelta(index), {"role": "assistant", "content": ""}, used, **more))
+            first = OutputDelta(index)
+            chunks.append(event(self._chunk(first, {"role": "assistant", "content": ""}, used, **more)))
             more = {}
-            before, _, after = self._chunk(OutputDelta(index), {"content": MARK}, used).rpartition(MARK_JSON)
-            self._around.append((before, after))
+            if is_plain:
+                self._plain.append(TextEvent(lambda text: self._chunk(first, {"content": text}, used)))  # noqa: B023
         return b"".join(chunks)
 
     def delta(self, delta: OutputDelta) -> bytes:
         """Text, and at the end the finish reason in a chunk of its own, with an empty delta."""
         text = delta.text
-        if self._is_plain and delta.finish_reason is None:
-            before, after = self._around[delta.index]
-            return before + (encode_json(text) if text.isascii() else to_json(text).encode()) + after
+        if self._plain and delta.finish_reason is None:
+            return self._plain[delta.index].encode(text)
         used = self._call.generations[0].usage
         if not text:
-            return self._chunk(delta, {}, used)
+            return event(self._chunk(delta, {}, used))
+        said = event(self._chunk(delta._replace(finish_reason=None), {"content": text}, used))
         if delta.finish_reason is None:
-            return self._chunk(delta, {"content": text}, used)
-        said = self._chunk(delta._replace(finish_reason=None), {"content": text}, used)
-        return said + self._chunk(delta._replace(token_ids=(), logprobs=None), {}, used)
+            return said
+        return said + event(self._chunk(delta._replace(token_ids=(), logprobs=None), {}, used))
 
     def closing(self) -> bytes:
         """Usage, if it was asked for."""
@@ -136,11 +130,11 @@ class ChatWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def _chunk(self, delta: OutputDelta, said: dict[str, Any], used: Usage, **more: Any) -> bytes:
+    def _chunk(self, delta: OutputDelta, said: dict[str, Any], used: Usage, **more: Any) -> dict[str, Any]:
         made = {**self._head, "choices": [self._choice(delta, {"delta": said})], **more}
         if self._has_usage:
             made["usage"] = usage_of([used]) if self._has_usage_always else None
-        return event(made)
+        return made
 
     def _choice(self, delta: OutputDelta, said: dict[str, Any]) -> dict[str, Any]:
         made = {"index": delta.index, **said, "logprobs": None, "finish_reason": delta.finish_reason}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.served import Served
-from tokenmill.server.sse import event
+from tokenmill.server.sse import TextEvent, event
 from tokenmill.server.streaming import Call, usage_of
 
 Prompt = str | list[int]
@@ -43,12 +44,12 @@ async def start_completions(
     """Check it, and add a generation for each prompt to the call."""
     body.check(config)
     prompts = as_prompts(body.prompt, config.max_prompts, "prompt")
-    more: dict[str, Any] = {"logprobs": body.logprobs}
+    more = {**body.changes(), "logprobs": body.logprobs}
     if body.max_tokens is not None:
         more["max_tokens"] = 1 if body.scores_only else body.max_tokens
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = body.sampling(model.default_params, **more)
+    params = replace(model.default_params, **more)
     wanted = None if body.scores_only else body.max_tokens
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         call.generate(ids, params, wanted)
@@ -85,6 +86,10 @@ class CompletionWriter:
         }
         self._offsets: dict[int, int] = {}
         """Characters of each choice that have been shown."""
+        has_scores = body.logprobs is not None or body.prompt_logprobs is not None
+        self._is_plain = not (has_scores or body.echo or body.wants_usage or body.return_token_ids)
+        """Chunks have nothing but their text."""
+        self._plain: dict[int, TextEvent] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [
@@ -99,6 +104,11 @@ class CompletionWriter:
         return b""
 
     def delta(self, delta: OutputDelta) -> bytes:
+        if self._is_plain and delta.finish_reason is None:
+            if delta.index not in self._plain:
+                choice = self._choice(delta)
+                self._plain[delta.index] = TextEvent(lambda text: {**self._head, "choices": [{**choice, "text": text}]})
+            return self._plain[delta.index].encode(delta.text)
         made = {**self._head, "choices": [self._choice(delta)]}
         if self._body.wants_usage:
             used = [self._call.generation_of(delta).usage]

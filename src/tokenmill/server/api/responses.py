@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request
@@ -46,7 +47,7 @@ async def start_response(
 ) -> ResponseWriter:
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
-    params = body.sampling(model.chat_params)
+    params = replace(model.chat_params, **body.changes())
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is None and body.store is False:

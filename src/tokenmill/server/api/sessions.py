@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
@@ -66,7 +67,7 @@ def session_routes(served: Served) -> APIRouter:
             if len(ids) >= (longest := model.llm.max_model_len):
                 raise ContextOverflow(context_overflow(longest, len(ids), 1))
         hints = served.hints(http.state.caller.key, body)
-        params = body.sampling(model.chat_params)
+        params = replace(model.chat_params, **body.changes())
         session_id = await model.sessions.create_session(
             system=body.system,
             sampling_params=params,

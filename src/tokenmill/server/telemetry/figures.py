@@ -97,7 +97,7 @@ class CoreFigures:
         self.first_token_s, self.request_s = Tally(LONG_S), Tally(LONG_S)
         self.phase_s: dict[Phase, Tally] = {phase: Tally(LONG_S) for phase in Phase if phase is not Phase.ENDED}
         self.prompt_tokens, self.generated_tokens = Tally(TOKENS), Tally(TOKENS)
-        self._token_at: dict[str, float] = {}
+        self._token_at: dict[str | None, float] = {}
         """When a request got its latest token, for those that are not among the next ones."""
         self._latest: tuple[str | None, ...] = ()
         """The requests that got a token in the latest step that gave any..."""
@@ -113,27 +113,22 @@ class CoreFigures:
         self.schedule_s.add(event.schedule_s)
         self.step_tokens.add(plan.num_tokens)
         self.step_sequences.add(len(plan.rows))
-        if len(plan.sampled_rows):
-            self.num_generated += event.num_generated
-            is_all = event.is_whole and len(plan.sampled_rows) == len(event.requests)
-            drawn = (share.request_id for share in event.shares if share.is_drawn) if not is_all else event.requests
-            self._note_tokens(tuple(drawn), event.at)
-
-    def _note_tokens(self, names: tuple[str | None, ...], at: float) -> None:
-        """The gaps before these tokens. Mostly the same requests had the latest ones, and the gap is one for all."""
+        if not len(plan.sampled_rows):
+            return
+        self.num_generated += event.num_generated
+        is_all = event.is_whole and len(plan.sampled_rows) == len(event.requests)
+        drawn = event.requests if is_all else (share.request_id for share in event.shares if share.is_drawn)
+        # The gaps before these tokens. Mostly the same requests had the latest ones, and the gap is one for all.
+        names, at = tuple(drawn), event.at
         if names == self._latest:
             self.inter_token_s.add(at - self._latest_at, len(names))
         else:
-            self._remember_latest()
+            self._token_at.update(dict.fromkeys(self._latest, self._latest_at))
             for before, count in Counter(map(self._token_at.get, filter(None, names))).items():
                 if before is not None:  # else it is the first one
                     self.inter_token_s.add(at - before, count)
             self._latest = names
         self._latest_at = at
-
-    def _remember_latest(self) -> None:
-        self._token_at.update((name, self._latest_at) for name in self._latest if name is not None)
-        self._latest = ()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -146,12 +141,11 @@ class CoreFigures:
             self.first_token_s.add(timeline.ttft_s or 0.0)
         elif event.phase is Phase.PREEMPTED:
             self.num_preempted += 1
-        elif event.phase is Phase.ENDED:
-            self._note_end(event, timeline)
-
-    def _note_end(self, event: RequestEvent, timeline: Timeline) -> None:
-        self._remember_latest()
+        if event.phase is not Phase.ENDED:
+            return
+        self._token_at.update(dict.fromkeys(self._latest, self._latest_at))
         self._token_at.pop(event.request_id, None)
+        self._latest = ()
         if event.finish_reason is not None:
             self.ended[event.finish_reason] += 1
         if event.finish_reason is FinishReason.OVERLOAD:
@@ -221,15 +215,26 @@ class Rates:
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
         self._began: float | None = None
 
-    def note_tick(self, at: float, num_generated: int, num_prefill: int) -> None:
-        second = self._second(at)
-        second.num_ticks += 1
+    def note(
+        self,
+        at: float,
+        *,
+        num_ticks: int = 0,
+        num_generated: int = 0,
+        num_prefill: int = 0,
+        num_prompt: int = 0,
+        num_cached: int = 0,
+    ) -> None:
+        """Steps and their tokens; of requests that started, the prompt's tokens and those of them that were cached."""
+        number = floor(at)
+        if self._began is None:
+            self._began = at
+        if not self._seconds or self._seconds[-1].number != number:
+            self._seconds.append(_Second(number))
+        second = self._seconds[-1]
+        second.num_ticks += num_ticks
         second.num_generated += num_generated
         second.num_prefill += num_prefill
-
-    def note_start(self, at: float, num_prompt: int, num_cached: int) -> None:
-        """A request started with so much of its prompt cached."""
-        second = self._second(at)
         second.num_prompt += num_prompt
         second.num_cached += num_cached
 
@@ -246,14 +251,6 @@ class Rates:
             prefill_tokens=sum(one.num_prefill for one in seconds) / span,
             hit_rate=sum(one.num_cached for one in seconds) / prompt if prompt else None,
         )
-
-    def _second(self, at: float) -> _Second:
-        number = floor(at)
-        if self._began is None:
-            self._began = at
-        if not self._seconds or self._seconds[-1].number != number:
-            self._seconds.append(_Second(number))
-        return self._seconds[-1]
 
 
 # -- HTTP requests ----------------------------------------------------------------------------------------------------

@@ -223,10 +223,11 @@ class LiveCore:
         """What the connection brought after the snapshot."""
         if kind == "tick":
             self.view.step(data["tick"], data["slots"], data["tokens"], data["drawn"], data["free"])
-            self.rates.note_tick(data["at"], len(data["drawn"]), sum(data["tokens"]) - data["decode"])
+            num_prefill = sum(data["tokens"]) - data["decode"]
+            self.rates.note(data["at"], num_ticks=1, num_generated=len(data["drawn"]), num_prefill=num_prefill)
         elif kind == "request":
             if data["phase"] == Phase.PREFILL.value:
-                self.rates.note_start(data["at"], data["prompt"], data["cached"])
+                self.rates.note(data["at"], num_prompt=data["prompt"], num_cached=data["cached"])
             self.view(_request_event(data))
         elif kind == "parked":
             change, parked_tokens = ParkedChange(data["change"]), _parked_tokens_from(data["parked_tokens"])
@@ -375,11 +376,19 @@ class CoreWatch:
     def __call__(self, event: Event) -> None:
         with self._lock:
             if isinstance(event, TickEvent):
+                plan = event.plan
                 self._figures.note_tick(event)
                 self._timelines.note_tick(event)
-                self._rates.note_tick(event.at, event.num_generated, event.plan.num_prefill)
+                self._rates.note(event.at, num_ticks=1, num_generated=event.num_generated, num_prefill=plan.num_prefill)
             elif isinstance(event, RequestEvent):
-                self._note_request(event)
+                timeline = self._timelines.enter(event)
+                if event.phase is Phase.QUEUED:
+                    timeline.num_running, timeline.num_ahead = self.view.num_running, self.view.num_waiting
+                self._figures.note_request(event, timeline)
+                if event.phase is Phase.PREFILL and timeline.num_preemptions == 0:
+                    self._rates.note(event.at, num_prompt=event.num_prompt, num_cached=event.num_cached)
+                elif event.phase is Phase.ENDED and self._on_end is not None:
+                    self._on_end(self.model, timeline)
             else:
                 self._figures.note_other(event)
             self.view(event)
@@ -389,16 +398,6 @@ class CoreWatch:
                 told = Told(self.model, self.core, event.at, what)
                 for reader in self._readers:
                     reader.put(told)
-
-    def _note_request(self, event: RequestEvent) -> None:
-        timeline = self._timelines.enter(event)
-        if event.phase is Phase.QUEUED:
-            timeline.num_running, timeline.num_ahead = self.view.num_running, self.view.num_waiting
-        self._figures.note_request(event, timeline)
-        if event.phase is Phase.PREFILL and timeline.num_preemptions == 0:
-            self._rates.note_start(event.at, event.num_prompt, event.num_cached)
-        elif event.phase is Phase.ENDED and self._on_end is not None:
-            self._on_end(self.model, timeline)
 
     # -- on the event loop --------------------------------------------------------------------------------------------
 
