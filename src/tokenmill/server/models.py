@@ -208,8 +208,14 @@ class Models:
             raise model_not_found(name or "")
         return self._entries[own]
 
-    async def use(self, name: str | None) -> ServedModel:
-        """The model of this name, for a request; loaded first if it is not."""
+    async def use(self, name: str | None, *, default_model: bool | None = None) -> ServedModel:
+        """The model of this name, for a request; loaded first if it is not.
+
+        Without a name, the first one. With `default_model`, the only one, or none if it is false.
+        """
+        if name is None and default_model is not None and not (default_model and len(self._entries) == 1):
+            names = ", ".join(self._entries)
+            raise ApiError(400, f"model is required; served models: {names:.200}", param="model")
         entry = self.entry(name)
         model = entry.model or await self._loaded(entry)
         model.last_used = time.monotonic()

@@ -86,13 +86,6 @@ class Served:
         """Does it admit requests, and do the engines make progress?"""
         return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
 
-    async def requested_model(self, name: str | None) -> ServedModel:
-        """The model that a request of OpenAI's API names, or the only one where it names none."""
-        if name is None and not (self.config.default_model and len(self.models) == 1):
-            names = ", ".join(entry.spec.name for entry in self.models.entries)
-            raise ApiError(400, f"model is required; served models: {names:.200}", param="model")
-        return await self.models.use(name)
-
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
         caller: Caller = http.state.caller

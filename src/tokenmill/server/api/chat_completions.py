@@ -27,19 +27,19 @@ def chat_routes(served: Served) -> APIRouter:
     @api.post("/chat/completions", responses=schemas.generated(schemas.ChatCompletion))
     async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
         """An answer to a conversation; with `session_id`, to what is new in one."""
-        model, config = await served.requested_model(body.model), served.config
+        model = await served.models.use(body.model, default_model=served.config.default_model)
         if body.session_id is not None and served.session(http.state.caller, body.session_id)[0] is not model:
             raise ApiError(400, "the session belongs to another model", param="model")
         call = served.call(http, body, model, "chatcmpl-")
-        body.check(config)
+        body.check(served.config)
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if body.session_id is None:
-            params, options = replace(model.chat_params, **body.changes()), template_options(body, config)
+            params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
             ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
             call.generate(ids, params, params.max_tokens, messages)
         else:
             hints = {"timeout_s": call.timeout_s, "priority": body.priority, "request_id": f"{call.id}/0"}
-            own = {"must_fit": not config.clamp_max_tokens, **hints, **body.changes()}
+            own = {"must_fit": not served.config.clamp_max_tokens, **hints, **body.changes()}
             call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **own))
         return await call.respond(ChatWriter(call, body, model), stream=bool(body.stream))
 

@@ -30,7 +30,7 @@ def completion_routes(served: Served) -> APIRouter:
     @api.post("/completions", responses=schemas.generated(schemas.Completion))
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
-        model = await served.requested_model(body.model)
+        model = await served.models.use(body.model, default_model=served.config.default_model)
         call = served.call(http, body, model, "cmpl-")
         writer = await start_completions(call, body, model, served.config)
         return await call.respond(writer, stream=bool(body.stream))

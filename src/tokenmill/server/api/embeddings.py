@@ -40,7 +40,7 @@ def embedding_routes(served: Served) -> APIRouter:
     )
     async def create_embedding(http: Request, body: EmbeddingRequest) -> Response:
         """Texts as vectors."""
-        model = await served.requested_model(body.model)
+        model = await served.models.use(body.model, default_model=served.config.default_model)
         call = served.call(http, body, model, "embd-")
         return JSONResponse(await embeddings(call, body, model, served.config))
 

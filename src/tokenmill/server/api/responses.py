@@ -34,7 +34,7 @@ def response_routes(served: Served) -> APIRouter:
     @api.post("/responses", responses=schemas.generated(schemas.ResponseObject))
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
-        model = await served.requested_model(body.model)
+        model = await served.models.use(body.model, default_model=served.config.default_model)
         call = served.call(http, body, model, "resp_")
         writer = await start_response(call, body, model, served.responses, served.config)
         return await call.respond(writer, stream=bool(body.stream))
