@@ -24,7 +24,7 @@ from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.middleware import configure_logs
 from tokenmill.server.served import Served
-from tokenmill.server.telemetry.figures import OTHER, Endpoints, Outcome, Tally, outcome_of
+from tokenmill.server.telemetry.figures import OTHER, Endpoints, Outcome, Tally, Traffic
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.metrics import Metrics
 
@@ -285,7 +285,10 @@ def test_every_path_has_one_of_few_names(server: Running) -> None:
      (499, "cancelled"), (500, "failed"), (503, "rejected"), (504, "failed")],
 )  # fmt: skip
 def test_a_status_says_how_it_ended(status: int, outcome: str) -> None:
-    assert outcome_of(status).value == outcome
+    traffic = Traffic()
+    traffic.enter("/v1/models")
+    assert traffic.leave("/v1/models", status, None, 0.1).value == outcome
+    assert traffic.leave("/v1/models", status, Outcome.FAILED, 0.1) is Outcome.FAILED
 
 
 def test_a_tally_puts_values_where_they_belong() -> None:

@@ -30,7 +30,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.outputs import Usage
 from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
 from tokenmill.server.errors import ApiError
-from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome, outcome_of
+from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import Delivery
 from tokenmill.session.records import MEDIA_TYPE
@@ -267,11 +267,11 @@ class Middleware:
     def _finish(self, scope: Scope, caller: Caller, status: int, endpoint: str) -> None:
         """Count the request as done, and log it: one line; as JSON it says more."""
         ended = time.monotonic()
-        outcome, seconds = caller.outcome or outcome_of(status), ended - caller.began
+        seconds = ended - caller.began
         if caller.call_id != "-":
             delivery = Delivery(caller.began, ended, tuple(caller.blocked), caller.differs_in)
             self._telemetry.note_done(caller.call_id, delivery)
-        self._telemetry.traffic.leave(endpoint, outcome, seconds)
+        outcome = self._telemetry.traffic.leave(endpoint, status, caller.outcome, seconds)
         level = logging.DEBUG if scope["path"] in self._paths.public else logging.INFO
         if not access.isEnabledFor(level):
             return

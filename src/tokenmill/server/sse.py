@@ -140,8 +140,9 @@ class EventStream(Response):
                 if not self._has_status:
                     raise
                 piece, is_over = self._events.failed(error), True
-            if not self._has_status:
-                await self._start(send)
+            if not self._has_status:  # from now on, errors are events
+                self._has_status = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             sending = connection.write({"type": "http.response.body", "body": piece, "more_body": not is_over})
             if connection.flow.write_paused:
                 self._is_sending, self._since = True, time.monotonic()
@@ -151,11 +152,6 @@ class EventStream(Response):
                 await sending
             self._since = time.monotonic()
 
-    async def _start(self, send: Send) -> None:
-        """Send the status: from now on, errors are events."""
-        self._has_status = True
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-
     async def _keep_alive(self, send: Send) -> bool:
         """Nothing was sent for a while: send the status, or a comment. False if the client does not take it."""
         try:
@@ -164,7 +160,8 @@ class EventStream(Response):
                     message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
                     await self._caller.connection.write(message)
                 else:
-                    await self._start(send)
+                    self._has_status = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         except TimeoutError:
             return False
         self._since = time.monotonic()

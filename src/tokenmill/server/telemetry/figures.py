@@ -274,15 +274,6 @@ class Outcome(Enum):
     """It was not taken: wrong, not allowed, too many at once, or the server was not ready."""
 
 
-def outcome_of(status: int) -> Outcome:
-    """What a status says; a stream's was sent before it ended."""
-    if status < 400:
-        return Outcome.FINISHED
-    if status == CLIENT_GONE:
-        return Outcome.CANCELLED
-    return Outcome.REJECTED if status < 500 or status == 503 else Outcome.FAILED
-
-
 class Endpoints(dict[str, str]):
     """The label of each path, so that a label has few values whatever clients send.
 
@@ -335,9 +326,17 @@ class Traffic:
         self.received[endpoint] += 1
         self.running[endpoint] += 1
 
-    def leave(self, endpoint: str, outcome: Outcome, seconds: float) -> None:
+    def leave(self, endpoint: str, status: int, outcome: Outcome | None, seconds: float) -> Outcome:
+        """How it ended: what its status says, unless that was sent before, as a stream's is."""
+        if outcome is None and status < 400:
+            outcome = Outcome.FINISHED
+        elif outcome is None and status == CLIENT_GONE:
+            outcome = Outcome.CANCELLED
+        elif outcome is None:
+            outcome = Outcome.REJECTED if status < 500 or status == 503 else Outcome.FAILED
         self.running[endpoint] -= 1
         self.ended[endpoint, outcome] += 1
         if endpoint not in self.seconds:
             self.seconds[endpoint] = Tally(LONG_S)
         self.seconds[endpoint].add(seconds)
+        return outcome
