@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 from openai.types.completion import Completion
 
@@ -29,6 +31,7 @@ from tests.server.rules import (
 )
 from tests.server.serving import HI, WAIT_S, Reply, Running
 from tokenmill.backends.fake import FaultKind
+from tokenmill.server import sse
 
 LINE_ENDS = ("\u2028", "\u2029", "\x85")
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter", "function_call"}
@@ -77,6 +80,14 @@ def test_c01_line_ends_of_unicode_stay_inside_a_line(server: Running, end: str) 
         text = reply.body.decode()
         assert text.splitlines() == text.removesuffix("\n").split("\n")
         assert end in texts_of(line_events(text.splitlines()))[0]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_c01_a_text_is_encoded_alone_as_it_is_with_all_around_it(text: str) -> None:
+    def shape(said: str) -> dict[str, Any]:
+        return {"model": sse.MARK, "choices": [{"delta": {"content": said}, "finish_reason": None}]}
+
+    assert sse.TextEvent(shape).encode(text) == sse.event(shape(text))
 
 
 def test_c02_only_a_stream_is_an_event_stream(server: Running) -> None:

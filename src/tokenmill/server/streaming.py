@@ -250,6 +250,8 @@ class Call:
     async def do(self, work: Awaitable[T]) -> T:
         """The result of work that is no generation."""
         self._work = asyncio.ensure_future(work)
+        if self._is_cancelled:
+            self._work.cancel()
         self._calls.add(self)
         try:
             return await while_connected(self._http, self._work)
