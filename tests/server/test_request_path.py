@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-MOST_FUNCTIONS = 225
+MOST_FUNCTIONS = 120
 """Distinct functions outside the engine and the backend contract."""
-MOST_CALLS_PER_TOKEN = 27
+MOST_CALLS_PER_TOKEN = 17
 """Of the package's functions, on the event loop's thread."""
 MOST_TO_KNOW = 45
 """Functions in the trace by hand."""
