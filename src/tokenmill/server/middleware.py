@@ -14,7 +14,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import Usage
 from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
 from tokenmill.server.errors import ApiError
+from tokenmill.server.protocol import Connection
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import Delivery
@@ -65,21 +65,6 @@ NO_FILE = ApiError(415, f"the body must be a session file, with Content-Type: {M
 
 
 # -- what is known of a request ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Connection:
-    """What a request may ask of its connection, beyond ASGI."""
-
-    abort: Callable[[], None]
-    """Drops it at once: unsent data is discarded."""
-    lost: asyncio.Future[None]
-    """Done when the client has disconnected."""
-    write: Callable[[Any], Awaitable[None]]
-    """The connection's own `send`. The layers between look at the first message of a response only, so the events of a
-    stream need not pass them."""
-    flow: FlowControl
-    """While its `write_paused` is set, `write` waits for the client."""
 
 
 @dataclass

@@ -15,14 +15,16 @@ import logging
 import re
 import secrets
 from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import RETRY_SOON, ApiError, unavailable
-from tokenmill.server.middleware import Connection
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,21 @@ class Reading(Enum):
     NOTHING = "between requests"
     HEAD = "a request's head"
     BODY = "its body"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a request may ask of its connection, beyond ASGI."""
+
+    abort: Callable[[], None]
+    """Drops it at once: unsent data is discarded."""
+    lost: asyncio.Future[None]
+    """Done when the client has disconnected."""
+    write: Callable[[Any], Awaitable[None]]
+    """The connection's own `send`. The layers between look at the first message of a response only, so the events of a
+    stream need not pass them."""
+    flow: FlowControl
+    """While its `write_paused` is set, `write` waits for the client."""
 
 
 class _HeadRefused(Exception):
