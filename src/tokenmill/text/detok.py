@@ -172,7 +172,7 @@ class StopStrings:
 
     def passes(self, text: str) -> bool:
         """Does `push` give out all of this text, and nothing else? That is known where no stop string begins in it."""
-        return not self._held and self._first_characters.isdisjoint(text)
+        return not self._held and self.found is None and self._first_characters.isdisjoint(text)
 
     def push(self, text: str) -> str:
         """The text that may be shown now. Once a stop string is found, nothing more comes."""
