@@ -184,6 +184,7 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
                 (self._prompt_shapes.tokens, self._capture_prompts),
             ):
                 sizes.keep(_within(seconds / 2, sizes.coarse_first, partial(capture, graphs)))
+            self._run_largest()
         torch.cuda.synchronize(self._device)
 
     def _warm_up_sampling(self) -> None:
@@ -198,15 +199,17 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
             drawing.draw(logits, told, BAD_ROW, is_filtered=True, is_typical=True)
 
     def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
-        """Graphs of decode steps of this size, run once on padding."""
+        """Graphs of decode steps of this size, run on padding."""
         inputs, (first, *others) = self._decode_inputs(size), self._turns.outputs
         inputs.send(self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
         self._run_decode(graphs, size, first)
         for outputs in others:
             graphs.capture(DecodeShape(size, outputs.turn), self._decode_launch(size, outputs))
+        for outputs in (first, *others):  # the first replay uploads a graph
+            self._run_decode(graphs, size, outputs)
 
     def _capture_prompts(self, graphs: StepGraphs, num_tokens: int) -> None:
-        """Graphs of steps with prompt tokens, for any number of decodes, run once on padding."""
+        """Graphs of steps with prompt tokens, for any number of decodes, run on padding."""
         runs = StepRuns.of(NO_TOKENS, NO_TOKENS)
         for num_singles in self._prompt_shapes.singles.sizes:
             shape = PromptShape(num_tokens, num_singles)
@@ -214,6 +217,15 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
                 self._buffer, self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, runs, QUERIES, shape
             )  # fmt: skip
             self._run_prompts(graphs, shape, inputs)
+            self._run_prompts(graphs, shape, inputs)  # the first replay uploads a graph
+
+    def _run_largest(self) -> None:
+        """The largest step, kernel by kernel, on padding: torch keeps the memory that it takes."""
+        shape = PromptShape(self._ubatch_size, self._prompt_shapes.singles.largest)
+        runs = StepRuns.of(NO_TOKENS, NO_TOKENS)
+        inputs = mixed_inputs(self._buffer, self._kv.tables, NO_TOKENS, NO_TOKENS, NO_TOKENS, runs, QUERIES, shape)
+        rows = torch.arange(min(self._decode_sizes.largest, self._ubatch_size), device=self._device)
+        self._decoder.logits_of(self._launch(inputs, self._paged(inputs), rows))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
