@@ -100,7 +100,7 @@ def test_s09_a_key_for_models_shares_no_kv_either() -> None:
 
 MINE = "model.sessions.creation_times(caller.key)"
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
-    (PlantedBug("no ownership", Served, "session", "info.key == caller.key", "True"), other_keys_see_nothing),
+    (PlantedBug("no ownership", Served, "model_of", "key == caller.key", "True"), other_keys_see_nothing),
     (
         PlantedBug("a list of all", Served, "sessions", MINE, MINE.replace("caller.key", "")),
         other_keys_see_nothing,

@@ -113,16 +113,16 @@ class Served:
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def session(self, caller: Caller, session_id: str) -> ServedSession:
-        """A session of the caller's key, and its model; those of other keys are not found."""
+    def model_of(self, caller: Caller, session_id: str) -> ServedModel:
+        """The model of a session of the caller's key; those of other keys are not found."""
         for model in self.models.loaded:
             try:
-                info = model.sessions.get(session_id)
+                key = model.sessions.key_of(session_id)
             except SessionNotFound:
                 continue
-            if info.key == caller.key:
+            if key == caller.key:
                 model.last_used = time.monotonic()
-                return model, info
+                return model
         raise SessionNotFound(f"no session {session_id!r:.80}")
 
     def sessions(
@@ -136,7 +136,7 @@ class Served:
             for created_at, name in model.sessions.creation_times(caller.key)
         )
         if after is not None:
-            last = (self.session(caller, after)[1].created_at, after)
+            last = (self.model_of(caller, after).sessions.get(after).created_at, after)
             rows = (row for row in rows if (row[:2] < last if newest_first else row[:2] > last))
         found = (heapq.nlargest if newest_first else heapq.nsmallest)(limit + 1, rows)
         page = [(models[place], models[place].sessions.get(name)) for _, name, place in found[:limit]]

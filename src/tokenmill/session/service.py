@@ -501,6 +501,10 @@ class SessionService:
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
+    def key_of(self, session_id: str) -> str:
+        """Whose session it is."""
+        return self._model().queue.find(session_id).options.key
+
     def get(self, session_id: str) -> SessionInfo:
         return self._model().queue.find(session_id).info(has_store=self.store is not None)
 

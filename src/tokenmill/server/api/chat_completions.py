@@ -28,7 +28,7 @@ def chat_routes(served: Served) -> APIRouter:
     async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
         """An answer to a conversation; with `session_id`, to what is new in one."""
         model = await served.models.use(body.model, default_model=served.config.default_model)
-        if body.session_id is not None and served.session(http.state.caller, body.session_id)[0] is not model:
+        if body.session_id is not None and served.model_of(http.state.caller, body.session_id) is not model:
             raise ApiError(400, "the session belongs to another model", param="model")
         call = served.call(http, body, model, "chatcmpl-")
         body.check(served.config)

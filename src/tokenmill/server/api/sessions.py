@@ -51,7 +51,7 @@ def session_routes(served: Served) -> APIRouter:
     one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Session}, **schemas.errors(*REFUSALS)}
 
     def find(http: Request, session_id: str) -> ServedModel:
-        return served.session(http.state.caller, session_id)[0]
+        return served.model_of(http.state.caller, session_id)
 
     def shown(model: ServedModel, session_id: str, status: int = 200) -> JSONResponse:
         return JSONResponse(session_shape(model, model.sessions.get(session_id)), status)
@@ -127,7 +127,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def get_turns(http: Request, session_id: SessionId) -> Response:
         """What was said, turn by turn."""
-        _, info = served.session(http.state.caller, session_id)
+        info = find(http, session_id).sessions.get(session_id)
         return JSONResponse({"object": "list", "data": turns_shape(info)})
 
     @api.get(
