@@ -13,7 +13,9 @@ import pytest
 
 import tokenmill
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
+from tokenmill.backends.fake import FakeModel
 from tokenmill.config import EngineConfig
+from tokenmill.contract import StepSizes
 from tokenmill.contract.backend import cells_for
 from tokenmill.entrypoints.options import EngineOptions, open_for_engine
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelNotFound, TokenmillError
@@ -79,6 +81,19 @@ def test_what_nobody_has_given_goes_along_with_what_somebody_has(
 ) -> None:
     config = open_for_engine("fake", options)[0].config
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_steps_are_as_long_as_suits_who_watches_them() -> None:
+    class Quick(FakeModel):
+        step_sizes = StepSizes(target_tick_ms=50.0, offline_tick_ms=1000.0)
+
+    def target_ms(*, offline: bool, **options: Any) -> float:
+        return open_for_engine(Quick(), options, offline=offline)[0].config.target_tick_ms
+
+    assert target_ms(offline=False) == 50.0
+    assert target_ms(offline=True) == 1000.0
+    assert target_ms(offline=True, target_tick_ms=20.0) == 20.0
+    assert target_ms(offline=True, config=EngineConfig()) == EngineConfig().target_tick_ms
 
 
 def test_an_idle_engine_keeps_no_request() -> None:

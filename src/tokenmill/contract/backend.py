@@ -237,6 +237,8 @@ class StepSizes:
     prefill_chunk: int | None = None
     min_prefill_chunk: int | None = None
     target_tick_ms: float | None = None
+    offline_tick_ms: float | None = None
+    """In place of `target_tick_ms` where nobody watches tokens come: for `LLM`."""
     max_queue: int | None = None
 
 

@@ -56,13 +56,13 @@ def open_engine(
 
 
 def open_process(
-    model: str, options: EngineOptions, *, num_cores: int = 1, has_queue_limit: bool = True
+    model: str, options: EngineOptions, *, num_cores: int = 1, offline: bool = False
 ) -> tuple[OpenedModel, ProcessClient]:
     """An engine process for a model, and what is known of the model here."""
     from tokenmill.entrypoints.process import ProcessClient  # with packages of the extra `server`
 
     sent = {name: value for name, value in options.items() if name not in ("engine", "tokenizer") and value is not None}
-    client = ProcessClient(model, sent, num_cores=num_cores, has_queue_limit=has_queue_limit)
+    client = ProcessClient(model, sent, num_cores=num_cores, offline=offline)
     try:
         text = text_of(client.model, options.get("tokenizer"))
     except BaseException:

@@ -37,10 +37,10 @@ class LLM:
         check_options(options)
         self._client: InlineClient | QueuedClient
         if options.get("engine") == "process" and runs_in_process(model, options):
-            self._opened, client = open_process(str(model), options, has_queue_limit=False)
+            self._opened, client = open_process(str(model), options, offline=True)
             self._client = QueuedClient(client)
         else:
-            self._opened, handle = open_for_engine(model, options, has_queue_limit=False)
+            self._opened, handle = open_for_engine(model, options, offline=True)
             try:
                 self._client = InlineClient(handle, self._opened.config, self._opened.limits)
             except BaseException:

@@ -102,7 +102,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def load_for_engine(
-    model: str | ModelHandle, options: Mapping[str, Any], *, has_queue_limit: bool = True
+    model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False
 ) -> tuple[ModelHandle, EngineConfig, BackendLimits]:
     """Load the model, if only its name is given, and work out how large its engine is."""
     check_options(options)
@@ -114,9 +114,7 @@ def load_for_engine(
     else:
         handle = model
     try:
-        config = _config(handle, options)
-        if not has_queue_limit:
-            config = replace(config, max_queue=UNLIMITED, max_queue_tokens=None)
+        config = _config(handle, options, offline=offline)
         limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
         limits = replace(limits, num_threads=_threads(options.get("num_threads")))
         check_memory(handle, limits, config.max_num_seqs)
@@ -128,10 +126,10 @@ def load_for_engine(
 
 
 def open_for_engine(
-    model: str | ModelHandle, options: Mapping[str, Any], *, has_queue_limit: bool = True
+    model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False
 ) -> tuple[OpenedModel, ModelHandle]:
     """A model with its text side, for an engine in this process; and the handle to make one of."""
-    handle, config, limits = load_for_engine(model, options, has_queue_limit=has_queue_limit)
+    handle, config, limits = load_for_engine(model, options, offline=offline)
     is_ours = isinstance(model, str)
     try:
         return OpenedModel(handle, text_of(handle, options.get("tokenizer")), config, limits, is_ours), handle
@@ -208,12 +206,18 @@ def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
     return max(1, min(wanted, affordable))
 
 
-def _config(model: ModelHandle, options: Mapping[str, Any]) -> EngineConfig:
+def _config(model: ModelHandle, options: Mapping[str, Any], *, offline: bool) -> EngineConfig:
+    """The engine's settings. `offline`: its requests come in batches, which nobody refuses or watches."""
     given = _given(options, CONFIG_OPTIONS)
+    if offline:
+        given |= {"max_queue": UNLIMITED, "max_queue_tokens": None}
     config: EngineConfig | None = options.get("config")
     if config is not None:
         return replace(config, **given)
-    base = replace(EngineConfig(), **_given(asdict(model.step_sizes), CONFIG_OPTIONS))
+    sizes = model.step_sizes
+    if offline and sizes.offline_tick_ms is not None:
+        sizes = replace(sizes, target_tick_ms=sizes.offline_tick_ms)
+    base = replace(EngineConfig(), **_given(asdict(sizes), CONFIG_OPTIONS))
     # What nobody has given goes along with what somebody has.
     given.setdefault("max_num_seqs", min(base.max_num_seqs, given.get("max_num_batched_tokens", base.max_num_seqs)))
     tokens = max(base.max_num_batched_tokens, given["max_num_seqs"])

@@ -141,11 +141,11 @@ class ProcessClient:
         options: Mapping[str, Any] | None = None,
         *,
         num_cores: int = 1,
-        has_queue_limit: bool = True,
+        offline: bool = False,
     ) -> None:
         given = dict(options or {})
         config = given.pop("config", None)
-        self._start = wire.pack(wire.Start(model, given, config, num_cores, has_queue_limit), wrong=ConfigError)
+        self._start = wire.pack(wire.Start(model, given, config, num_cores, offline), wrong=ConfigError)
         self._num_cores = num_cores
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
@@ -574,7 +574,7 @@ class EngineProcess:
         options = start.options if start.config is None else {**start.options, "config": start.config}
         if start.model != "fake" and not (fit := plan_one_session(start.model, options)).fits:
             raise InsufficientMemory(fit.shortage(start.model))
-        model, config, limits = load_for_engine(start.model, options, has_queue_limit=start.has_queue_limit)
+        model, config, limits = load_for_engine(start.model, options, offline=start.offline)
         client = ThreadClient(model, config, limits, num_cores=start.num_cores)
         path = None if model.path is None else str(model.path)
         ready = wire.Ready(model.info, path, config, limits, client.max_model_len)

@@ -45,7 +45,7 @@ class Start(msgspec.Struct, tag=True):
     """Of `EngineOptions`, those that can be sent."""
     config: EngineConfig | None
     num_cores: int = 1
-    has_queue_limit: bool = True
+    offline: bool = False
 
 
 class Submit(msgspec.Struct, tag=True):

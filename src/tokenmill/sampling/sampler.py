@@ -233,15 +233,18 @@ def _keep_only(logits: Tensor, places: np.ndarray, allowed: list[np.ndarray]) ->
 
     On the CPU by numpy, which does not wake other threads for it.
     """
-    is_here = logits.device.type == "cpu"
-    table: Any = logits.numpy() if is_here else logits
-    index: list[Any] = [places, np.repeat(places, [len(ids) for ids in allowed]), np.concatenate(allowed)]
-    if not is_here:
-        index = [upload(part, logits.device) for part in index]
-    rows, *at = index
-    kept = table[tuple(at)]
-    table[rows] = ops.NEVER
-    table[tuple(at)] = kept
+    at = (np.repeat(places, [len(ids) for ids in allowed]), np.concatenate(allowed))
+    if logits.device.type == "cpu":
+        table = logits.numpy()
+        kept = table[at]
+        table[places] = ops.NEVER
+        table[at] = kept
+    else:
+        there = (upload(at[0], logits.device), upload(at[1], logits.device))
+        kept_there = logits[there]
+        # Not by assignment, which would wait for the copy of the number.
+        logits.index_fill_(0, upload(places.astype(np.int64), logits.device), ops.NEVER)
+        logits[there] = kept_there
 
 
 def _chosen(raw: Tensor, ids: Tensor) -> Tensor:
