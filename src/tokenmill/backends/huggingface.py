@@ -260,16 +260,16 @@ class CachedModel:
     path: Path | None
     """The directory or file to open; None: the download is not complete."""
     files: tuple[Path, ...]
+    num_bytes: int
+    """On disk; files of equal content are stored once."""
+    last_used: float
+    """Unix time of the last access."""
 
-    @property
-    def num_bytes(self) -> int:
-        """On disk; files of equal content are stored once."""
-        return sum({file.resolve(): _size(file) for file in self.files}.values())
-
-    @property
-    def last_used(self) -> float:
-        """Unix time of the last access."""
-        return max(file.stat().st_atime for file in self.files)
+    @classmethod
+    def of(cls, name: str, path: Path | None, files: tuple[Path, ...]) -> Self:
+        about = {file.resolve(): file.stat() for file in files}
+        num_bytes = sum(one.st_size for one in about.values())
+        return cls(name, path, files, num_bytes, max(one.st_atime for one in about.values()))
 
 
 def note_use(path: Path) -> None:
@@ -283,7 +283,8 @@ def cached_models() -> Iterator[CachedModel]:
     """All models in the cache: each revision, and each GGUF model of a repository; incomplete downloads, too."""
     root = cache_root()
     for folder in sorted(root.glob("models--*--*")) if root is not None else ():
-        yield from _models_in(folder)
+        with contextlib.suppress(FileNotFoundError):  # another process is removing it
+            yield from _models_in(folder)
 
 
 def _models_in(folder: Path) -> list[CachedModel]:
@@ -291,7 +292,7 @@ def _models_in(folder: Path) -> list[CachedModel]:
     repo = folder.name.removeprefix("models--").replace("--", "/", 1)
     found = [model for revision, snapshot in _revisions(folder) for model in _models_of(repo, revision, snapshot)]
     unfinished = tuple(folder.glob("blobs/*.incomplete"))
-    return found or ([CachedModel(repo, None, unfinished)] if unfinished else [])
+    return found or ([CachedModel.of(repo, None, unfinished)] if unfinished else [])
 
 
 def _revisions(folder: Path) -> Iterator[tuple[str, Snapshot]]:
@@ -315,7 +316,7 @@ def _models_of(repo: str, revision: str, snapshot: Snapshot) -> Iterator[CachedM
         found = snapshot.model(name)
         if found is not None and (variant is None) == (not found.entry):
             paths = tuple(files[file] for file in (*found.small, *found.weights))
-            yield CachedModel(str(name), snapshot.folder / found.entry, paths)
+            yield CachedModel.of(str(name), snapshot.folder / found.entry, paths)
 
 
 def remove(name: HubName) -> int:
@@ -485,7 +486,7 @@ class _Download:
         num_bytes = sum(file.num_bytes for file in first)
         self._check_space(num_bytes - sum(self._received.values()))
         began = time.monotonic()
-        log.info("downloading %s: %d files, %s", self._name, len(files), in_words(num_bytes))
+        log.info("downloading %s (%s)", self._name, in_words(num_bytes))
         unit, unit_name = (MIB, "MiB") if num_bytes > 10 * MIB else (KIB, "KiB")
         before = sum(self._received.values())
         with ProgressLine(f"downloading {self._name}", num_bytes // unit) as progress:

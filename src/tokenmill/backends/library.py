@@ -166,7 +166,7 @@ def cached_models() -> list[CachedModel]:
     """All models that were downloaded, sorted by name."""
     folder = cache_folder() / "models"
     ours = [(name, folder / alias.file_name) for name, alias in ALIASES.items() if (folder / alias.file_name).is_file()]
-    found = [CachedModel(name, path, (path,)) for name, path in ours]
+    found = [CachedModel.of(name, path, (path,)) for name, path in ours]
     return sorted([*found, *huggingface.cached_models()], key=lambda model: model.name.casefold())
 
 
@@ -186,10 +186,9 @@ def remove_model(model: str) -> int:
     if name is not None:
         return huggingface.remove(name)
     found = cached_model(model)
-    num_bytes = found.num_bytes
     for file in found.files:
         file.unlink()
-    return num_bytes
+    return found.num_bytes
 
 
 def names() -> list[str]:

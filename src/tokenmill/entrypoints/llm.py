@@ -27,7 +27,7 @@ from tokenmill.text.tokenizer import Tokenizer
 class LLM:
     """A model, and prompts to texts. Calls from several threads take turns; a stream lets others in between steps.
 
-    `model` is an alias, a Hugging Face directory, a .gguf file, "fake", or a model that is open already. The options
+    `model` is a name (docs/models.md), a Hugging Face directory, a .gguf file, "fake", or an open model. The options
     are those of `EngineOptions`. Requests without a seed get one that follows from `seed`, so that a program gives the
     same texts each time it runs; None takes a new one each time.
     """
