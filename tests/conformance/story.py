@@ -24,15 +24,18 @@ class Check:
     name: str
     requirements: tuple[str, ...]
     needs_faults: bool
+    needs_shift: bool
     run: Callable[[Subject], None]
 
 
 CHECKS: list[Check] = []
 
 
-def proves(*requirements: str, needs_faults: bool = False) -> Callable[[Callable[[Subject], None]], Check]:
+def proves(
+    *requirements: str, needs_faults: bool = False, needs_shift: bool = False
+) -> Callable[[Callable[[Subject], None]], Check]:
     def register(run: Callable[[Subject], None]) -> Check:
-        check = Check(run.__name__, requirements, needs_faults, run)
+        check = Check(run.__name__, requirements, needs_faults, needs_shift, run)
         CHECKS.append(check)
         return check
 

@@ -34,6 +34,8 @@ class Subject:
     """Read a sequence's cells out of the backend's own storage, where that can be done."""
     can_fail: bool = False
     """Takes `Fault`s, as the fake backend does."""
+    can_shift: bool = True
+    """`seq_add` works."""
     adapt: Callable[[FakeConfig], FakeConfig] = lambda config: config
     """What becomes of a configuration that it can't have: the specification beside it must be told."""
     depths: tuple[int, ...] = (0, 1)

@@ -17,6 +17,8 @@ from tests.conformance.subjects import Subject
 def test_conformance(check: Check, subject: Subject) -> None:
     if check.needs_faults and not subject.can_fail:
         pytest.skip(f"{subject.name} can't be told to fail")
+    if check.needs_shift and not subject.can_shift:
+        pytest.skip(f"{subject.name} can't shift positions")
     check.run(subject)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.conformance import operations
+from tests.conformance.adapter_subject import TRANSFORMERS
 from tests.conformance.machine import Machine
 from tests.conformance.subjects import FAKE
 from tests.conformance.torch_subject import TORCH, TORCH_DETERMINISTIC
@@ -99,6 +100,10 @@ class DeterministicStateMachine(KVStateMachine):
     subject = TORCH_DETERMINISTIC
 
 
+class AdapterStateMachine(KVStateMachine):
+    subject = TRANSFORMERS
+
+
 class LlamaStateMachine(KVStateMachine):
     def __init__(self) -> None:
         from tests.conformance.llamacpp_subject import LLAMACPP
@@ -131,4 +136,5 @@ TestDepth1 = _test_case(KVStateMachineAtDepth1)
 TestTorchDepth0 = _test_case(TorchStateMachine, FEWER)
 TestTorchDepth1 = _test_case(TorchStateMachineAtDepth1, FEWER)
 TestDeterministic = _test_case(DeterministicStateMachine, FEWER)
+TestAdapter = _test_case(AdapterStateMachine, FEWER)
 TestLlamaCpp = needs_llamacpp(_test_case(LlamaStateMachine, FEWER))

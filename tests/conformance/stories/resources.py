@@ -80,7 +80,7 @@ def a_sequence_survives_a_trip_through_bytes(subject: Subject) -> None:
             other.kv.import_(4, state)
 
 
-@proves("R22")
+@proves("R22", needs_shift=True)
 def a_trip_through_bytes_takes_pending_shifts_along(subject: Subject) -> None:
     with subject.make(SMALL) as backend:
         if not backend.capabilities.state_bytes or not backend.capabilities.shift:

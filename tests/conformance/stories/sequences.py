@@ -99,7 +99,7 @@ def seq_rm_of_any_sequence_and_seq_keep(subject: Subject) -> None:
         assert backend.kv.stats().num_seqs == 0
 
 
-@proves("R22")
+@proves("R22", needs_shift=True)
 def a_head_is_removed_and_the_rest_moves_down(subject: Subject) -> None:
     """What sliding a conversation does; the model sees the kept tokens at their new positions."""
     with subject.make(SMALL) as backend:
@@ -113,7 +113,7 @@ def a_head_is_removed_and_the_rest_moves_down(subject: Subject) -> None:
         assert same(subject, moved, fresh(subject, [*range(4, 11), 50]))
 
 
-@proves("R22")
+@proves("R22", needs_shift=True)
 def a_moved_sequence_can_be_shared_and_filled_to_the_last_position(subject: Subject) -> None:
     """After a head cut inside a block its cells and its positions no longer begin together."""
     with subject.make(replace(SMALL, max_context=16)) as backend:
@@ -134,7 +134,7 @@ def a_moved_sequence_can_be_shared_and_filled_to_the_last_position(subject: Subj
         assert same(subject, last, fresh(subject, [*range(4, 11), 30, *range(40, 48)]))
 
 
-@proves("R22")
+@proves("R22", needs_shift=True)
 def several_sequences_may_be_moved_before_the_next_forward(subject: Subject) -> None:
     with subject.make(SMALL) as backend:
         for seq in (0, 1, 0):
@@ -149,7 +149,7 @@ def several_sequences_may_be_moved_before_the_next_forward(subject: Subject) -> 
         assert same(subject, output.logits[1], fresh(subject, [*range(12, 16), 51]))
 
 
-@proves("R22")
+@proves("R22", needs_shift=True)
 def a_sequence_may_be_moved_up_to_the_last_position(subject: Subject) -> None:
     with subject.make(SMALL) as backend:
         prefill(backend, [1, 2, 3])
@@ -174,7 +174,7 @@ def only_sequences_with_the_same_cells_may_share_a_token(subject: Subject) -> No
             backend.decode(BatchBuilder().add(9, 5, (0, 8)).build())
 
 
-@proves("R22", "R25")
+@proves("R22", "R25", needs_shift=True)
 def seq_add_is_guarded(subject: Subject) -> None:
     with subject.make(SMALL) as backend:
         prefill(backend, list(range(1, 11)))
