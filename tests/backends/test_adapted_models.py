@@ -205,6 +205,14 @@ def test_memory_is_planned_alike_before_and_after_loading(saved: dict[str, Path]
     assert (before.form, before.block_size) == ("float32", model.block_size)
 
 
+def test_random_weights_need_a_config_alone(saved: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(saved["gpt_oss"] / "config.json", tmp_path)
+    model = opened(tmp_path, load_format="dummy")
+    assert isinstance(model, TransformersModel)
+    assert np.isfinite(logits_of(model)).all()
+    assert model.path is None  # no tokenizer, either
+
+
 @pytest.mark.parametrize("family", ["gemma2", "phimoe"])
 def test_hidden_rows_are_the_last_hidden_state(family: str, saved: dict[str, Path]) -> None:
     with torch.no_grad():
