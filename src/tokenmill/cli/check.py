@@ -6,7 +6,6 @@ one copy of the weights is enough, and transformers' own model computes the same
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -220,25 +219,12 @@ def _files(path: Path) -> dict[str, Any]:
     return {**where, **gguf, "local_files_only": True, "trust_remote_code": False}
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    import transformers
-
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
-
-
 def _reference(load: Callable[[], Any]) -> tuple[Any, str]:
     """What transformers loads, or why it can't: then there is nothing to compare with."""
+    from tokenmill.backends.torch.transformers_adapter import quiet
+
     try:
-        with _quiet():
+        with quiet():
             return load(), ""
     except Exception as error:  # whatever is wrong with a file, or not supported there
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

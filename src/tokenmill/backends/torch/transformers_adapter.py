@@ -296,7 +296,7 @@ def _parse(folder: Path, config: Mapping[str, Any], most_layers: int) -> tuple[A
         raise UnsupportedModel(f"model_type {family!r} is not a decoder in transformers {transformers.__version__}")
     if getattr(kind, "_is_stateful", False):
         raise _unsupported_layers(family, "recurrent")
-    with _quiet(), _as_load_error(f"{folder}: config.json is not valid for {family}"):
+    with quiet(), _as_load_error(f"{folder}: config.json is not valid for {family}"):
         parsed = CONFIG_MAPPING[family].from_dict(dict(config))
     text = parsed.get_text_config()
     others = set(map(str, getattr(text, "layer_types", None) or ())) - ATTENTION_LAYERS
@@ -324,7 +324,7 @@ def _check_count(config: Any, name: str, most: int, why: str) -> None:
 def read_spec(name: str, config: Any, kind: Any) -> TransformersSpec:
     """Run the module once on the meta device, and record its attention calls."""
     family, text, calls = config.model_type, config.get_text_config(), list[AttentionCall]()
-    with _quiet(), torch.device("meta"), _as_load_error(f"{name}: transformers' {kind.__name__} cannot be built"):
+    with quiet(), torch.device("meta"), _as_load_error(f"{name}: transformers' {kind.__name__} cannot be built"):
         model = kind(config).to(torch.bfloat16).eval()
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     if not model._can_set_attn_implementation():
@@ -559,7 +559,7 @@ def load(
 
 def _with_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     folder = source.folder
-    with _quiet(), _as_load_error(f"{folder}: transformers cannot load it"):
+    with quiet(), _as_load_error(f"{folder}: transformers cannot load it"):
         module, report = source.kind.from_pretrained(
             folder,
             config=source.config,
@@ -579,7 +579,7 @@ def _with_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _with_random_weights(source: ModelSource, dtype: torch.dtype) -> Any:
-    with _quiet(), _as_load_error(f"{source.folder}: transformers cannot build it"):
+    with quiet(), _as_load_error(f"{source.folder}: transformers cannot build it"):
         module = source.kind._from_config(source.config, dtype=dtype, attn_implementation="eager")
     return module.eval().requires_grad_(False)
 
@@ -629,7 +629,7 @@ def _check_against_own_attention(model: TransformersModel, apart: Sequence[Tenso
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No reports and progress bars of transformers: what matters of them is in our errors."""
     logging_of = transformers.utils.logging
     verbosity, shows_progress = logging_of.get_verbosity(), logging_of.is_progress_bar_enabled()
