@@ -118,9 +118,6 @@ def paged_attention(
     return attention_mask.step.attend(query, key, value, Scoring(scaling, softcap, s_aux)), None
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
-
-
 # -- what a model is, from its config.json ----------------------------------------------------------------------------
 
 
@@ -248,10 +245,6 @@ def _probe_attention(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-AttentionInterface.register(PROBE, _probe_attention)
-AttentionMaskInterface.register(PROBE, _probe_mask)
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """What was read of a model's directory before its weights."""
@@ -329,6 +322,8 @@ def read_spec(name: str, config: Any, kind: Any) -> TransformersSpec:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(f"model_type {family!r} does not use transformers' attention interface")
+    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionMaskInterface.register(PROBE, _probe_mask)
     model.set_attn_implementation(PROBE)
     failed = f"model_type {family!r} cannot be run without its weights, to learn which attention it has"
     with torch.inference_mode(), torch.device("meta"), _as_load_error(failed):
@@ -399,6 +394,7 @@ class TransformersDecoder:
         self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         # A forward pass of transformers may change its module's configuration for as long as it runs.
         self._lock = threading.Lock()
+        AttentionInterface.register(ATTENTION, paged_attention)
         module.set_attn_implementation(ATTENTION)
 
     @property
