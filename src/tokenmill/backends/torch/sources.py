@@ -27,10 +27,8 @@ from tokenmill.backends.torch.rope import Rope
 from tokenmill.errors import ModelLoadError
 from tokenmill.files import Settings, indexed_files, safetensors_files
 
-NUM_RANDOM = 1_000_003
-"""Random values that a matrix repeats: a prime, so that its rows differ."""
 RANDOM_RANGE = 0.02 * math.sqrt(3)
-"""Their standard deviation is 0.02, as of a model before training."""
+"""Of random weights: a standard deviation of 0.02, as of a model before training."""
 
 
 class SafetensorsSource:
@@ -99,16 +97,16 @@ class RandomSource:
         return self._shapes
 
     def load(self, name: str) -> Tensor:
-        """Norms are 1, biases 0; matrices repeat a few values, so that large models are ready at memory speed."""
+        """Norms are 1, biases 0. Each row of a matrix is the one above, moved on by a value: large models are ready as
+        fast as memory can be written.
+        """
         shape, kind = self._shapes[name], self._own[name].partition(".")[0]
-        if kind.endswith("norm"):
-            return torch.ones(shape)
-        if kind.endswith("bias"):
-            return torch.zeros(shape)
-        few = torch.empty(NUM_RANDOM)
-        few.uniform_(-RANDOM_RANGE, RANDOM_RANGE, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        size = math.prod(shape)
-        return few.repeat(-(-size // NUM_RANDOM))[:size].reshape(shape)
+        if len(shape) != 2:
+            return torch.ones(shape) if kind.endswith("norm") else torch.zeros(shape)
+        height, width = shape
+        values = torch.empty(height + width - 1)
+        values.uniform_(-RANDOM_RANGE, RANDOM_RANGE, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        return values.unfold(0, width, 1)
 
     def bits_of(self, name: str) -> int:  # noqa: ARG002
         """In how many bits a matrix is held if nothing else is asked for."""
