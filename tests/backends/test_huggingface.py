@@ -411,6 +411,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "path outside": Wrong(listed(rfilename="../../x.safetensors"), "not a list of files .a file '../../x.safetensors'"),
     "absolute path": Wrong(listed(rfilename="/etc/x.safetensors"), "not a list of files .a file '/etc/x.safetensors'"),
+    "escape sequence": Wrong(listed(rfilename="\x1b[2J.safetensors"), r"not a list of files .a file '\\x1b"),
     "negative size": Wrong(listed(size=-1), "model.safetensors without size and checksum"),
     "no size": Wrong(listed(size=None), "model.safetensors without size and checksum"),
     "checksum of a path": Wrong(

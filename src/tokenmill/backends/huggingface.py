@@ -420,7 +420,7 @@ def _file(sibling: Any) -> HubFile:
     lfs = sibling.lfs
     checksum = sibling.blob_id if lfs is None else lfs["sha256"] if isinstance(lfs, dict) else lfs.sha256
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-    if not parts or ".." in parts or name.startswith("/") or "\\" in name or "\0" in name:
+    if not parts or ".." in parts or name.startswith("/") or "\\" in name or not name.isprintable():
         raise ValueError(f"a file {name!r}")
     if type(size) is not int or size < 0 or not isinstance(checksum, str) or _CHECKSUM.fullmatch(checksum) is None:
         raise ValueError(f"{name} without size and checksum")
