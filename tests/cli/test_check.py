@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from tests.parity.checkpoints import TOKENS, logits_of
 from tests.parity.decoders import save_tiny
+from tests.parity.gguf_files import write
 from tests.planting import PlantedBug, plant
 from tests.text.families import CHATML, byte_level
 from tokenmill.backends.torch import attention, decoder
+from tokenmill.cli.check import _from_gguf
 from tokenmill.cli.main import app
 from tokenmill.errors import ConfigError, ModelNotFound
 from tokenmill.text import hf, template
@@ -81,6 +85,14 @@ def test_a_difference_is_named(
     code, report = check(models["llama"])
     assert (code, report["equal"]) == (1, False)
     assert {one["what"]: bool(one["differences"]) for one in report["comparisons"]}[what]
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama tied", "qwen2"])
+def test_the_reference_for_a_gguf_file_is_transformers_own_model(variant: str, tmp_path: Path) -> None:
+    path = write(variant, tmp_path / "model.gguf", variant.split()[0])
+    with torch.no_grad():
+        found = _from_gguf(path, torch.float32).eval()(torch.tensor([TOKENS[:40]])).logits[0]
+    assert float((found - logits_of(variant, TOKENS[:40])).abs().max()) < 1e-4
 
 
 def test_the_report_is_readable(models: dict[str, Path]) -> None:

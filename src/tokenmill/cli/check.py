@@ -6,6 +6,7 @@ one copy of the weights is enough, and transformers' own model computes the same
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -158,10 +159,11 @@ def _compare(path: Path, options: dict[str, Any], num_tokens: int) -> Iterator[C
         handle.close()
     is_dense = options["dtype"] in ("float32", "bfloat16", "float16")
     tolerance = EXACT if options["dtype"] == "float32" else ROUNDED if is_dense else QUANTIZED
-    device = str(getattr(handle, "device", "cpu"))
     del handle
+    gc.collect()  # before there are weights once more
     yield from _compare_text(path, text)
-    yield from _compare_numbers(path, answers, options["dtype"] if is_dense else "float32", device, tolerance)
+    dtype = options["dtype"] if is_dense else "float32"
+    yield from _compare_numbers(path, answers, dtype, options["device"], tolerance)
 
 
 # -- our side ---------------------------------------------------------------------------------------------------------
@@ -279,6 +281,9 @@ def _compare_numbers(
     import torch
     import transformers
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
     def load() -> Any:
         if not path.is_dir():
             return _from_gguf(path, getattr(torch, dtype))
@@ -306,14 +311,17 @@ def _from_gguf(path: Path, dtype: Any) -> Any:
     """The model and metadata as transformers reads them, the tensors as we do: its own reader needs accelerate."""
     import transformers
 
-    from tokenmill.backends.gguf_file import GGUFFile
+    from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
     from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES, in_file, shapes
     from tokenmill.backends.torch.sources import GGUFSource, config_of
 
     file = GGUFFile(path)
+    if file.get("general.architecture") not in TORCH_ARCHITECTURES:
+        return transformers.AutoModelForCausalLM.from_pretrained(**_files(path), dtype=dtype)
     config = config_of(file)
     source = GGUFSource(file, config)
     parsed = transformers.AutoConfig.from_pretrained(**_files(path))
+    parsed.update({"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied})  # only the tensors say
     model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation="eager")
     tensors = {in_file(own, HF_NAMES): source.load(in_file(own, GGUF_NAMES)) for own in shapes(config)}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
