@@ -240,8 +240,9 @@ def run_own(work: Work, rate: float, stall_s: float) -> None:
     def pace(event: object) -> None:
         nonlocal due
         if isinstance(event, TickEvent):
-            due = max(due + 1 / rate, time.monotonic())
-            time.sleep(due - time.monotonic())
+            now = time.monotonic()
+            due = max(due + 1 / rate, now)
+            time.sleep(due - now)
 
     def load() -> AsyncLLM:
         config = EngineConfig(max_num_seqs=work.num_clients)
