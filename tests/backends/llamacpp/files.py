@@ -51,9 +51,12 @@ class File:
         return self.path
 
 
-def write_attention(path: Path, architecture: str = "llama", tokenizer: Mapping[str, Any] | None = None) -> Path:
-    """Without a tokenizer's metadata it has none."""
+def write_attention(
+    path: Path, architecture: str = "llama", tokenizer: Mapping[str, Any] | None = None, part_tensors: int = 0
+) -> Path:
+    """Without a tokenizer's metadata it has none. `part_tensors`: of each part of a split file; 0: it is not split."""
     file = File(path, architecture, tokenizer)
+    file.writer.split_max_tensors = part_tensors
     file.writer.add_feed_forward_length(INNER)
     file.writer.add_head_count(HEADS)
     file.writer.add_head_count_kv(KV_HEADS)

@@ -163,6 +163,19 @@ def test_options_are_taken_and_the_words_stay(small: Path, options: dict[str, An
     assert said[0] == said[1] or options.get("type_k") == "q4_0"
 
 
+def test_a_split_file_is_the_whole_model(small: Path, tmp_path: Path) -> None:
+    write_attention(tmp_path / "small.gguf", part_tensors=8)
+    assert len(list(tmp_path.iterdir())) == 3
+    prompt, params = list(range(40, 60)), SamplingParams(temperature=0, max_tokens=8)
+    said, weights = [], []
+    for path in (small, tmp_path):
+        with LLM(str(path), backend="llamacpp", tokenizer=ByteTokenizer(), kv_cache_tokens=512, num_threads=1) as llm:
+            said.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+            weights.append(llm.opened.model.memory(BackendLimits(num_cells=512), 1).weights)
+    assert said[0] == said[1]
+    assert weights[1] >= weights[0]
+
+
 def test_cells_are_what_n_ctx_says(small: Path) -> None:
     with LLM(str(small), backend="llamacpp", extra={"n_ctx": 300}, tokenizer=ByteTokenizer()) as llm:
         assert llm.engine.kv.num_cells == 300
