@@ -62,6 +62,12 @@ SIZES: Mapping[str, Any] = {
 
 SLIDING: Mapping[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 LATENT: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 4}
+SHARED: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""The last layers attend to keys and values of earlier ones."""
 NAMED: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 NONE: Mapping[str, Any] = {}
 DECODERS: Mapping[str, Mapping[str, Any]] = {
@@ -90,8 +96,8 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
     "gemma": NONE,
     "gemma2": SLIDING,
     "gemma3_text": SLIDING,
-    "gemma3n_text": {"num_kv_shared_layers": 0, **SLIDING},
-    "gemma4_text": {"num_kv_shared_layers": 0, **SLIDING},
+    "gemma3n_text": SHARED,
+    "gemma4_text": {**SHARED, "global_head_dim": 16},
     "glm": NONE,
     "glm4": NONE,
     "glm4_moe": NONE,
