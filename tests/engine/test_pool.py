@@ -17,6 +17,7 @@ from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
 from tokenmill.engine.pool import EnginePool
+from tokenmill.engine.view import CoreView
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
 
@@ -194,6 +195,23 @@ def test_a_hanging_core_shows_in_its_heartbeat() -> None:
         assert pool.cores[0].seconds_since_heartbeat() > first > 0
         fault.release.set()
         assert listener.result()[1] is FinishReason.LENGTH
+
+
+def test_a_subscription_that_took_too_long_does_not_begin_later() -> None:
+    with make_pool(num_cores=1) as pool:
+        fault = Fault(FaultKind.STALL)
+        backend(pool).faults.add(fault)
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=3), listener)
+        assert fault.stalled.wait(WAIT_S)
+        try:
+            with pytest.raises(TimeoutError):
+                pool.follow(0, CoreView, timeout_s=0)
+        finally:
+            fault.release.set()
+        assert listener.result()[1] is FinishReason.LENGTH
+        assert pool.stats() != [None]
+        assert not pool.cores[0].events.is_heard
 
 
 def test_a_question_whose_asker_has_left_hurts_nobody() -> None:

@@ -395,7 +395,13 @@ class EnginePool:
 
         Both are taken on the core's own thread, between two of its steps. Returns the call that ends it.
         """
-        return self.cores[core].call(lambda engine: engine.events.subscribe(make(engine.snapshot()))).result(timeout_s)
+        following = self.cores[core].call(lambda engine: engine.events.subscribe(make(engine.snapshot())))
+        try:
+            return following.result(timeout_s)
+        except TimeoutError:
+            if following.cancel():  # else it began at the last moment
+                raise
+            return following.result(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop all cores; requests that were not done end with `shutdown`. False if they did not stop in time."""
