@@ -166,14 +166,15 @@ def test_a_parent_that_is_killed_leaves_no_orphan(tmp_path: Path) -> None:
             import time
             from tokenmill.entrypoints.process import ProcessClient
             client = ProcessClient("fake")
-            print(client.process.pid, flush=True)
+            print(client.process.pid, client._child.folder, flush=True)
             time.sleep(600)
             """
         )
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    pid, folder = parent.stdout.readline().split()
+    child = int(pid)
     assert is_running(child)
     parent.kill()
     parent.wait(WAIT_S)
@@ -183,6 +184,7 @@ def test_a_parent_that_is_killed_leaves_no_orphan(tmp_path: Path) -> None:
     while is_running(child):
         assert time.monotonic() < deadline, "the engine process outlived its parent"
         gone.wait(0.02)
+    assert not Path(folder).exists(), "the socket outlived both"
 
 
 def is_running(pid: int) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -24,7 +25,7 @@ from tests.engine.test_pool import WAIT_S, Listener, backend
 from tokenmill import errors
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.engine import events
-from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
 from tokenmill.entrypoints import process, wire
@@ -341,10 +342,10 @@ def test_statistics_that_can_not_be_had_are_answered(
 
 
 @pytest.mark.req("R32")
-def test_an_interrupt_from_the_terminal_is_the_parents_business(client: ProcessClient) -> None:
+def test_signals_to_the_whole_group_are_the_parents_business(client: ProcessClient) -> None:
     listener = running(client, "r")
-    for _ in range(3):
-        os.kill(client.process.pid, signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a service manager signals all of a unit
+        os.kill(client.process.pid, number)
     assert goes_on(client, "r", listener)
     assert is_serving(client)
     client.close()
@@ -523,3 +524,190 @@ def test_a_child_that_does_not_answer_is_silent(client: ProcessClient) -> None:
     assert time.monotonic() - began > 0.5
     os.kill(client.process.pid, signal.SIGCONT)
     wait(client, lambda: client.seconds_silent == 0.0)
+
+
+# -- callers that leave, subscriptions that come and go ---------------------------------------------------------------
+
+
+@pytest.mark.req("R32", "G18")
+def test_an_answer_that_nobody_waits_for_any_more_costs_nothing(client: ProcessClient) -> None:
+    os.kill(client.process.pid, signal.SIGSTOP)
+    abandoned = client.export_kv(0, "session")
+    assert abandoned.cancel()
+    os.kill(client.process.pid, signal.SIGCONT)
+    assert is_serving(client)
+    os.kill(client.process.pid, signal.SIGSTOP)
+    assert client.export_kv(0, "session").cancel()
+    kill(client)
+    assert is_serving(client)
+
+
+class Guarded(dict[int, Any]):
+    """A dict that may be changed under a lock only."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        assert self._lock.locked()
+        super().__setitem__(number, value)
+
+
+@pytest.mark.req("R32", "R42")
+def test_a_subscription_and_a_restart_do_not_meet_halfway(client: ProcessClient) -> None:
+    client._following = Guarded(client._lock)
+    heard: list[events.Event] = []
+    client.subscribe(0, lambda _: heard.append)
+    assert is_serving(client)
+    assert heard
+    os.kill(client.process.pid, signal.SIGKILL)
+    wait(client, lambda: not client.cores_alive)
+    with pytest.raises(EngineDead):
+        client.subscribe(0, lambda _: heard.append)
+    assert len(client._following) == 1
+
+
+def test_a_subscription_that_ends_at_once_ends_in_the_child(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    subscribed, ended = threading.Event(), threading.Event()
+    subscribe = child.client.subscribe
+
+    def slowly(core: int, make_subscriber: Any) -> Callable[[], None]:
+        end = subscribe(core, make_subscriber)
+        subscribed.set()
+        assert ended.wait(WAIT_S)
+        return end
+
+    monkeypatch.setattr(child.client, "subscribe", slowly)
+    child.post(wire.Follow(1, core=0))
+    child.until(lambda message: isinstance(message, wire.Answer))
+    assert subscribed.wait(WAIT_S)
+    child.post(wire.Unfollow(1))
+    child.post(wire.ExportKV(2, core=0, owner="nobody"))
+    child.until(lambda message: isinstance(message, wire.Answer) and message.number == 2)
+    ended.set()
+    bus = child.client.pool.cores[0].events
+    wait(child, lambda: not bus.is_heard)
+
+
+def test_every_question_is_answered(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error_of(question: wire.Question) -> str:
+        child.post(question)
+        answer = child.until(lambda message: isinstance(message, wire.Answer) and message.number == question.number)
+        assert isinstance(answer, wire.Answer)
+        return answer.error or ""
+
+    assert "IndexError" in error_of(wire.Follow(1, core=7))
+    assert "IndexError" in error_of(wire.ExportKV(2, core=7, owner="session"))
+    monkeypatch.setattr(child.client, "snapshots", lambda: [object()])
+    assert "TypeError" in error_of(wire.AskSnapshots(3))
+    monkeypatch.setattr(child.client, "export_kv", lambda *_: done((np.zeros(1, dtype=np.int32), object())))
+    assert "TypeError" in error_of(wire.ExportKV(4, core=0, owner="session"))
+    assert not child.engine._following
+
+
+def test_a_subscriber_that_raises_is_told_nothing_more_by_the_child(client: ProcessClient) -> None:
+    def fail(event: events.Event) -> None:
+        raise RuntimeError("a bug in a subscriber")
+
+    told: list[int] = []
+    take = client._take
+
+    def listen(message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Told):
+            told.append(message.number)
+        take(message)
+
+    client._take = listen  # type: ignore[method-assign]
+    client.subscribe(0, lambda _: fail)
+    assert is_serving(client)
+    client.stats()  # by then it has been told that nobody follows
+    told.clear()
+    assert is_serving(client)
+    assert not told
+
+
+# -- a child that can't be started, or that is not needed any more ----------------------------------------------------
+
+
+def folders(where: Path) -> list[str]:
+    return [path.name for path in where.iterdir()]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, empty. Its path is short enough for a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.mark.req("R32")
+def test_a_child_that_can_not_be_started_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(EngineDead, match=r"could not be started: .*No such file"):
+            ProcessClient("fake")
+    assert folders(temporary) == []
+    long = temporary / ("a" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(EngineDead, match=r"could not be started: .*is longer than"):
+        ProcessClient("fake")
+    assert folders(long) == []
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.req("R32", "G18")
+def test_a_child_that_can_not_be_started_again_at_once_is_tried_again(
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RETRY_S", 0.0)
+    start, failures = process._Child.start, [EngineDead("no memory to fork"), EngineDead("no memory to fork")]
+
+    def start_at_last() -> process._Child:
+        if failures:
+            raise failures.pop()
+        return start()
+
+    monkeypatch.setattr(process._Child, "start", start_at_last)
+    kill(client)
+    assert not failures
+    assert is_serving(client)
+
+
+def test_a_child_that_is_loading_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CLOSE_S", WAIT_S)
+    client = make("process")
+    start = process._Child.start
+
+    def start_stopped() -> process._Child:
+        child = start()
+        os.kill(child.process.pid, signal.SIGSTOP)
+        return child
+
+    monkeypatch.setattr(process._Child, "start", start_stopped)
+    dead = client.process
+    os.kill(dead.pid, signal.SIGKILL)
+    wait(client, lambda: client.process is not dead)
+    client.close()
+    assert client.process.returncode == -signal.SIGKILL
+
+
+def test_the_child_imports_from_where_its_parent_does(tmp_path: Path) -> None:
+    """A script that has found the package by a path of its own, in a folder with a module of a well-known name."""
+    (tmp_path / "msgspec.py").write_text("raise RuntimeError('the wrong one')\n")
+    source = Path(process.__file__).parents[2]
+    script = f"""
+import sys
+sys.path[:] = [{str(source)!r}] + [path for path in sys.path if path and path != {str(source)!r}]
+from tokenmill.entrypoints.process import ProcessClient
+ProcessClient("fake").close()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import zmq
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelInfo
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+IPC = "ipc://"
 HEARTBEAT_S = 0.25
 """How often each side looks whether the other one is there."""
 CLOSE_S = 5.0
@@ -111,11 +113,26 @@ class _Child:
 
     @classmethod
     def start(cls) -> _Child:
-        folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # for this user's eyes only
-        address = f"ipc://{folder / 'engine'}"
-        mail = Mailroom(address, bind=True)
-        command = [sys.executable, "-m", "tokenmill.entrypoints.process", address]
-        return cls(subprocess.Popen(command, stdin=subprocess.PIPE), mail, folder)
+        """`EngineDead` if it can't be started; then nothing of it is left."""
+        # It imports what this process would, from the same places: not from the working directory (-P) unless we do.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with contextlib.ExitStack() as undo:
+            try:
+                folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))  # for this user's eyes only
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                address = f"{IPC}{folder / 'engine'}"
+                mail = Mailroom(address, bind=True)
+                undo.callback(mail.close)
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "tokenmill.entrypoints.process", address],
+                    stdin=subprocess.PIPE,
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C reaches a terminal's whole group; the parent decides what it means
+                )
+            except (OSError, zmq.ZMQError) as error:
+                raise EngineDead(f"the engine process could not be started: {error}") from error
+            undo.pop_all()
+        return cls(process, mail, folder)
 
     def end(self) -> None:
         """Kill it if it is still running, wait for it, and leave nothing of it behind."""
@@ -256,27 +273,37 @@ class ProcessClient:
         def begin(raw: msgspec.Raw) -> None:
             following.begin(wire.decode_value(raw, type=CoreSnapshot))
 
-        def end() -> None:
-            with self._lock:
-                if self._following.pop(number, None) is not None and self._gone is None:
-                    self._child.mail.post(wire.encode(wire.Unfollow(number)))
-
-        self._following[number] = following
         try:
-            self._ask(partial(wire.Follow, core=core), begin, number).result(ANSWER_S)
+            self._ask(partial(wire.Follow, core=core), begin, number, following).result(ANSWER_S)
         except BaseException:
-            end()
+            self._unfollow(number)
             raise
-        return end
+        return partial(self._unfollow, number)
+
+    def _unfollow(self, number: int) -> None:
+        """End a subscription, unless it has ended."""
+        with self._lock:
+            if self._following.pop(number, None) is not None and self._gone is None:
+                self._child.mail.post(wire.encode(wire.Unfollow(number)))
 
     def _ask(
-        self, make: Callable[[int], wire.Question], read: Callable[[msgspec.Raw], T], number: int | None = None
+        self,
+        make: Callable[[int], wire.Question],
+        read: Callable[[msgspec.Raw], T],
+        number: int | None = None,
+        following: _Following | None = None,
     ) -> Future[T]:
-        """Send a question; its answer is read on the thread that hears it. `EngineDead` if there is no engine."""
+        """Send a question; its answer is read on the thread that hears it. `EngineDead` if there is no engine.
+
+        `following`: the subscription that the question begins. It is noted together with it, so that an engine process
+        that starts meanwhile follows it either again or not yet.
+        """
         number = next(self._numbers) if number is None else number
         answer: Future[T] = Future()
 
         def take(message: wire.Answer) -> None:
+            if not answer.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
             if message.error is not None:
                 answer.set_exception(EngineDead(message.error))
                 return
@@ -291,15 +318,20 @@ class ProcessClient:
                 answer.set_exception(EngineDead(self._gone))
             else:
                 self._questions[number] = take
+                if following is not None:
+                    self._following[number] = following
                 self._child.mail.post(message)
         return answer
 
     def close(self) -> None:
         """Stop the engine process; requests that were not done end with `shutdown`."""
         with self._lock:
+            is_loading = self._gone is not None and not self._is_closed.is_set()
             self._gone = "the engine was closed"
             self._is_closed.set()
             self._child.mail.post(wire.encode(wire.Close()))
+            if is_loading:  # it reads no message before that is done, and nothing runs there
+                self._child.process.kill()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._child.process.kill()
@@ -331,17 +363,27 @@ class ProcessClient:
 
     def _start_again(self) -> bool:
         """Start another child. False if the engine is closed or given up."""
-        if self._ready.exception() is not None or self._num_failed_starts >= MAX_FAILED_STARTS:
+        if self._ready.exception() is not None:
             return False
-        if self._is_closed.wait(RETRY_S * self._num_failed_starts):
-            return False
-        log.warning("%s; another one is started", self._gone)
-        with self._lock:
-            if self._is_closed.is_set():
+        while self._num_failed_starts < MAX_FAILED_STARTS:
+            if self._is_closed.wait(RETRY_S * self._num_failed_starts):
                 return False
+            log.warning("%s; another one is started", self._gone)
             self._num_failed_starts += 1  # until it is ready
-            self._child = self._new_child()
-        return True
+            try:
+                child = self._new_child()
+            except EngineDead as error:
+                with self._lock:
+                    self._gone = self._gone if self._is_closed.is_set() else str(error)
+                continue
+            with self._lock:
+                if not self._is_closed.is_set():
+                    self._child = child
+                    return True
+            child.end()
+            return False
+        log.error("%s; the engine is given up", self._gone)
+        return False
 
     def _read(self, child: _Child, timeout_s: float) -> None:
         for message in child.mail.receive(int(1000 * timeout_s)):
@@ -394,8 +436,7 @@ class ProcessClient:
             event()
         except Exception:
             log.exception("a subscriber failed and is dropped")
-            with self._lock:
-                self._following.pop(number, None)
+            self._unfollow(number)
 
     def _hear(self, message: wire.Step) -> None:
         """Hand a step result to the sinks of its requests."""
@@ -451,7 +492,9 @@ class EngineProcess:
         self._started: set[str] = set()
         """Those whose first token has been sent."""
         self._following: dict[int, Callable[[], None]] = {}
-        """The calls that end subscriptions."""
+        """The calls that end subscriptions; of one that has not begun yet, one that does nothing."""
+        self._lock = threading.Lock()
+        """Around the subscriptions."""
         self._going = True
 
     def run(self) -> None:
@@ -502,7 +545,9 @@ class EngineProcess:
         elif isinstance(message, wire.Release):
             client.release(message.owner)
         elif isinstance(message, wire.Unfollow):
-            self._following.pop(message.number, _nothing)()
+            with self._lock:
+                end = self._following.pop(message.number, _nothing)
+            end()
         else:
             self._take_question(client, message)
 
@@ -518,6 +563,7 @@ class EngineProcess:
         else:
             asked: Callable[[], Any]
             if isinstance(message, wire.Follow):
+                self._following[message.number] = _nothing  # it may be ended before it has begun
                 asked = partial(self._follow, client, message)
             else:
                 asked = client.stats if isinstance(message, wire.AskStats) else client.snapshots
@@ -531,23 +577,25 @@ class EngineProcess:
         answer: Future[Any] = Future()
         try:
             answer.set_result(asked())
-        except (TokenmillError, TimeoutError) as error:
+        except Exception as error:  # a bug, too: whoever asked waits for an answer
             answer.set_exception(error)
         self._answer(number, answer)
 
     def _answer(self, number: int, answer: Future[Any]) -> None:
-        """On whatever thread has the answer. That to `Follow` has been sent by then, with the snapshot."""
-        error = answer.exception()
-        if error is not None:
-            self._mail.post(wire.encode(wire.Answer(number, error=f"{type(error).__name__}: {error}")))
-            return
-        value = answer.result()
-        if isinstance(value, tuple):
-            value = wire.ExportedKV.of(*value)
-        if number not in self._following:
-            self._mail.post(wire.encode(wire.Answer(number, msgspec.Raw(wire.encode(value)))))
+        """On whatever thread has the answer."""
+        try:
+            value = answer.result()
+            if value is _SENT:
+                return
+            if isinstance(value, tuple):
+                value = wire.ExportedKV.of(*value)
+            message = wire.encode(wire.Answer(number, msgspec.Raw(wire.encode(value))))
+        except Exception as error:
+            message = wire.no_answer(number, error)
+        self._mail.post(message)
 
-    def _follow(self, client: ThreadClient, message: wire.Follow) -> None:
+    def _follow(self, client: ThreadClient, message: wire.Follow) -> object:
+        """The answer is the snapshot, which has been sent by then."""
         number = message.number
 
         def make(snapshot: CoreSnapshot) -> Subscriber:
@@ -555,14 +603,25 @@ class EngineProcess:
             self._mail.post(wire.encode(wire.Answer(number, msgspec.Raw(wire.encode(snapshot)))))
             return lambda event: self._mail.post(wire.encode(wire.Told.of(number, event)))
 
-        self._following[number] = client.subscribe(message.core, make)
+        try:
+            end = client.subscribe(message.core, make)
+        except BaseException:
+            with self._lock:
+                self._following.pop(number, None)
+            raise
+        with self._lock:
+            if is_wanted := number in self._following:
+                self._following[number] = end
+        if not is_wanted:
+            end()
+        return _SENT
 
     def _fail(self, envelope: wire.Envelope, error: Exception) -> None:
         """Let the parent hear of a message that failed."""
         if envelope.type == wire.Start.__name__:
             self._mail.post(wire.encode(wire.Failed.of(error)))  # and wait for the parent to close
         elif envelope.number is not None:
-            self._mail.post(wire.encode(wire.Answer(envelope.number, error=f"{type(error).__name__}: {error}")))
+            self._mail.post(wire.no_answer(envelope.number, error))
         elif envelope.request_id is not None and envelope.type == wire.Submit.__name__:
             self._mail.post(wire.failed(envelope.request_id, str(error)))
         elif envelope.request_id is not None and self._client is not None:
@@ -605,17 +664,25 @@ class EngineProcess:
         self._going = False
 
 
+_SENT = object()
+"""Instead of an answer that has been sent."""
+
+
 def _nothing() -> None:
-    """Ends a subscription that has ended."""
+    """Ends a subscription that has ended, or has not begun."""
 
 
-def end_with_parent() -> None:
-    """End this process when the parent's end of standard input is closed, whatever closed it."""
+def end_with_parent(address: str) -> None:
+    """End this process when the parent's end of standard input is closed, whatever closed it; the socket goes, too."""
+    socket = Path(address.removeprefix(IPC))
 
     def watch() -> None:
         # Not through `sys.stdin`: its lock, held by a thread that waits for ever, makes the interpreter abort.
         while os.read(0, 4096):
             pass
+        with contextlib.suppress(OSError):  # the parent has removed them
+            socket.unlink(missing_ok=True)
+            socket.parent.rmdir()
         os._exit(1)
 
     threading.Thread(target=watch, name="tokenmill-parent-watch", daemon=True).start()
@@ -623,10 +690,11 @@ def end_with_parent() -> None:
 
 def main(address: str) -> None:
     """Be the engine process. Leaves by `os._exit` however it ends: no thread of an engine can hold it up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to all of a service's processes; the parent decides what it means
     code = 1
     try:
-        end_with_parent()
+        end_with_parent(address)
         EngineProcess(address).run()
         sys.stdout.flush()
         code = 0

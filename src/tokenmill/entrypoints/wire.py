@@ -338,6 +338,11 @@ def failed(request_id: str, reason: str) -> bytes:
     return encode(Step.of(StepResult.of_end(request_id, FinishReason.ERROR, _printable(reason)), {}))
 
 
+def no_answer(number: int, error: BaseException) -> bytes:
+    """The message that answers a question with the error it has led to."""
+    return encode(Answer(number, error=_printable(f"{type(error).__name__}: {error}")))
+
+
 def plain_namespace(hints: Hints) -> Hashable:
     """The namespace of a request, or `InvalidRequest` if it would arrive as something else."""
     if not _is_plain(hints.namespace):
@@ -379,7 +384,11 @@ class Mailroom:
         # Nothing is dropped and nobody blocks: what is in flight is bounded by the requests in flight.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        (self._socket.bind if bind else self._socket.connect)(address)
+        try:
+            (self._socket.bind if bind else self._socket.connect)(address)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._outbox: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._closed = False
