@@ -20,6 +20,7 @@ from tokenmill import open_model
 from tokenmill.backends.loading import describe_model
 from tokenmill.backends.torch import attention, transformers_adapter
 from tokenmill.backends.torch.families import choose_family
+from tokenmill.backends.torch.loader import check_directory
 from tokenmill.backends.torch.model import BaseTorchModel, TorchModel
 from tokenmill.backends.torch.transformers_adapter import TransformersModel
 from tokenmill.contract import BackendLimits, BatchBuilder, Output
@@ -128,6 +129,20 @@ def test_layers_that_are_no_attention_are_refused_by_their_kind(saved: dict[str,
         opened(folder)
 
 
+def test_a_configuration_is_judged_before_weights_are_downloaded(saved: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(saved["mixtral"] / "config.json", tmp_path)
+    check_directory(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, saying in (
+        ({"model_type": "qwen3_next"}, "layers of a kind that is not supported"),
+        ({"model_type": "bloom"}, "does not use transformers' attention interface"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(ModelLoadError, match=saying):
+            check_directory(tmp_path)
+
+
 def no_file(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -224,6 +239,11 @@ def test_hidden_rows_are_the_last_hidden_state(family: str, saved: dict[str, Pat
         found = backend.decode(batch.build())
     assert np.abs(found.hidden - wanted).max() < 1e-3
     assert np.abs(found.logits - own_logits(family, TOKENS).numpy()[1::2]).max() < 1e-3
+
+
+def test_saved_kv_is_not_shared_with_our_own_family(saved: dict[str, Path]) -> None:
+    forms = {opened(saved["llama"], model_impl=impl).info.form for impl in ("native", "transformers")}
+    assert len(forms) == 2
 
 
 def test_keys_cannot_be_shifted(saved: dict[str, Path]) -> None:

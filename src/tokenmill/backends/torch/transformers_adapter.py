@@ -25,7 +25,7 @@ import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -493,6 +493,8 @@ class TransformersModel(BaseTorchModel):
         self.decoder = decoder
         names = {one: one for one in decoder.names}
         super().__init__(name, decoder, names, path, form=decoder.kv_dtype, block_size=block_size, depth=depth)
+        # Saved KV is in the order of the attention calls, which need not be that of another version.
+        self.info = replace(self.info, form=f"transformers {transformers.__version__} {self.info.form}")
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
         spec = self.decoder.config
