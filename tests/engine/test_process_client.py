@@ -693,7 +693,9 @@ def test_a_child_that_is_loading_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     dead = client.process
     os.kill(dead.pid, signal.SIGKILL)
     wait(client, lambda: client.process is not dead)
+    began = time.monotonic()
     client.close()
+    assert time.monotonic() - began < WAIT_S
     assert client.process.returncode == -signal.SIGKILL
 
 
@@ -711,3 +713,26 @@ ProcessClient("fake").close()
     command = [sys.executable, "-P", "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.req("R32", "R42")
+def test_what_the_child_logs_is_logged_here_at_the_parents_level(caplog: pytest.LogCaptureFixture) -> None:
+    def is_logged(text: str) -> bool:
+        return any(text in record.getMessage() for record in caplog.records)
+
+    wrong = undecodable(wire.Cancel("nobody", FinishReason.CANCELLED), reason="nonsense")
+    for level in ("DEBUG", "ERROR"):
+        caplog.clear()
+        with caplog.at_level(level, "tokenmill"):
+            client = make("process")
+            try:
+                client._child.mail.post(wrong)
+                client.stats()  # answered after the complaints
+                assert is_logged("could not do what a message says")
+                assert is_logged("request nobody is ended") == (level == "DEBUG")
+            finally:
+                client.close()
+    (record,) = [one for one in caplog.records if "could not do" in one.getMessage()]
+    assert record.name == process.__name__
+    assert record.levelname == "ERROR"
+    assert "Traceback" in record.getMessage()

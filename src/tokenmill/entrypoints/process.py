@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,10 +46,12 @@ from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InsufficientMemory, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tokenmill.entrypoints.process")  # in the child `__name__` is another
 
 T = TypeVar("T")
 
+PACKAGE = "tokenmill"
+"""Whose log the child's records belong to."""
 IPC = "ipc://"
 HEARTBEAT_S = 0.25
 """How often each side looks whether the other one is there."""
@@ -162,7 +164,8 @@ class ProcessClient:
     ) -> None:
         given = dict(options or {})
         config = given.pop("config", None)
-        self._start = wire.pack(wire.Start(model, given, config, num_cores, offline), wrong=ConfigError)
+        level = logging.getLogger(PACKAGE).getEffectiveLevel()
+        self._start = wire.pack(wire.Start(model, given, config, num_cores, offline, level), wrong=ConfigError)
         self._num_cores = num_cores
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
@@ -403,6 +406,8 @@ class ProcessClient:
                 take = self._questions.pop(message.number, None)
             if take is not None:
                 take(message)
+        elif isinstance(message, wire.Logged):
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
         elif isinstance(message, wire.Ready):
             self._begin(message)
         elif not self._ready.done():
@@ -496,6 +501,10 @@ class EngineProcess:
         self._lock = threading.Lock()
         """Around the subscriptions."""
         self._going = True
+
+    def log(self, record: logging.LogRecord, text: str) -> None:
+        """On any thread: let the parent log it, where and how its own records are."""
+        self._mail.post(wire.encode(wire.Logged.of(record, text)))
 
     def run(self) -> None:
         pulse_at = 0.0
@@ -630,6 +639,7 @@ class EngineProcess:
                 self._client.cancel(envelope.request_id, FinishReason.ERROR)
 
     def _start(self, start: wire.Start) -> None:
+        logging.getLogger(PACKAGE).setLevel(start.log_level)
         options = start.options if start.config is None else {**start.options, "config": start.config}
         if start.model != "fake" and not (fit := plan_one_session(start.model, options)).fits:
             raise InsufficientMemory(fit.shortage(start.model))
@@ -688,6 +698,26 @@ def end_with_parent(address: str) -> None:
     threading.Thread(target=watch, name="tokenmill-parent-watch", daemon=True).start()
 
 
+class _ToParent(logging.Handler):
+    def __init__(self, engine: EngineProcess) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._engine.log(record, self.format(record))
+
+
+@contextlib.contextmanager
+def _logging_to(engine: EngineProcess) -> Iterator[None]:
+    """Inside, what is logged here is the parent's to write."""
+    handler = _ToParent(engine)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 def main(address: str) -> None:
     """Be the engine process. Leaves by `os._exit` however it ends: no thread of an engine can hold it up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -695,11 +725,13 @@ def main(address: str) -> None:
     code = 1
     try:
         end_with_parent(address)
-        EngineProcess(address).run()
+        engine = EngineProcess(address)
+        with _logging_to(engine):
+            engine.run()
         sys.stdout.flush()
         code = 0
     except BaseException:
-        log.exception("the engine process failed")
+        log.exception("the engine process failed")  # on standard error: no more messages are sent
     finally:
         os._exit(code)
 

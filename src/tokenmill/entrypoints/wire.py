@@ -7,6 +7,7 @@ one thread; all others hand it messages.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -46,6 +47,8 @@ class Start(msgspec.Struct, tag=True):
     config: EngineConfig | None
     num_cores: int = 1
     offline: bool = False
+    log_level: int = logging.WARNING
+    """What is less important is not logged."""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -155,6 +158,19 @@ class Pulse(msgspec.Struct, tag=True):
 
     cores_alive: list[int]
     seconds_silent: float
+
+
+class Logged(msgspec.Struct, tag=True):
+    """A log record of the engine process, for the parent's log."""
+
+    logger: str
+    level: int
+    text: str
+    """With the traceback, where there is one."""
+
+    @classmethod
+    def of(cls, record: logging.LogRecord, text: str) -> Logged:
+        return cls(record.name, record.levelno, _printable(text))
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -304,7 +320,7 @@ class Envelope(msgspec.Struct):
 
 Question = AskStats | AskSnapshots | ExportKV | ImportKV | Follow
 ToEngine = Start | Submit | Cancel | Finish | Release | Question | Unfollow | Close
-FromEngine = Ready | Failed | Step | Answer | Told | Pulse
+FromEngine = Ready | Failed | Step | Answer | Told | Pulse | Logged
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
