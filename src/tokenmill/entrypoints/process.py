@@ -45,6 +45,7 @@ from tokenmill.entrypoints.options import load_for_engine
 from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InsufficientMemory, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
+from tokenmill.text.llamacpp import Vocab
 
 log = logging.getLogger("tokenmill.entrypoints.process")  # in the child `__name__` is another
 
@@ -68,6 +69,16 @@ class RemoteModel:
     path: Path | None
     weights_version: int = 0
     """Nobody here can replace them."""
+    has_vocab: bool = False
+
+    @property
+    def vocab(self) -> Vocab | None:
+        """llama.cpp's own idea of the file's tokens, if it computes the model: opened here without the weights."""
+        if not self.has_vocab or self.path is None:
+            return None
+        from tokenmill.backends.llamacpp.model import open_vocab  # with packages of the extra `llamacpp`
+
+        return open_vocab(self.path)
 
     def close(self) -> None:
         """The engine process goes with its client."""
@@ -188,7 +199,8 @@ class ProcessClient:
         except BaseException:
             self.close()
             raise
-        self.model = RemoteModel(ready.info, None if ready.path is None else Path(ready.path))
+        path = None if ready.path is None else Path(ready.path)
+        self.model = RemoteModel(ready.info, path, has_vocab=ready.has_vocab)
         self.config: EngineConfig = ready.config
         self.limits: BackendLimits = ready.limits
         self._max_model_len = ready.max_model_len
@@ -646,7 +658,8 @@ class EngineProcess:
         model, config, limits = load_for_engine(start.model, options, offline=start.offline)
         client = ThreadClient(model, config, limits, num_cores=start.num_cores)
         path = None if model.path is None else str(model.path)
-        ready = wire.Ready(model.info, path, config, limits, client.max_model_len)
+        has_vocab = getattr(model, "vocab", None) is not None
+        ready = wire.Ready(model.info, path, config, limits, client.max_model_len, has_vocab)
         self._client = client
         self._mail.post(wire.encode(ready))
 

@@ -151,6 +151,8 @@ class Ready(msgspec.Struct, tag=True):
     config: EngineConfig
     limits: BackendLimits
     max_model_len: int
+    has_vocab: bool = False
+    """Does its backend have a tokenizer of its own?"""
 
 
 class Pulse(msgspec.Struct, tag=True):

@@ -69,7 +69,7 @@ def open_text(model: Model) -> ModelText:
     if path is None:
         tokenizer = ByteTokenizer(model.info.vocab_size)
         return ModelText(tokenizer, ChatTemplate(PLAIN_TEMPLATE, tokenizer))
-    return _from_directory(path) if path.is_dir() else _from_gguf(path, getattr(model, "vocab", None))
+    return _from_directory(path) if path.is_dir() else _from_gguf(path, model)
 
 
 def _from_directory(folder: Path) -> ModelText:
@@ -82,20 +82,20 @@ def _from_directory(folder: Path) -> ModelText:
     return ModelText(tokenizer, template, defaults, variables)
 
 
-def _from_gguf(path: Path, vocab: Vocab | None) -> ModelText:
-    """`vocab`: llama.cpp's own idea of the file's tokens, where it has opened the model."""
+def _from_gguf(path: Path, model: Model) -> ModelText:
     file = GGUFFile(path)
-    tokenizer = _gguf_tokenizer(file, vocab)
+    tokenizer = _gguf_tokenizer(file, model)
     source, variables = chat_source(file), chat_variables(file)
     template = None if source is None else ChatTemplate(source, tokenizer, variables)
     return ModelText(tokenizer, template, dict(default_sampling(path)), variables)
 
 
-def _gguf_tokenizer(file: GGUFFile, vocab: Vocab | None) -> Tokenizer:
-    """Ours where it knows the file's kind, so that ids are the same whoever computes; else llama.cpp's."""
+def _gguf_tokenizer(file: GGUFFile, model: Model) -> Tokenizer:
+    """Ours where it knows the file's kind, so that ids are the same whoever computes; else llama.cpp's, if it does."""
     try:
         return gguf_tokenizer(file)
     except ModelLoadError as error:
+        vocab: Vocab | None = getattr(model, "vocab", None)
         if vocab is None:
             raise
         logger.info("%s; llama.cpp's own tokenizer is used", error)

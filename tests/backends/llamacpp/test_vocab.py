@@ -70,9 +70,11 @@ def test_21_1_long_texts(byte_level: Any, tmp_path: Path) -> None:  # noqa: F811
     opened.close()
 
 
-def test_it_serves_an_engine(odd: Path) -> None:
-    with LLM(str(odd), backend="llamacpp", num_threads=1, kv_cache_tokens=512) as llm:
+@pytest.mark.parametrize("engine", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_it_serves_an_engine(odd: Path, engine: str) -> None:
+    with LLM(str(odd), backend="llamacpp", engine=engine, num_threads=1, kv_cache_tokens=512) as llm:
         (out,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert isinstance(llm.get_tokenizer(), LlamaTokenizer)
         assert out.outputs[0].text == llm.get_tokenizer().decode(out.outputs[0].token_ids)
 
 

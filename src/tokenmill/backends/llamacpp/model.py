@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import weakref
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -110,6 +111,14 @@ USUAL_KV_BYTES = 1 << 30
 """KV memory that nobody asked for takes no more than this, or than four whole conversations: llama.cpp takes all of
 it at once, and its attention reads all cells in use, whoever's they are."""
 WHOLE_CONVERSATIONS = 4
+
+
+def open_vocab(path: Path) -> LlamaVocab:
+    """The vocabulary in a GGUF file, without its weights. Freed with the last reference to it."""
+    native = NativeModel(path, n_gpu_layers=0, vocab_only=True)
+    vocab = LlamaVocab(native)
+    weakref.finalize(vocab, native.close)
+    return vocab
 
 
 class LlamaModel:

@@ -144,9 +144,11 @@ class NativeModel:
         use_mlock: bool = False,
         n_gpu_layers: int = -1,
         repack: bool | None = None,
+        vocab_only: bool = False,
         progress: Callable[[float], None] = lambda _: None,
     ) -> None:
         params = llama.llama_model_default_params()
+        params.vocab_only = vocab_only
         params.load_mode = LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = not has_amx() if repack is None else repack
