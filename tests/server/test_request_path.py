@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 MOST_FUNCTIONS = 120
 """Distinct functions outside the engine and the backend contract."""
+MOST_FUNCTIONS_OF_A_TURN = 190
+"""The same for a turn of a session."""
 MOST_CALLS_PER_TOKEN = 17
 """Of the package's functions, on the event loop's thread."""
 MOST_TO_KNOW = 45
@@ -48,6 +50,7 @@ def test_the_trace_in_the_docs_names_what_runs(report: Any) -> None:
 
 
 def test_the_trace_of_a_turn_names_what_runs() -> None:
-    named, called = documented("### A turn of a session"), trace("--session", "--tokens", "16")["called"]
+    named, report = documented("### A turn of a session"), trace("--session", "--tokens", "16")
     assert named
-    assert [name for name in named if name not in called] == []
+    assert [name for name in named if name not in report["called"]] == []
+    assert report["distinct_functions"] <= MOST_FUNCTIONS_OF_A_TURN, "\n".join(report["functions"])
