@@ -81,19 +81,20 @@ class EngineStream:
         self._deltas: list[OutputDelta] = []
         """Those that the reader has not taken yet."""
         self._waiter: asyncio.Future[None] | None = None
-        self._has_started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The reader's, once it reads. Kept, as asking for the running one is a system call on Python 3.11."""
         self._num_left = sum(len(generation.choices) for generation in generations)
 
     async def take(self) -> list[OutputDelta]:
         """What is new, at most one delta for each choice; nothing once all of them have ended."""
-        if not self._has_started:
-            self._has_started = True
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
             for generation in self.generations:
                 generation.start(self._bridge, self._put)
         if not self._num_left:
             return []
         while not self._deltas:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
