@@ -76,7 +76,7 @@ def test_an_engine_process_killed_mid_stream_is_one_error_for_each_client(remote
         assert remote.chat(max_tokens=3).status == 200
         assert talk.ask(f"turn {turn}")["finish_reason"] == "length"
     assert len(talk.turns()) == 2 * (1 + KILLS)
-    assert remote.served.gate.num_inside == 0
+    until(lambda: remote.served.gate.num_inside == 0)  # the last request leaves after its client has the answer
 
 
 @pytest.mark.req("R32")
