@@ -13,6 +13,7 @@ from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.outputs import RequestOutput
+from tokenmill.pipeline.prompts import callers_name
 
 NUM_READERS = 16
 WAIT_S = 30.0
@@ -27,7 +28,7 @@ async def schedule(depth: int, *, one_stops_reading: bool) -> tuple[list[tuple[o
             plan = event.plan
             ticks.append((plan.tick, plan.rows.tolist(), plan.counts.tolist(), plan.num_decode, event.num_running))
         elif isinstance(event, RequestEvent) and event.phase is Phase.ENDED:
-            ticks.append((event.request_id, event.tick, event.num_tokens))
+            ticks.append((callers_name(event.request_id), event.tick, event.num_tokens))
 
     model = FakeModel(FakeConfig(vocab_size=256, depth=depth))
     options = EngineOptions(max_num_seqs=NUM_READERS + 1, kv_cache_tokens=8192)
@@ -36,7 +37,7 @@ async def schedule(depth: int, *, one_stops_reading: bool) -> tuple[list[tuple[o
         assert isinstance(client, ThreadClient)
         start = Fault(FaultKind.STALL)
         client.pool.cores[0].core._executor.backend.faults.add(start)  # type: ignore[attr-defined]
-        holder = asyncio.create_task(read(llm.generate("hold", SamplingParams(max_tokens=1))))
+        holder = asyncio.create_task(read(llm.generate("hold", SamplingParams(max_tokens=1), "hold")))
         await asyncio.to_thread(start.stalled.wait, WAIT_S)
         client.pool.subscribe(listen)
         streams = [

@@ -26,7 +26,10 @@ class EngineOptions(TypedDict, total=False):
     """The options of `LLM`, `AsyncLLM` and everything else that opens a model by its name. None means the default."""
 
     engine: str
-    """Where the engine runs: `thread`, `process`, or `auto`: in a process of its own if the model runs on a GPU."""
+    """Where the engine runs: `thread`, `process`, or `auto`: in a process of its own if the model runs on a GPU.
+
+    `LLM` runs it in the caller's thread, unless `process` is given.
+    """
 
     tokenizer: Tokenizer | None
     """Overrides the tokenizer of the model."""
