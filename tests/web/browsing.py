@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect, sync_playwright
 
+from tests.server.wire import until
+
 WAIT_MS = 60_000
 expect.set_options(timeout=WAIT_MS)
 LONG = "Write a long story about a lighthouse and its keeper."
@@ -171,6 +173,8 @@ class Visit:
         return dict(conversation["messages"][conversation["leaf"]])
 
     def last_stats(self) -> dict[str, Any]:
+        """Those of the answer that is shown last: they are stored shortly after it has ended."""
+        until(lambda: self.leaf()["stats"] is not None)
         return dict(self.leaf()["stats"])
 
     # -- what is done -------------------------------------------------------------------------------------------------
