@@ -83,7 +83,7 @@ def test_what_nobody_has_given_goes_along_with_what_somebody_has(
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
 
 
-def test_steps_are_as_long_as_suits_who_watches_them() -> None:
+def test_the_offline_step_target_applies_to_offline_engines_only() -> None:
     class Quick(FakeModel):
         step_sizes = StepSizes(target_tick_ms=50.0, offline_tick_ms=1000.0)
 

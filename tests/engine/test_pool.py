@@ -56,6 +56,15 @@ def backend(pool: EnginePool, core: int = 0) -> FakeBackend:
     return found
 
 
+def stall(pool: EnginePool) -> tuple[Fault, Listener]:
+    """Stalls the only core in the first step of a request; `release` of the fault lets it continue."""
+    fault, listener = Fault(FaultKind.STALL), Listener()
+    backend(pool).faults.add(fault)
+    pool.submit(request("r", (1,), max_new_tokens=3), listener)
+    assert fault.stalled.wait(WAIT_S)
+    return fault, listener
+
+
 @pytest.mark.req("R11", "G11")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
@@ -186,11 +195,7 @@ def test_bad_requests_are_refused_on_the_callers_thread_or_through_the_sink() ->
 def test_a_hanging_core_shows_in_its_heartbeat() -> None:
     with make_pool(num_cores=1) as pool:
         assert pool.cores[0].seconds_since_heartbeat() == 0
-        fault = Fault(FaultKind.STALL)
-        backend(pool).faults.add(fault)
-        listener = Listener()
-        pool.submit(request("r", (1,), max_new_tokens=3), listener)
-        assert fault.stalled.wait(WAIT_S)
+        fault, listener = stall(pool)
         first = pool.cores[0].seconds_since_heartbeat()
         assert pool.cores[0].seconds_since_heartbeat() > first > 0
         fault.release.set()
@@ -199,11 +204,7 @@ def test_a_hanging_core_shows_in_its_heartbeat() -> None:
 
 def test_a_subscription_that_took_too_long_does_not_begin_later() -> None:
     with make_pool(num_cores=1) as pool:
-        fault = Fault(FaultKind.STALL)
-        backend(pool).faults.add(fault)
-        listener = Listener()
-        pool.submit(request("r", (1,), max_new_tokens=3), listener)
-        assert fault.stalled.wait(WAIT_S)
+        fault, listener = stall(pool)
         try:
             with pytest.raises(TimeoutError):
                 pool.follow(0, CoreView, timeout_s=0)
@@ -216,11 +217,7 @@ def test_a_subscription_that_took_too_long_does_not_begin_later() -> None:
 
 def test_a_question_whose_asker_has_left_hurts_nobody() -> None:
     with make_pool(num_cores=1) as pool:
-        fault = Fault(FaultKind.STALL)
-        backend(pool).faults.add(fault)
-        listener = Listener()
-        pool.submit(request("r", (1,), max_new_tokens=3), listener)
-        assert fault.stalled.wait(WAIT_S)
+        fault, listener = stall(pool)
         question = pool.cores[0].call(lambda engine: engine.stats())
         assert question.cancel()
         fault.release.set()

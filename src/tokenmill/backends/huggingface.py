@@ -652,7 +652,7 @@ def _rate(unit: str, num_bytes: int, seconds: float) -> str:
 
 
 def _size(path: Path) -> int:
-    """-1 if there is no such file."""
+    """Size in bytes; -1 if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:

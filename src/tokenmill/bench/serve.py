@@ -137,7 +137,7 @@ def run_processes(options: argparse.Namespace) -> LoadReport:
 
 
 def _share(options: argparse.Namespace, index: int, count: int) -> argparse.Namespace:
-    """What one of so many client processes sends."""
+    """The share of the load of client process `index` of `count`."""
     own = argparse.Namespace(**vars(options))
     for name in ("num_prompts", "num_warmups", "max_concurrency"):
         total = getattr(options, name)

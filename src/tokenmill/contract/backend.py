@@ -238,7 +238,7 @@ class StepSizes:
     min_prefill_chunk: int | None = None
     target_tick_ms: float | None = None
     offline_tick_ms: float | None = None
-    """In place of `target_tick_ms` where nobody watches tokens come: for `LLM`."""
+    """Replaces `target_tick_ms` in offline use (`LLM`), where inter-token latency does not matter."""
     max_queue: int | None = None
 
 

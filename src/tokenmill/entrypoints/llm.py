@@ -33,7 +33,6 @@ class LLM:
     """
 
     def __init__(self, model: str | ModelHandle, *, seed: int | None = 0, **options: Unpack[EngineOptions]) -> None:
-        # A batch is as long as its caller makes it: there is nobody to refuse it for, and the queue has no limit.
         check_options(options)
         self._client: InlineClient | QueuedClient
         if options.get("engine") == "process" and runs_in_process(model, options):

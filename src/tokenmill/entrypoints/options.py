@@ -210,7 +210,7 @@ def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
 
 
 def _config(model: ModelHandle, options: Mapping[str, Any], *, offline: bool) -> EngineConfig:
-    """The engine's settings. `offline`: its requests come in batches, which nobody refuses or watches."""
+    """The engine's settings. `offline`: the queue is unbounded, and inter-token latency does not matter."""
     given = _given(options, CONFIG_OPTIONS)
     if offline:
         given |= {"max_queue": UNLIMITED, "max_queue_tokens": None}

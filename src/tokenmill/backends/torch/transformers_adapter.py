@@ -42,10 +42,10 @@ from tokenmill.backends.torch.footprint import free_bytes, kv_bytes, plan_sizes
 from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.backends.torch.sources import SafetensorsSource
-from tokenmill.backends.torch.weights import all_finite, some_names
+from tokenmill.backends.torch.weights import all_finite, overwrite, some_names
 from tokenmill.contract import BackendLimits, Batch, IntArray, LayerKV, Output
 from tokenmill.contract.backend import MemoryPlan
-from tokenmill.errors import InvalidOperation, ModelLoadError, UnsupportedModel
+from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import has_tokenizer, model_name
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import WeightsGate
@@ -417,13 +417,7 @@ class TransformersDecoder:
 
     def replace(self, own: str, value: Tensor) -> None:
         """New values for one tensor, in place."""
-        old = self._parameters[own]
-        if value.shape != old.shape:
-            raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(old.shape)}")
-        converted = value.to(old.dtype) if value.is_floating_point() else None
-        if converted is None or not all_finite(converted):
-            raise InvalidOperation(f"the new tensor has non-finite values as {old.dtype}")
-        old.data.copy_(converted)
+        overwrite(self._parameters[own].data, value)
 
     def logits(self, token: Tensor, pos: Tensor, step: PagedAttentionStep, rows: Tensor) -> Tensor:
         """[rows, vocab] in float32: run all tokens, and the head on some of them."""

@@ -111,14 +111,7 @@ class DecoderWeights:
 
     def replace(self, own: str, value: Tensor) -> None:
         """New values for one tensor, in place."""
-        view = self.views[own]
-        if value.shape != view.shape:
-            raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(view.shape)}")
-        # Converted first: a number may be finite in its own type and too large for the weights'.
-        converted = value.to(view.dtype) if value.is_floating_point() else None
-        if converted is None or not all_finite(converted):
-            raise InvalidOperation(f"the new tensor has non-finite values as {view.dtype}")
-        view.copy_(converted)
+        overwrite(self.views[own], value)
 
     def _layer(self, i: int) -> LayerWeights:
         config = self.config
@@ -174,6 +167,17 @@ def check_tensors(source: TensorSource, config: DecoderConfig, names: Mapping[st
 def _is_a_setting(name: str) -> bool:
     """Tensors that follow from the configuration, or that it was made from."""
     return name == ROPE_FREQS or name.endswith("rotary_emb.inv_freq")
+
+
+def overwrite(weight: Tensor, value: Tensor) -> None:
+    """New values for a weight, in place. `InvalidOperation`: another shape, or values that the weight's type lacks."""
+    if value.shape != weight.shape:
+        raise InvalidOperation(f"the new tensor has shape {tuple(value.shape)}, not {tuple(weight.shape)}")
+    # Converted first: a number may be finite in its own type and too large for the weights'.
+    converted = value.to(weight.dtype) if value.is_floating_point() else None
+    if converted is None or not all_finite(converted):
+        raise InvalidOperation(f"the new tensor has non-finite values as {weight.dtype}")
+    weight.copy_(converted)
 
 
 def all_finite(values: Tensor) -> bool:

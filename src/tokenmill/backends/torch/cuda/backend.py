@@ -183,7 +183,7 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
                 (self._decode_sizes, self._capture_decode),
                 (self._prompt_shapes.tokens, self._capture_prompts),
             ):
-                sizes.keep(_within(seconds / 2, sizes.coarse_first, partial(capture, graphs)))
+                sizes.keep(_capture_for(seconds / 2, sizes.coarse_first, partial(capture, graphs)))
             self._run_largest()
         torch.cuda.synchronize(self._device)
 
@@ -368,8 +368,10 @@ class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
         super()._free()
 
 
-def _within(seconds: float, sizes: Sequence[int], capture: Callable[[int], None]) -> list[int]:
-    """Capture sizes for so long after the first one, which compiles; gives those that are captured."""
+def _capture_for(seconds: float, sizes: Sequence[int], capture: Callable[[int], None]) -> list[int]:
+    """Captures in order until the time is up; returns the captured sizes. The time starts after the first one, which
+    compiles the kernels.
+    """
     capture(sizes[0])
     done, until = [sizes[0]], time.monotonic() + seconds
     for size in sizes[1:]:

@@ -81,7 +81,7 @@ class StepGraphs:
 
 SMALL_SIZES = (1, 2, 4)
 DECODE_STEPS = ((64, 8), (256, 16), (1 << 30, 32))
-"""Up to so many sequences, a size is this much larger than the one before it."""
+"""(limit, step): up to `limit` sequences, captured sizes are `step` apart."""
 PROMPT_SIZES = (32, *range(64, 640, 64), *range(640, GRAPH_TOKENS + 1, 128))
 """Large ones are multiples of the rows in a tile of cuBLAS's, which a product is padded to in any case."""
 SINGLES_SIZES = (16, 256, 1024)
@@ -110,7 +110,7 @@ class PaddedSizes:
         return found
 
     def size_for(self, count: int) -> int:
-        """The smallest size that holds so many, which are not more than the largest one's."""
+        """The smallest size that is at least `count`, which must not exceed `largest`."""
         return self.sizes[bisect.bisect_left(self.sizes, count)]
 
     def keep(self, sizes: Iterable[int]) -> None:
@@ -119,7 +119,7 @@ class PaddedSizes:
 
 
 def decode_sizes(largest: int) -> PaddedSizes:
-    """Sizes of decode graphs for up to so many sequences."""
+    """Sizes of the decode graphs, up to `largest` sequences."""
     sizes, size = list(SMALL_SIZES), 0
     while size < largest:
         size += next(step for end, step in DECODE_STEPS if size < end)
