@@ -225,6 +225,25 @@ def test_settings_that_are_changed_meanwhile_leave_the_answer_alone(visit: Visit
     same_as_server(visit, server)
 
 
+def test_typed_text_survives_the_end_of_an_answer(visit: Visit) -> None:
+    visit.open(max_tokens=60)
+    visit.send(LONG)
+    visit.wait_for_words()
+    visit.page.get_by_label("Settings").click()
+    system = visit.page.get_by_label("System prompt")
+    system.fill("Be brief.")
+    visit.wait_for_answer()
+    expect(system).to_have_value("Be brief.")
+    visit.page.get_by_label("For new conversations, too").check()
+    expect(system).to_have_value("Be brief.")
+    visit.page.get_by_role("button", name="Save").click()
+    visit.act(visit.questions.first, "Edit and ask again")
+    question = visit.page.get_by_label("Your question")
+    question.fill(SPAIN)
+    visit.ask(JAPAN)
+    expect(question).to_have_value(SPAIN)
+
+
 def test_two_tabs_that_answer_at_once_lose_nothing(visit: Visit) -> None:
     visit.open(max_tokens=1000)  # stopped when the other tab has asked
     visit.ask("hi")

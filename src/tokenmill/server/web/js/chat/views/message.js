@@ -144,7 +144,7 @@ function Editor({ text, label, action, isBusy, onSave, onCancel }) {
   };
   return html`
     <div class="editor">
-      <textarea ref=${field} rows=${Math.min(12, text.split("\n").length + 1)} aria-label=${label} onKeyDown=${onKeyDown} value=${text}></textarea>
+      <textarea ref=${field} rows=${Math.min(12, text.split("\n").length + 1)} aria-label=${label} onKeyDown=${onKeyDown} defaultValue=${text}></textarea>
       <div class="buttons">
         <button onClick=${onCancel}>Cancel</button>
         <button class="primary" onClick=${save} disabled=${isBusy} title=${isBusy ? "When the answer is complete" : "Ctrl+Enter"}>${action}</button>

@@ -32,19 +32,20 @@ export function Settings({ chat, conversation, onClose }) {
   const defaults = chat.modelOf(conversation)?.default_sampling_params;
   const field = ({ name, label, hint, unset, ...range }) => html`
     <label>${label}
-      <input type="number" name=${name} ...${range} placeholder=${unset ?? defaultOf(name, defaults)} value=${conversation.sampling[name] ?? ""} aria-describedby=${`${name}-hint`} />
+      <input type="number" name=${name} ...${range} placeholder=${unset ?? defaultOf(name, defaults)} defaultValue=${conversation.sampling[name] ?? ""} aria-describedby=${`${name}-hint`} />
       <span class="hint" id=${`${name}-hint`}>${hint}</span>
     </label>`;
 
+  // Uncontrolled fields: the end of an answer redraws the dialog, which must not reset what is being typed.
   return html`
     <${Dialog} title="Settings of this conversation" className="settings" onClose=${onClose}>
       <form onSubmit=${save}>
         <label>System prompt
-          <textarea name="system" rows="4" placeholder="What the model should know and how it should answer" autofocus value=${conversation.system}></textarea>
+          <textarea name="system" rows="4" placeholder="What the model should know and how it should answer" autofocus defaultValue=${conversation.system}></textarea>
         </label>
         <div class="fields">${FIELDS.map(field)}</div>
         <label>Stop at
-          <textarea name="stop" rows="2" placeholder="texts that end an answer, one per line" value=${(conversation.sampling.stop ?? []).join("\n")}></textarea>
+          <textarea name="stop" rows="2" placeholder="texts that end an answer, one per line" defaultValue=${(conversation.sampling.stop ?? []).join("\n")}></textarea>
         </label>
         <label class="check"><input type="checkbox" checked=${isDefault} onChange=${(event) => setDefault(event.target.checked)} /> For new conversations, too</label>
         <div class="buttons">
