@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -63,6 +64,25 @@ def test_21_2_sessions_with_identical_histories_park_one_sequence_each(depth: in
         assert engine.kv.num_parked_tokens <= engine.stats().kv.held_cells
     again = answer(engine, "again", [0, 9, 9, 0, 7, 7], "unrelated 0")
     assert again.num_cached == 4
+    assert_clean(engine)
+
+
+def test_what_a_full_cache_costs_a_step_does_not_grow_with_what_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full cache is the normal state of a server: every step that takes a block evicts one."""
+    engine = make_engine(fake={"num_cells": 200 * 16, "max_context": 256, "max_seqs": 256})
+    counted: list[int] = []
+    exclusive = engine.kv.kv.exclusive
+
+    def count(seqs: Collection[int]) -> int:
+        counted.append(len(seqs))
+        return exclusive(seqs)
+
+    monkeypatch.setattr(engine.kv.kv, "exclusive", count)
+    for number in range(220):
+        answer(engine, f"r{number}", [number % VOCAB, number // VOCAB, *([5] * 12)])
+    assert engine.kv.num_parked > 100
+    assert engine.stats().num_evicted > 10
+    assert max(counted) <= kv_manager.FEW_VICTIMS
     assert_clean(engine)
 
 

@@ -26,6 +26,8 @@ ROOM, WEIGHTS, FAILURE = "room", "weights", "failure"
 NUM_SHOWN = 16
 """Tokens that are told where a prompt leaves what is known."""
 MOST_LOSSES = 10_000
+FEW_VICTIMS = 8
+"""Parked sequences whose cells are counted first, then twice as many each time: bounds what a full cache costs."""
 MOST_CANDIDATES = 256
 """Parked sequences, least recently used first, that are compared when an id is needed: bounds what a start costs."""
 
@@ -288,10 +290,10 @@ class KVManager:
 
         `by` is the request that needs them, if one does: whoever loses KV is told.
         """
-        free = self.kv.free()
-        if free >= cells:
+        missing = cells - self.kv.free()
+        if missing <= 0:
             return True
-        if free + self.kv.exclusive([one.seq for one in self._all_parked() if one.entry is not keep]) < cells:
+        if not self._can_free(missing, keep):
             return False
         while self.kv.free() < cells:
             victim = self._oldest(keep)
@@ -299,6 +301,16 @@ class KVManager:
                 return False
             self._shorten(victim, cells - self.kv.free(), by)
         return True
+
+    def _can_free(self, cells: int, keep: Entry | None) -> bool:
+        """Would evicting all parked KV but `keep` free that many cells? Mostly the first few sequences tell."""
+        parked = (one.seq for one in self._all_parked() if one.entry is not keep)
+        victims = list[int]()
+        while more := list(itertools.islice(parked, max(FEW_VICTIMS, len(victims)))):
+            victims += more
+            if self.kv.exclusive(victims) >= cells:
+                return True
+        return False
 
     def _keep_few_parked(self, by: Request) -> None:
         """Where parked KV slows everybody down, plain requests' goes beyond a limit when somebody starts.

@@ -110,7 +110,6 @@ def _segment(batch: Batch, tokens: slice, token_lead: IntArray, companions: dict
 
 BoolArray = NDArray[np.bool_]
 
-NO_BLOCKS: IntArray = np.zeros(0, dtype=np.int32)
 STATE_MAGIC = b"TMKV0001"
 STATE_HEADER = struct.Struct("<8siiI")
 """Before the data of an exported sequence: magic, first position, end, checksum of the data."""
@@ -198,9 +197,12 @@ class PagedKV:
         return self.tables.pool.num_free * self.block_size
 
     def exclusive(self, seqs: Collection[int]) -> int:
-        rows = [self.tables.blocks_of(self._checked(seq)) for seq in set(seqs)]
+        rows = np.unique([self._checked(seq) for seq in seqs]).astype(np.int32)
+        num_blocks = self.tables.num_blocks[rows]
+        width = int(num_blocks.max(initial=0))
+        held = self.tables.table[rows, :width][np.arange(width) < num_blocks[:, None]]
         refs = self.tables.pool.refs
-        num_holders = np.bincount(np.concatenate([NO_BLOCKS, *rows]), minlength=len(refs))
+        num_holders = np.bincount(held, minlength=len(refs))
         return int(np.count_nonzero((num_holders > 0) & (num_holders == refs))) * self.block_size
 
     def stats(self) -> KVStats:
