@@ -9,18 +9,19 @@ if TYPE_CHECKING:
     from tokenmill.backends.loading import open_model
     from tokenmill.entrypoints.async_llm import AsyncLLM
     from tokenmill.entrypoints.llm import LLM
-    from tokenmill.params import SamplingParams
+    from tokenmill.params import SamplingParams, StructuredOutputs
     from tokenmill.session.service import SessionService
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "SessionService", "__version__", "open_model"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "SessionService", "StructuredOutputs", "__version__", "open_model"]
 
 _HOME = {
     "LLM": "tokenmill.entrypoints.llm",
     "AsyncLLM": "tokenmill.entrypoints.async_llm",
     "SamplingParams": "tokenmill.params",
     "SessionService": "tokenmill.session.service",
+    "StructuredOutputs": "tokenmill.params",
     "open_model": "tokenmill.backends.loading",
 }
 

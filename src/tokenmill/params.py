@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -22,6 +23,9 @@ MAX_STOP_STRING_LENGTH = 1024
 MAX_SEED = (1 << 63) - 1
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_BIAS = 1e6
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Of a schema, an expression or a grammar: a longer one would take too long to compile."""
+MAX_CHOICES = 4096
 
 
 class Pooling(Enum):
@@ -29,6 +33,119 @@ class Pooling(Enum):
 
     LAST = "last"
     MEAN = "mean"
+
+
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an output must look like, under vLLM's field names. Exactly one of the first six is given.
+
+    The constraint covers the whole output, from its first token to its end-of-sequence token: a request ends with
+    `stop` once it is satisfied and nothing may follow, or with `length` before. A value is hashable and small: it
+    travels with the request, and whoever computes compiles it (`tokenmill.text.grammar`). The shape is checked here;
+    `GrammarCompiler.compile` finds out whether it can be enforced, and raises `InvalidRequest` if not.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema: an object, or its text. Kept as text; properties are generated in the order of the schema."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression in the syntax of Rust's regex crate, for the whole output."""
+    choice: tuple[str, ...] | None = None
+    """One of these strings."""
+    grammar: str | None = None
+    """A context-free grammar: llguidance's dialect of Lark, or GBNF if one of its lines has `::=`.
+
+    Lark rules may contain special tokens by name (`<|im_end|>`, never quoted) or by id (`<[5]>`), JSON schemas
+    (`%json {...}`, checked like `json`), and lazy terms (`TEXT[lazy]: ...`) that end at the first match.
+    """
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with constrained parts: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`."""
+    any_whitespace: bool = False
+    """Let the model choose the whitespace of JSON. By default there is none, so that separators are forced tokens."""
+    whitespace_pattern: str | None = None
+    """The whitespace allowed in JSON, as a regular expression; implies `any_whitespace`."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = f"exactly one of {', '.join(CONSTRAINTS)}, not {' and '.join(given) or 'none of them'}"
+            raise _invalid(f"structured_outputs must have {what}")
+        for name in ("json_object", "any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(f"structured_outputs.{name} must be true or false, not {_shown(getattr(self, name))}")
+        for name in ("json", "structural_tag"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, _json_text(name, value))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+            text = getattr(self, name)
+            if text is not None:
+                _check_grammar_text(name, text)
+
+    @property
+    def kind(self) -> str:
+        """Which of the constraints it is."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+
+
+def _invalid(text: str) -> InvalidRequest:
+    return InvalidRequest(text, param="structured_outputs")
+
+
+def _json_text(name: str, value: Mapping[str, Any]) -> str:
+    """A schema's text, unless that would be too long: it is measured first, as writing it out takes a while."""
+    left, stack = MAX_GRAMMAR_BYTES, [value]
+    while stack:
+        one: Any = stack.pop()
+        left -= len(one) + 2 if isinstance(one, str) else 2
+        if isinstance(one, Mapping):
+            left -= 4 * len(one)
+            stack.extend((*one.keys(), *one.values()) if left > 0 else ())
+        elif isinstance(one, (list, tuple)):
+            stack.extend(one if len(one) <= left else ())
+            left -= len(one)
+        if left < 0:
+            raise _too_long(name)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(f"structured_outputs.{name} is not a JSON value: {error}") from None
+
+
+def _choices(choice: Any) -> tuple[str, ...]:
+    strings = tuple(choice) if isinstance(choice, (list, tuple)) else ()
+    if not strings or not all(isinstance(one, str) for one in strings):
+        raise _invalid("structured_outputs.choice must be a list of strings that is not empty")
+    if len(strings) > MAX_CHOICES:
+        raise _invalid(f"structured_outputs.choice must have at most {MAX_CHOICES} strings, not {len(strings)}")
+    if sum(map(len, strings)) > MAX_GRAMMAR_BYTES:
+        raise _too_long("choice")
+    for one in strings:
+        _check_grammar_text("choice", one)
+    return strings
+
+
+def _check_grammar_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise _invalid(f"structured_outputs.{name} must be a string, not {type(text).__name__}")
+    if not text:
+        raise _invalid(f"structured_outputs.{name} must not be empty")
+    try:
+        is_too_long = len(text) > MAX_GRAMMAR_BYTES or len(text.encode()) > MAX_GRAMMAR_BYTES
+    except UnicodeEncodeError:
+        raise _invalid(f"structured_outputs.{name} is not valid Unicode") from None
+    if is_too_long:
+        raise _too_long(name)
+
+
+def _too_long(name: str) -> InvalidRequest:
+    return _invalid(f"structured_outputs.{name} is too long: at most {MAX_GRAMMAR_BYTES >> 10} KiB are allowed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +198,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probabilities of the drawn token and so many likeliest ones, before any of the above."""
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must look like: a JSON schema, an expression, a grammar."""
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
@@ -140,7 +259,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids"})
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs"})
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -167,6 +286,20 @@ def _checked(name: str, value: Any) -> Any:
         return _stop_strings(value)
     elif name == "logit_bias" and value != {}:
         return _logit_bias(value)
+    elif name == "structured_outputs":
+        return _structured_outputs(value)
+    return value
+
+
+def _structured_outputs(value: Any) -> StructuredOutputs:
+    """As it is, or from its fields, as a record has them."""
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in StructuredOutputs.__dataclass_fields__]
+        if unknown:
+            raise _invalid(f"structured_outputs has no field {_shown(unknown[0])}")
+        return StructuredOutputs(**value)
+    if not isinstance(value, StructuredOutputs):
+        raise _invalid(f"structured_outputs must be StructuredOutputs, not {type(value).__name__}")
     return value
 
 

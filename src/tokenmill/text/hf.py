@@ -69,6 +69,10 @@ class HuggingFaceTokenizer:
         tokenizer._eos_ids = frozenset(_eos_ids(folder, tokenizer._for_templates))
         return tokenizer
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self._for_templates.to_str())
+
     @property
     def vocab_size(self) -> int:
         return int(self._for_templates.get_vocab_size())
