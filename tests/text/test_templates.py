@@ -91,10 +91,11 @@ def test_whatever_goes_wrong_is_an_invalid_request(case: str) -> None:
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Tokyo"}'}}
 CALLING = [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 TOOL_CALLS = "{% for call in m.tool_calls %}CALL{% endfor %}"
+WRITTEN_CALL = '<tool_call>\n{"name": "look_up", "arguments": {"city": "Tokyo"}}\n</tool_call>'
 CALLING_TEMPLATES: dict[str, tuple[str, str]] = {
     # what it makes of the message with the call, what it writes
-    "SmolLM2, which knows no calls": ("{{ 'A:' + m['content'] + '.' }}", "A:."),
-    "one that would write None": ("A:{{ m.content }}.", "A:."),
+    "SmolLM2, which knows no calls": ("{{ 'A:' + m['content'] + '.' }}", f"A:{WRITTEN_CALL}."),
+    "one that would write None": ("A:{{ m.content }}.{% if m.tool_calls %}{% endif %}", "A:."),
     "Qwen3": ("{% if '</think>' in m.content %}T{% endif %}A:{{ m.content }}" + TOOL_CALLS, "A:CALL"),
     "DeepSeek R1": ("{% if m.content is none %}A:" + TOOL_CALLS + "{% else %}A:{{ m.content }}.{% endif %}", "A:CALL"),
     "arguments that it encodes": ("{{ m.tool_calls[0].function.arguments | tojson }}", '{"city": "Tokyo"}'),

@@ -79,6 +79,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Templates keep queues in lists of their own (`GivenList`s are the caller's)."""
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
     concat = staticmethod(joined)
     """What macros, blocks and the template itself have written, as one text."""
 

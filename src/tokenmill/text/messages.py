@@ -14,6 +14,11 @@ Message = Mapping[str, Any]
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
 """Roles that templates know. Some write them into special tokens ('<|' + role + '|>'), so they count as their own."""
 
+
+class GivenList(list[Any]):
+    """A caller's list: templates may append to lists of their own, but not to this one."""
+
+
 MAX_DEPTH = 100
 """Of lists and objects in each other."""
 
@@ -105,7 +110,7 @@ def with_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> An
         pairs = value.items()
         return {with_strings(key, change, depth + 1): with_strings(one, change, depth + 1) for key, one in pairs}
     if isinstance(value, list | tuple):
-        return [with_strings(one, change, depth + 1) for one in value]
+        return GivenList(with_strings(one, change, depth + 1) for one in value)
     if value is None or isinstance(value, bool | int | float):
         return value
     raise InvalidRequest(f"messages and template options must be JSON values, not {type(value).__name__}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from tokenmill.text.messages import (
     PROBE_CALL,
     QUESTION,
     ROLES,
+    GivenList,
     Message,
     ToolCallForm,
     check_messages,
@@ -32,6 +33,7 @@ from tokenmill.text.messages import (
 )
 from tokenmill.text.separable import is_separable
 from tokenmill.text.tokenizer import Places, Tokenizer, check_text
+from tokenmill.text.tool_format import NAMED, TurnFormat, generic_messages, turn_format, with_short_ids
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Rendered", "check_messages"]
 
@@ -71,10 +73,10 @@ class _Input:
 
     def guarded(self, guard: Guard) -> dict[str, Any]:
         """The variables with the caller's strings guarded. A role that templates know stays as it is."""
-        messages = [
+        messages = GivenList(
             {**with_strings(message, guard.text), **({"role": message["role"]} if message["role"] in ROLES else {})}
             for message in self.variables["messages"]
-        ]
+        )
         options = {name: with_strings(value, guard.text) for name, value in self.options.items()}
         return {**self.variables, **options, "messages": messages}
 
@@ -94,11 +96,19 @@ class _Input:
 class ChatTemplate:
     """A jinja2 template over messages. It is compiled when it is first used, and safe to share between threads."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+    ) -> None:
+        """`tool_format`: the name of a format of tool calls, in place of the one that is derived from the template."""
         if not isinstance(source, str):
             raise InvalidRequest(f"a chat template must be a string, not {type(source).__name__}")
         self.source = source
         self.tokenizer = tokenizer
+        self._tool_format = None if tool_format is None else NAMED[tool_format]
         self._variables = dict(variables or {})
         self._own_characters = frozenset(self.source + "".join(map(str, self._variables.values())))
         self._ids = frozenset(tokenizer.special_tokens.values())
@@ -109,6 +119,29 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Template:
         return compile_template(self.source)
+
+    @cached_property
+    def turn_format(self) -> TurnFormat:
+        """How the model writes tool calls and reasoning."""
+
+        def render(messages: Sequence[Message], options: Mapping[str, Any]) -> str | None:
+            try:
+                return run_template(self._template, {**self._variables, **options, "messages": list(messages)})
+            except InvalidRequest:
+                return None
+
+        derived = turn_format(render, self.source)
+        return derived if self._tool_format is None else replace(self._tool_format, reasoning=derived.reasoning)
+
+    def opens_reasoning(self, **options: Any) -> bool:
+        """Does the prompt end within the model's thinking, with these options?"""
+        reasoning = self.turn_format.reasoning
+        if reasoning is None:
+            return False
+        prompt = self.render([QUESTION], **options)
+        return prompt.rfind(reasoning.opening) > prompt.rfind(reasoning.closing) and not prompt.rstrip().endswith(
+            QUESTION["content"]
+        )
 
     @cached_property
     def is_separable(self) -> bool:
@@ -218,8 +251,12 @@ class ChatTemplate:
     def _checked(self, messages: Sequence[Message], options: Mapping[str, Any], add_generation_prompt: bool) -> _Input:
         if "messages" in options:
             raise InvalidRequest("chat template options cannot set 'messages'")
-        checked: list[Message] = []
-        for message in check_messages(messages):
+        checked: GivenList = GivenList()
+        own = {name: with_strings(value, check_text) for name, value in options.items()}
+        all_messages = check_messages(messages)
+        if own.get("tools") or any(one["role"] == "tool" or one.get("tool_calls") for one in all_messages):
+            all_messages, own = self._with_tools(all_messages, own)
+        for message in all_messages:
             # OpenAI's form of messages is newer than most templates.
             if message["role"] == "developer" and "developer" not in self.source:
                 message = {**message, "role": "system"}
@@ -229,9 +266,16 @@ class ChatTemplate:
             role = checked[-1]["role"]
             if role not in ROLES and self._special is not None and self._special.search(role):
                 raise InvalidRequest(f"role {role!r:.80} contains a special token")
-        own = {name: with_strings(value, check_text) for name, value in options.items()}
         given = {"messages": checked, "add_generation_prompt": bool(add_generation_prompt)}
         return _Input({**self._variables, **own, **given}, own)
+
+    def _with_tools(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+        """Messages about tools in the form that the template takes."""
+        form, tools = self.turn_format, options.get("tools")
+        if form.is_generic and (tools or "tool_calls" not in self.source):
+            others = {name: value for name, value in options.items() if name != "tools"}
+            return generic_messages(messages, tools if isinstance(tools, list) else ()), others
+        return messages if form.long_ids else [with_short_ids(message) for message in messages], options
 
     @cached_property
     def _tool_call_form(self) -> ToolCallForm:

@@ -1,0 +1,429 @@
+"""Grammars of answers with tool calls and reasoning, in llguidance's Lark dialect.
+
+Text is free up to the marker that opens a call; from there on, the format and the tool's JSON schema decide. If a call
+is required, nothing else can be generated. Markers that are special tokens are written as token ids (`<[5]>`), which no
+text can spell; others are text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.text.tool_format import (
+    ID_SLOT,
+    INDEX_SLOT,
+    CallFormat,
+    JsonArguments,
+    NamedArguments,
+    Reasoning,
+    TurnFormat,
+    write_value,
+)
+
+MAX_REFERENCES = 16
+"""Of schemas within schemas, in formats that spell values in their own way: deeper ones may be any value."""
+CHARS_PER_TOKEN, MAX_THINKING_CHARS = 4, 20_000
+"""For thinking budgets where tokens can't be counted; llguidance counts characters up to about this many."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that may be called."""
+
+    name: str
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """Of its arguments."""
+
+    @property
+    def closed_schema(self) -> dict[str, Any]:
+        """Its schema; what is not declared is not allowed, unless the schema says otherwise."""
+        schema = {"type": "object", **self.schema}
+        return {"additionalProperties": False, **schema} if "properties" in schema else schema
+
+
+def turn_grammar(
+    form: TurnFormat,
+    special: Mapping[str, int],
+    tools: Sequence[Tool] = (),
+    *,
+    required: bool = False,
+    parallel: bool = True,
+    starts_in_reasoning: bool = False,
+    reasons: bool = True,
+    thinking_budget: int | None = None,
+    closing_id: int | None = None,
+    answer: str | None = None,
+) -> str:
+    """The grammar of a turn. `special`: ids of special tokens by their text.
+
+    `answer`: what the answer must be instead of free text, as the right side of a Lark rule. `reasons`: may the model
+    think before it answers? `thinking_budget`: for how many tokens at most. They are counted if the marker that ends
+    reasoning is one token, `closing_id`; else a token counts as four characters.
+    """
+    return _Grammar(special).turn(
+        form,
+        tools,
+        required=required,
+        parallel=parallel,
+        starts_in_reasoning=starts_in_reasoning,
+        reasons=reasons,
+        thinking_budget=thinking_budget,
+        closing_id=closing_id,
+        answer=answer,
+    )
+
+
+class _Grammar:
+    """Rules as they are found to be needed."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        longest_first = sorted(special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if special else None
+        self._rules: dict[str, str] = {}
+
+    def turn(
+        self,
+        form: TurnFormat,
+        tools: Sequence[Tool],
+        *,
+        required: bool,
+        parallel: bool,
+        starts_in_reasoning: bool,
+        reasons: bool,
+        thinking_budget: int | None,
+        closing_id: int | None,
+        answer: str | None,
+    ) -> str:
+        if form.calls is None:
+            start = self._harmony(tools, required=required, budget=thinking_budget, answer=answer)
+        else:
+            body = self._body(form.calls, tools, required=required, parallel=parallel, answer=answer)
+            thinking = ""
+            if form.reasoning is not None and reasons:
+                thinking = self._thinking(form.reasoning, thinking_budget, closing_id, is_open=starts_in_reasoning)
+            start = f"{thinking} {body}".strip()
+        rules = "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
+        return f"%llguidance {{}}\nstart: {start}\n{rules}\n"
+
+    # -- texts --------------------------------------------------------------------------------------------------------
+
+    def _literal(self, text: str) -> str:
+        """A text that must come as it is; special tokens in it are tokens, and slots are what may fill them."""
+        pieces: list[str] = []
+        at = 0
+        for found in self._pattern.finditer(text) if self._pattern is not None else ():
+            pieces += self._plain(text[at : found.start()])
+            pieces.append(f"<[{self._special[found.group()]}]>")
+            at = found.end()
+        return " ".join([*pieces, *self._plain(text[at:])])
+
+    @staticmethod
+    def _plain(text: str) -> list[str]:
+        slots = {ID_SLOT: "/[a-zA-Z0-9]{9}/", INDEX_SLOT: "/[0-9]+/"}
+        pieces = re.split(f"([{ID_SLOT}{INDEX_SLOT}])", text)
+        return [slots.get(piece, _quoted(piece)) for piece in pieces if piece]
+
+    def _text(self) -> str:
+        return self._rule("TEXT", r"/(.|\n)*/")
+
+    def _rule(self, name: str, rule: str) -> str:
+        self._rules[name] = rule
+        return name.split("[")[0]
+
+    def _text_up_to(self, name: str, marker: str) -> str:
+        """Free text that ends with a marker."""
+        text = self._text()
+        if self._is_special(marker):
+            return f"{text} {self._literal(marker)}"
+        return self._rule(f"{name}[lazy]", f"{text} {_quoted(marker)}")
+
+    def _is_special(self, marker: str) -> bool:
+        """Does a text begin with a special token?"""
+        return self._pattern is not None and self._pattern.match(marker) is not None
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _thinking(self, reasoning: Reasoning, budget: int | None, closing_id: int | None, *, is_open: bool) -> str:
+        if budget is None:
+            thought = self._text_up_to("thinking", reasoning.closing)
+        elif closing_id is not None:
+            others = ",".join(map(str, sorted({*self._special.values(), closing_id})))
+            thought = f"<[^{others}]>{{0,{budget}}} <[{closing_id}]>"
+        else:
+            most = min(CHARS_PER_TOKEN * budget, MAX_THINKING_CHARS)
+            thought = self._rule("thinking[lazy]", rf"/(.|\n){{0,{most}}}/ {_quoted(reasoning.closing)}")
+        space = r"/\s*/"
+        if is_open:
+            return f"{thought} {space}"
+        return f"({self._literal(reasoning.opening)} {thought} {space})?"
+
+    def _body(
+        self, calls: CallFormat, tools: Sequence[Tool], *, required: bool, parallel: bool, answer: str | None
+    ) -> str:
+        """What follows the reasoning."""
+        free = self._text() if answer is None else self._rule("answer", answer)
+        if not tools:
+            return free
+        more = parallel and calls.separator is not None
+        call = self._rule("call", " | ".join(self._call(calls, tool, place) for place, tool in enumerate(tools)))
+        head, separator = self._literal(calls.head), self._literal(calls.separator or "")
+        several = f"{call} ({separator} {head} {call})*" if more else call
+        closing = self._literal(calls.closing)
+        trigger = calls.trigger
+        if required:
+            return f"{self._literal(calls.opening + calls.head)} {several} {closing}"
+        section = self._literal((calls.opening + calls.head)[len(trigger or "") :])
+        if answer is not None:
+            return f"({free} | {self._literal(trigger or '')} {section} {several} {closing})"
+        if trigger is None:
+            first = (calls.opening + calls.head)[0]
+            text = self._rule("PLAIN", rf"/([^{re.escape(first)}](.|\n)*)?/")
+            return f"({text} | {self._literal(first)} {self._rest(calls, first)} {several} {closing})"
+        opened = self._text_up_to("opened", trigger)
+        # Where calls are listed within a section, the section has all of them; else each may follow some text.
+        if not more or calls.is_list:
+            return f"({opened} {section} {several} {closing} | {free})"
+        return f"({opened} {section} {call} {closing})* {free}"
+
+    def _rest(self, calls: CallFormat, first: str) -> str:
+        return self._literal((calls.opening + calls.head)[len(first) :])
+
+    def _call(self, calls: CallFormat, tool: Tool, place: int) -> str:
+        """A call from the name on."""
+        arguments = self._arguments(calls.arguments, tool, place)
+        rule = f"{self._literal(tool.name + calls.name_end)} {arguments} {self._literal(calls.tail)}"
+        return self._rule(f"call_{place}", rule)
+
+    def _arguments(self, style: JsonArguments | NamedArguments, tool: Tool, place: int) -> str:
+        if isinstance(style, JsonArguments):
+            return _json(tool.closed_schema, style)
+        return _Values(self, style, tool, place).arguments()
+
+    def _harmony(self, tools: Sequence[Tool], *, required: bool, budget: int | None, answer: str | None) -> str:
+        """Messages: analysis any number of times, then a call or the final answer."""
+        text = self._text()
+        message, end = self._literal("<|message|>"), self._literal("<|end|><|start|>assistant")
+        channel = self._literal("<|channel|>")
+        thought = text if budget is None else self._rule(f"thinking[max_tokens={budget}]", "TEXT")
+        analysis = self._rule("analysis", f'{channel} "analysis" {message} {thought} {end}')
+        said = text if answer is None else self._rule("answer", answer)
+        final = self._rule("final", f'{channel} "final" {message} {said}')
+        if not tools:
+            return f"{analysis}* {final}"
+        constrain = self._literal("<|constrain|>")
+        kind = f'({constrain} "json" | " json")' if constrain.startswith("<") else '" json"'
+        calls = []
+        for place, tool in enumerate(tools):
+            to = _quoted(f"to=functions.{tool.name}")
+            body = f"{message} {_json(tool.closed_schema, JsonArguments())}"
+            head = f'(" " {to} {channel} "commentary" {kind}? | {channel} "commentary " {to} (" " {kind})?)'
+            calls.append(self._rule(f"call_{place}", f"{head} {body}"))
+        call = self._rule("call", " | ".join(calls))
+        preamble = self._rule("preamble", f'{channel} "commentary" {message} {text} {end}')
+        return f"({analysis} | {preamble})* {call if required else f'({call} | {final})'}"
+
+
+class _Values:
+    """Arguments one by one, each spelled in the way of the format."""
+
+    def __init__(self, grammar: _Grammar, style: NamedArguments, tool: Tool, place: int) -> None:
+        self._grammar = grammar
+        self._style = style
+        self._schema = tool.closed_schema
+        self._prefix = f"v{place}"
+        self._count = 0
+
+    def arguments(self) -> str:
+        """Declared ones in their order, optional ones or not; without any declared, all are allowed."""
+        declared = self._schema.get("properties")
+        if not isinstance(declared, Mapping):
+            declared = {}
+        if not declared and self._schema.get("additionalProperties", True) is False:
+            return ""
+        if not declared:
+            key = "/[a-zA-Z_][a-zA-Z0-9_]*/"
+            one = self._rule(f"{self._around(key)} {self._top({})}")
+            return self._joined([(one, False)], repeat=True)
+        required = set(self._schema.get("required") or ())
+        pairs = [
+            (self._rule(f"{self._around(self._literal(name))} {self._top(schema)}"), name in required)
+            for name, schema in declared.items()
+        ]
+        return self._joined(pairs)
+
+    def _around(self, key: str) -> str:
+        return f"{self._literal(self._style.head)} {key} {self._literal(self._style.key_end)}".strip()
+
+    def _joined(self, pairs: Sequence[tuple[str, bool]], *, repeat: bool = False) -> str:
+        """Members in their order with separators between those that are there."""
+        separator = self._literal(self._style.separator)
+        if repeat:
+            one = pairs[0][0]
+            return f"({one} ({separator} {one})*)?"
+        if not separator:
+            return " ".join(one if is_required else f"{one}?" for one, is_required in pairs)
+        return self._members(pairs, separator)
+
+    def _members(self, pairs: Sequence[tuple[str, bool]], separator: str) -> str:
+        """`rest` after a member begins with a separator; before the first member there is none."""
+        after = ""
+        for one, is_required in reversed(pairs[1:]):
+            member = f"{separator} {one}"
+            after = self._rule(f"{member} {after}" if is_required else f"({member})? {after}")
+        options = []
+        rest = after
+        for place, (one, is_required) in enumerate(pairs):
+            if place:
+                rest = self._after(pairs[place + 1 :], separator)
+            options.append(f"{one} {rest}".strip())
+            if is_required:
+                return self._rule(" | ".join(options))
+        return f"({self._rule(' | '.join(options))})?"
+
+    def _after(self, pairs: Sequence[tuple[str, bool]], separator: str) -> str:
+        return " ".join(f"{separator} {one}" if needed else f"({separator} {one})?" for one, needed in pairs)
+
+    def _top(self, schema: Any) -> str:
+        """The value of an argument and what ends it."""
+        style = self._style
+        tail = self._literal(style.tail)
+        if not style.is_verbatim:
+            return f"{self._value(schema)} {tail}".strip()
+        schema = self._resolved(schema)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if values is not None:
+            return f"({' | '.join(self._literal(write_value(style, value)) for value in values)}) {tail}"
+        kinds = _types(schema)
+        if kinds == {"boolean"}:
+            return f"({self._words(style.true, style.false)}) {tail}"
+        if not kinds or "string" in kinds:
+            self._count += 1
+            return self._grammar._text_up_to(f"{self._prefix}_{self._count}", style.tail)
+        shared: dict[str, Any] = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
+        return f"{_json({**schema, **shared}, JsonArguments())} {tail}"
+
+    def _words(self, *words: str) -> str:
+        return " | ".join(map(_quoted, words))
+
+    def _value(self, schema: Any, depth: int = 0) -> str:
+        """A value with quotes and brackets of the format's own. What a schema says beyond types is not enforced."""
+        if depth > MAX_REFERENCES:
+            return self._any()
+        schema = self._resolved(schema)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if values is not None:
+            return f"({' | '.join(self._literal(write_value(self._style, value, nested=True)) for value in values)})"
+        several = schema.get("anyOf") or schema.get("oneOf")
+        if several:
+            return f"({' | '.join(self._value(one, depth + 1) for one in several)})"
+        kinds = _types(schema)
+        if not kinds:
+            return self._any()
+        return f"({' | '.join(self._of_kind(kind, schema, depth) for kind in sorted(kinds))})"
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+        style = self._style
+        comma = "," if style.bare_keys else ", "
+        match kind:
+            case "string":
+                return self._string()
+            case "boolean":
+                return self._words(style.true, style.false)
+            case "null":
+                return _quoted(style.null)
+            case "integer":
+                return self._grammar._rule("INTEGER", "/-?(0|[1-9][0-9]*)/")
+            case "number":
+                return self._grammar._rule("NUMBER", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
+            case "array":
+                item = self._rule(self._value(schema.get("items", {}), depth + 1))
+                return f'"[" ({item} ({_quoted(comma)} {item})*)? "]"'
+            case "object" if isinstance(schema.get("properties"), Mapping) and schema["properties"]:
+                colon = ":" if style.bare_keys else ": "
+                needed = set(schema.get("required") or ())
+                pairs = [
+                    (self._rule(f"{self._key(name)} {_quoted(colon)} {self._value(one, depth + 1)}"), name in needed)
+                    for name, one in schema["properties"].items()
+                ]
+                return f'"{{" {self._members(pairs, _quoted(comma))} "}}"'
+            case _:
+                return self._any_object()
+
+    def _key(self, name: str) -> str:
+        return self._literal(name if self._style.bare_keys else write_value(self._style, name, nested=True))
+
+    def _string(self) -> str:
+        style = self._style
+        if style.is_escaped:
+            return self._grammar._rule("STRING", r'/"([^"\\\n]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"/')
+        return f"{self._literal(style.string_open)} {self._grammar._text_up_to('string', style.string_close)}"
+
+    def _any(self) -> str:
+        """Any value."""
+        rule = self._grammar._rule
+        if "value" not in self._grammar._rules:
+            self._grammar._rules["value"] = ""
+            style = self._style
+            comma = _quoted("," if style.bare_keys else ", ")
+            words = self._words(style.true, style.false, style.null)
+            number = rule("NUMBER", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
+            items = f'"[" (value ({comma} value)*)? "]"'
+            self._grammar._rules["value"] = f"{self._string()} | {number} | {words} | {items} | {self._any_object()}"
+        return "value"
+
+    def _any_object(self) -> str:
+        style = self._style
+        comma, colon = (",", ":") if style.bare_keys else (", ", ": ")
+        key = "/[a-zA-Z_][a-zA-Z0-9_]*/" if style.bare_keys else self._string()
+        pair = f"{key} {_quoted(colon)} {self._any()}"
+        return f'"{{" ({pair} ({_quoted(comma)} {pair})*)? "}}"'
+
+    def _resolved(self, schema: Any, depth: int = 0) -> Mapping[str, Any]:
+        """The schema that a reference stands for."""
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/") or depth > MAX_REFERENCES:
+            return schema
+        found: Any = self._schema
+        for name in reference[2:].split("/"):
+            found = found.get(name, {}) if isinstance(found, Mapping) else {}
+        return self._resolved(found, depth + 1)
+
+    def _literal(self, text: str) -> str:
+        return self._grammar._literal(text)
+
+    def _rule(self, rule: str) -> str:
+        self._count += 1
+        return self._grammar._rule(f"{self._prefix}_{self._count}", rule)
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return set(kind)
+    several = schema.get("anyOf") or schema.get("oneOf")
+    if several and all(isinstance(one, Mapping) and "type" in one for one in several):
+        return set().union(*map(_types, several))
+    return {"object"} if "properties" in schema else set()
+
+
+def _json(schema: Mapping[str, Any], style: JsonArguments) -> str:
+    """A JSON value, with the separators that the template writes."""
+    guidance = {
+        "whitespace_flexible": False,
+        "item_separator": style.item_separator,
+        "key_separator": style.key_separator,
+    }
+    return "%json " + json.dumps({**schema, "x-guidance": guidance})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
