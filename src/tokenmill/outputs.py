@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class FinishReason(Enum):
@@ -101,6 +101,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
+    reasoning_tokens: int = 0
+    """Of the completion's tokens, those of the model's thinking."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,23 @@ class CacheVerdict:
     """Is KV found wherever it is? Not without prefix caching, nor where a sequence can only be had as a whole."""
 
 
+PartKind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class TurnPart(NamedTuple):
+    """What an answer with reasoning or tool calls has grown by."""
+
+    kind: PartKind
+    text: str = ""
+    """Of content, reasoning, or of a call's arguments (JSON)."""
+    call: int = 0
+    """Which call, from 0 on..."""
+    call_id: str = ""
+    """...and with the part that begins it, its id..."""
+    name: str = ""
+    """...and the function's name."""
+
+
 class OutputDelta(NamedTuple):
     """What one choice of a request has grown by. Its text is that of its tokens; neither is taken back later."""
 
@@ -166,6 +185,8 @@ class OutputDelta(NamedTuple):
     """Of the request, once all its choices have ended."""
     durable: bool | None = None
     """Of a session's answer: is the turn in the store? None: there is no store."""
+    parts: Sequence[TurnPart] | None = None
+    """The same text as content, reasoning and tool calls; None: it is content alone."""
 
     @property
     def is_complete(self) -> bool:
@@ -188,6 +209,7 @@ def joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
         token_ids=[token for delta in deltas for token in delta.token_ids],
         offset=first.offset,
         logprobs=None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs or ()],
+        parts=None if last.parts is None else [part for delta in deltas for part in delta.parts or ()],
     )
 
 
@@ -202,6 +224,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, if one did."""
     logprobs: list[TokenLogprobs] | None = None
+    parts: list[TurnPart] | None = None
+    """The text as content, reasoning and tool calls; None: it is content alone."""
 
 
 @dataclass(frozen=True)

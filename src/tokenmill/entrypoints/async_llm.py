@@ -32,6 +32,8 @@ from tokenmill.pipeline.output import Generation
 from tokenmill.pipeline.prompts import Intake, Prompt, embedding_output
 from tokenmill.text.messages import Message
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tool_grammar import ToolUse
+from tokenmill.text.turn_parser import TurnPlan
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.process import ProcessClient
@@ -183,10 +185,21 @@ class AsyncLLM:
         hints: Hints = Hints(),
         timeout_s: float | None = None,
         first_index: int = 0,
+        plan: TurnPlan | None = None,
     ) -> Generation:
-        """A request that can run, for `open_stream`: its choices count from `first_index`."""
+        """A request that can run, for `open_stream`: its choices count from `first_index`, `plan` reads its answers."""
         self._check_open()
-        return self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s, first_index)
+        return self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s, first_index, plan)
+
+    def plan(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        use: ToolUse = ToolUse(),
+        thinking_budget: int | None = None,
+    ) -> tuple[SamplingParams, TurnPlan | None]:
+        """How the answer to a chat with these ids is constrained and read."""
+        return self._intake.plan(prompt, params, use, thinking_budget)
 
     def open_stream(self, generations: Sequence[Generation]) -> EngineStream:
         """The deltas of generations that are read together. They start with the first `take`; close it in any case."""

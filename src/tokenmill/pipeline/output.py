@@ -1,7 +1,8 @@
 """From step results to deltas of text: the only way from token ids to text there is.
 
-token ids -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> `OutputDelta`. A whole output is the sum of
-its deltas, so streaming and non-streaming answers can't differ. Everything here runs on the thread that reads: an event
+token ids -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> `OutputDelta`, and where a request has tools
+or its model reasons, -> `TurnParser`, which adds the parts. A whole output is the sum of its deltas, so streaming and
+non-streaming answers can't differ. Everything here runs on the thread that reads: an event
 loop's, or that of `LLM`'s caller.
 """
 
@@ -32,6 +33,7 @@ from tokenmill.outputs import (
 from tokenmill.params import SamplingParams
 from tokenmill.text.detok import Detokenizer, StopStrings
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.turn_parser import HarmonyParser, TurnParser, TurnPlan
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +89,18 @@ class DirectEngine:
 class TextStage:
     """The text of one choice: detokenizes it and finds its stop strings. A token leaves it when all its text does."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: frozenset[int], index: int = 0) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        index: int = 0,
+        plan: TurnPlan | None = None,
+    ) -> None:
+        # A parser needs the markers, which may be special tokens: only the others are skipped then.
+        skips = params.skip_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skips and plan is None)
+        self._hidden_ids = plan.hidden_ids(tokenizer) if plan is not None and skips else frozenset()
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         """Without stop strings, text is given out as soon as it is complete."""
         self._stop_ids = stop_ids
@@ -120,7 +132,7 @@ class TextStage:
                 self._logprobs.append(logprobs)
             # The stop token itself is not text.
             if end is None or end.finish_reason is not FinishReason.STOP or token_id not in self._stop_ids:
-                text = self._detokenizer.push(token_id)
+                text = "" if token_id in self._hidden_ids else self._detokenizer.push(token_id)
                 self._num_texts += 1
                 if (
                     end is None
@@ -194,8 +206,12 @@ class Choice:
     generation: Generation
     request: Request
     stage: TextStage
+    parser: TurnParser | HarmonyParser | None = None
+    """None: its text is content alone."""
     is_released: bool = False
     """Has the engine let go of the request? After a stop string that is some steps later than its end."""
+    num_reasoning: int = 0
+    """Tokens of its thinking."""
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
         """The request's row of a step result."""
@@ -210,12 +226,26 @@ class Choice:
                 log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
                 delta = stage.fail(f"{type(error).__name__}: {error}")
                 generation.cancel(FinishReason.ERROR)
+            if self.parser is not None and delta is not None:
+                delta = self._parsed(self.parser, delta)
             if delta is not None and delta.finish_reason is None:
                 generation.on_delta(delta)
             elif delta is not None:
                 generation.finish(self, delta)
         if end is not None and generation.on_release is not None:
             generation.release()
+
+    def _parsed(self, parser: TurnParser | HarmonyParser, delta: OutputDelta) -> OutputDelta:
+        """The delta with its text taken apart. An answer that ends with calls ends because of them."""
+        was_reasoning, reason = parser.in_reasoning, delta.finish_reason
+        parts = parser.push(delta.text)
+        if was_reasoning or parser.in_reasoning:
+            self.num_reasoning += len(delta.token_ids)
+        if reason is not None:
+            parts += parser.close()
+            if parser.num_calls and reason == FinishReason.STOP.value:
+                reason = FinishReason.TOOL_CALLS.value
+        return delta._replace(parts=parts, finish_reason=reason)
 
 
 class Generation:
@@ -236,11 +266,14 @@ class Generation:
         hints: Hints,
         timeout_s: float | None,
         first_index: int = 0,
+        plan: TurnPlan | None = None,
     ) -> None:
         self.request_id = request_id
         """Its caller's name for it; those of the engine's requests are longer."""
         self.prompt = prompt
         self.params = params
+        self.plan = plan
+        """How its answers are read; None: they are content alone."""
         self.first_index = first_index
         """Of its choices, where several generations answer one call."""
         # A tokenizer may know ends that the model has no logit for.
@@ -256,7 +289,8 @@ class Generation:
             Choice(
                 self,
                 Request(f"{engine_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
-                TextStage(tokenizer, params, stop_ids, first_index + i),
+                TextStage(tokenizer, params, stop_ids, first_index + i, plan),
+                None if plan is None else plan.open_parser(),
             )
             for i in range(params.n)
         ]
@@ -313,7 +347,9 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.choices[0].request.num_prompt, self.num_generated, self.choices[0].request.num_cached)
+        first = self.choices[0].request
+        num_reasoning = 0 if self.plan is None else sum(choice.num_reasoning for choice in self.choices)
+        return Usage(first.num_prompt, self.num_generated, first.num_cached, num_reasoning)
 
     @property
     def cache(self) -> CacheVerdict | None:
@@ -333,7 +369,10 @@ class Generation:
 
     def new_output(self) -> RequestOutput:
         """An output to fold its deltas into."""
-        outputs = [CompletionOutput(i, logprobs=self._no_logprobs()) for i in range(len(self.choices))]
+        outputs = [
+            CompletionOutput(i, logprobs=self._no_logprobs(), parts=None if self.plan is None else [])
+            for i in range(len(self.choices))
+        ]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.usage)
 
     def _no_logprobs(self) -> list[TokenLogprobs] | None:
@@ -346,6 +385,8 @@ class Generation:
         choice.token_ids += delta.token_ids
         if choice.logprobs is not None and delta.logprobs is not None:
             choice.logprobs += delta.logprobs
+        if choice.parts is not None and delta.parts is not None:
+            choice.parts += delta.parts
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
             if delta.is_failure:

@@ -19,6 +19,8 @@ from tokenmill.params import Pooling, SamplingParams, id_array, token_ids
 from tokenmill.pipeline.output import Generation
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.tool_grammar import ToolUse, plan_turn
+from tokenmill.text.turn_parser import TurnPlan
 
 Prompt = str | Sequence[int] | IntArray | Mapping[str, Any]
 """A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -56,6 +58,7 @@ class Intake:
         hints: Hints = Hints(),
         timeout_s: float | None = None,
         first_index: int = 0,
+        plan: TurnPlan | None = None,
     ) -> Generation:
         """A request for the tokens that follow a prompt; without parameters, the model's own."""
         params = self.text.sampling_params() if params is None else params
@@ -76,6 +79,7 @@ class Intake:
             hints=hints,
             timeout_s=timeout_s,
             first_index=first_index,
+            plan=plan,
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation
@@ -109,6 +113,15 @@ class Intake:
             return template.encode(messages, self._max_model_len, **options)
         except TooManyTokens as error:
             raise self._overflow(error) from None
+
+    def plan(
+        self, prompt: Sequence[int] | IntArray, params: SamplingParams, use: ToolUse, thinking_budget: int | None
+    ) -> tuple[SamplingParams, TurnPlan | None]:
+        """How the answer to a chat is constrained and read, from the end of its prompt. Without a plan, it is text."""
+        form = self.text.chat_template().turn_format
+        if form.reasoning is None and not form.is_harmony and not use.tools:
+            return params, None
+        return plan_turn(form, self.text.tokenizer, prompt, params, use, thinking_budget)
 
     def prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | IntArray]:
         """A prompt's text, if it has one, and its ids, as they came or were made: a long prompt is converted once."""

@@ -357,8 +357,12 @@ def _lark(kind: str, text: str, whitespace: Mapping[str, Any]) -> str:
                 raise _rejected(f"{kind}: %json is not followed by valid JSON: {error}") from None
             if not isinstance(schema, dict):
                 raise _rejected(f"{kind}: %json must be followed by a JSON object")
+            # How a chat template separates the arguments of tool calls; all else is not the caller's to set.
+            separators = schema.pop("x-guidance", {}) if kind == "grammar" else {}
+            if not isinstance(separators, dict) or not SEPARATORS.issuperset(separators):
+                raise _rejected(f"{kind}: x-guidance may only set {' and '.join(sorted(SEPARATORS))}")
             audit_schema(kind, schema)
-            pieces.append(json.dumps(schema | {"x-guidance": dict(whitespace)}))
+            pieces.append(json.dumps(schema | {"x-guidance": {**whitespace, **separators}}))
         elif found["regex"]:
             _check_forced(kind, found["regex"])
         elif found["literal"]:
@@ -407,6 +411,7 @@ def _tags(text: str) -> str:
 
 # -- JSON schemas: what llguidance would not enforce ------------------------------------------------------------------
 
+SEPARATORS = frozenset({"item_separator", "key_separator"})
 UNENFORCED = frozenset({
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",

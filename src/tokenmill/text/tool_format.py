@@ -102,9 +102,9 @@ class CallFormat:
         """Calls as a model writes them."""
         written = []
         for place, (name, arguments) in enumerate(calls):
-            call = f"{self.head}{name}{self.name_end}{self._arguments(arguments)}{self.tail}"
-            call = call.replace(ID_SLOT, ids[place] if ids else f"call{place:05d}").replace(INDEX_SLOT, str(place))
-            written.append(call)
+            slots = {ord(ID_SLOT): ids[place] if ids else f"call{place:05d}", ord(INDEX_SLOT): str(place)}
+            head, name_end, tail = (text.translate(slots) for text in (self.head, self.name_end, self.tail))
+            written.append(f"{head}{name}{name_end}{self._arguments(arguments)}{tail}")
         return self.opening + (self.separator or "").join(written) + self.closing
 
     def _arguments(self, arguments: Mapping[str, Any]) -> str:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tokenmill.contract import IntArray
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import SamplingParams, StructuredOutputs
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.tool_format import (
     ID_SLOT,
     INDEX_SLOT,
@@ -23,9 +27,14 @@ from tokenmill.text.tool_format import (
     TurnFormat,
     write_value,
 )
+from tokenmill.text.turn_parser import TurnPlan
 
 MAX_REFERENCES = 16
 """Of schemas within schemas, in formats that spell values in their own way: deeper ones may be any value."""
+TAIL_TOKENS = 16
+"""Of a prompt, in which the markers of thinking are looked for."""
+REMARKS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 CHARS_PER_TOKEN, MAX_THINKING_CHARS = 4, 20_000
 """For thinking budgets where tokens can't be counted; llguidance counts characters up to about this many."""
 
@@ -40,9 +49,89 @@ class Tool:
 
     @property
     def closed_schema(self) -> dict[str, Any]:
-        """Its schema; what is not declared is not allowed, unless the schema says otherwise."""
-        schema = {"type": "object", **self.schema}
+        """Its schema without remarks; what is not declared is not allowed, unless the schema says otherwise."""
+        schema = {"type": "object", **_without_remarks(self.schema)}
         return {"additionalProperties": False, **schema} if "properties" in schema else schema
+
+
+def _without_remarks(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without what is only for its readers."""
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in REMARKS:
+            continue
+        if key in NAMED_SCHEMAS and isinstance(value, Mapping):
+            value = {name: _without_remarks(one) if isinstance(one, Mapping) else one for name, one in value.items()}
+        elif isinstance(value, Mapping) and key not in ("const", "default"):
+            value = _without_remarks(value)
+        elif isinstance(value, list) and key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            value = [_without_remarks(one) if isinstance(one, Mapping) else one for one in value]
+        found[key] = value
+    return found
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions that a request may call."""
+
+    tools: tuple[Tool, ...] = ()
+    required: bool = False
+    """Must the answer be a call?"""
+    parallel: bool = True
+    """May it be several?"""
+
+
+def plan_turn(
+    form: TurnFormat,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] | IntArray,
+    params: SamplingParams,
+    use: ToolUse,
+    thinking_budget: int | None = None,
+) -> tuple[SamplingParams, TurnPlan]:
+    """The parameters with the grammar of the turn, and how the turn is read.
+
+    The end of the prompt tells whether the model is to think first. A constraint that the parameters have already
+    applies to the answer, after the thinking.
+    """
+    reasoning = form.reasoning
+    tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:]), skip_special=False).rstrip() if reasoning is not None else ""
+    is_open = reasoning is not None and tail.endswith(reasoning.opening)
+    reasons = form.is_harmony or (reasoning is not None and not tail.endswith(reasoning.closing))
+    plan = TurnPlan(form, {tool.name: tool.schema for tool in use.tools}, starts_in_reasoning=is_open)
+    outputs = params.structured_outputs
+    budget = thinking_budget if reasons else None
+    if not use.tools and budget is None and (outputs is None or not reasons):
+        return params, plan
+    closing = () if reasoning is None else tokenizer.encode_template(reasoning.closing)
+    grammar = turn_grammar(
+        form,
+        tokenizer.special_tokens,
+        use.tools,
+        required=use.required,
+        parallel=use.parallel,
+        starts_in_reasoning=is_open,
+        reasons=reasons,
+        thinking_budget=budget,
+        closing_id=closing[0] if len(closing) == 1 else None,
+        answer=None if outputs is None else _as_rule(outputs),
+    )
+    flexible = outputs is not None and outputs.any_whitespace
+    return replace(params, structured_outputs=StructuredOutputs(grammar=grammar, any_whitespace=flexible)), plan
+
+
+def _as_rule(outputs: StructuredOutputs) -> str:
+    """A constraint on the answer as the right side of a Lark rule."""
+    if outputs.json is not None:
+        return f"%json {outputs.json}"
+    if outputs.json_object:
+        return '%json {"type": "object"}'
+    if outputs.choice is not None:
+        return " | ".join(map(_quoted, outputs.choice))
+    if outputs.regex is not None:
+        return "/" + re.sub(r"(?<!\\)/", r"\/", outputs.regex) + "/"
+    what = f"structured_outputs.{outputs.kind} cannot be combined with tools or reasoning"
+    raise InvalidRequest(f"{what}; use json, regex or choice", param="structured_outputs")
 
 
 def turn_grammar(
@@ -417,11 +506,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 def _json(schema: Mapping[str, Any], style: JsonArguments) -> str:
     """A JSON value, with the separators that the template writes."""
-    guidance = {
-        "whitespace_flexible": False,
-        "item_separator": style.item_separator,
-        "key_separator": style.key_separator,
-    }
+    guidance = {"item_separator": style.item_separator, "key_separator": style.key_separator}
     return "%json " + json.dumps({**schema, "x-guidance": guidance})
 
 

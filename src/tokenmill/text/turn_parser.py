@@ -12,30 +12,17 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from tokenmill.outputs import PartKind, TurnPart
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.tool_format import ID_SLOT, INDEX_SLOT, CallFormat, JsonArguments, NamedArguments, TurnFormat
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 NAME = re.compile(r"[\w.\-]*")
 SLOTS = {ID_SLOT: re.compile(r"[\w\-]*"), INDEX_SLOT: re.compile(r"[0-9]*")}
 WORDS = {"True": True, "False": False, "None": None}
-
-PartKind = Literal["content", "reasoning", "call", "arguments"]
-
-
-class TurnPart(NamedTuple):
-    """What an answer has grown by."""
-
-    kind: PartKind
-    text: str = ""
-    """Of content, reasoning, or of a call's arguments (JSON)."""
-    call: int = 0
-    """Which call, from 0 on..."""
-    call_id: str = ""
-    """...and with the part that begins it, its id..."""
-    name: str = ""
-    """...and the function's name."""
 
 
 class ToolCall(NamedTuple):
@@ -736,3 +723,22 @@ def open_parser(
     if form.is_harmony:
         return HarmonyParser(tools, new_id=new_id)
     return TurnParser(form, tools, starts_in_reasoning=starts_in_reasoning, new_id=new_id)
+
+
+@dataclass(frozen=True)
+class TurnPlan:
+    """How the answers to a request are read."""
+
+    form: TurnFormat
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Schemas of the functions that may be called."""
+    starts_in_reasoning: bool = False
+    """Has the prompt opened the thinking?"""
+
+    def open_parser(self) -> TurnParser | HarmonyParser:
+        return open_parser(self.form, self.tools, starts_in_reasoning=self.starts_in_reasoning)
+
+    def hidden_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Special tokens that are no markers: they stay out of the text."""
+        markers = self.form.markers
+        return frozenset(number for text, number in tokenizer.special_tokens.items() if text not in markers)
