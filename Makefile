@@ -50,13 +50,15 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 	@$(BIN)/python examples/contract_tour.py
 	@$(BIN)/python examples/engine_tour.py
 
+TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py orders them
+
 test: $(VENV)/.dev  ## run all tests, on two cores
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest $(TWO_CORES) $(ARGS)
 
 FAST := contract kv engine session sampling text test_imports.py test_public_names.py test_requirements.py
 
 test-fast: $(VENV)/.dev  ## run the fast tests of contract, engine, sessions, sampling and text: before each commit
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(addprefix tests/,$(FAST)) $(ARGS)
+	@$(BIN)/python -m pytest $(TWO_CORES) -m "not slow" $(addprefix tests/,$(FAST)) $(ARGS)
 
 flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
 	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test

@@ -22,6 +22,7 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
 ) -> None:
     model = open_model(str(default_model), **backend)
     params = SamplingParams(temperature=0, max_tokens=8)
+    every = {"torch": 1, "llamacpp": 3}[backend["backend"]]  # its prefill is slow; 3 meets all four kinds of endings
 
     async def talk(fresh: LLM) -> None:
         async with SessionService(model, kv_cache_tokens=4096) as service:
@@ -33,7 +34,8 @@ def test_twenty_turns_compute_what_is_new_and_agree_with_a_fresh_prefill(
                 first, usage = await first_logprobs(service, name, turn)
                 computed = usage.prompt_tokens - usage.cached_tokens
                 assert computed <= total - known + 1, f"turn {turn}: {computed} tokens for {total - known} new ones"
-                check_fresh(fresh, session.log.tokens.tolist()[:total], first)
+                if turn % every == 0:
+                    check_fresh(fresh, session.log.tokens.tolist()[:total], first)
                 known = len(session.log)
             assert len(session.log.turns) == 2 * NUM_TURNS
 

@@ -100,8 +100,8 @@ def assert_same(engine: EngineCore, views: list[CoreView]) -> None:
 
 
 def follow_short_runs(*depths: int) -> None:
-    for depth in depths:
-        for seed in range(40):
+    for seed in range(40):
+        for depth in depths:
             choose = RandomChooser(seed)
             try:
                 follow(workload(choose, depth), choose, num_ticks=32, every=1 + seed % 4)

@@ -242,7 +242,7 @@ def test_nothing_is_read_or_written_that_is_not_ours(tmp_path: Path) -> None:
     sanitizer = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(sanitizer).is_absolute():
         pytest.skip("the compiler has no address sanitizer")
-    built = build(tmp_path / "libtokenmill.so", "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined")
+    built = build(tmp_path / "libtokenmill.so", "-g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined")
     here = Path(__file__).parent
     tests = [f"{here}/test_kernels.py", f"{here}/test_decoder.py", "-k",
              "product or rows or neighbours or blocks or no_number or sizes"]  # fmt: skip

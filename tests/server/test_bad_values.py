@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -123,13 +124,17 @@ def test_i02_a_million_of_something_takes_no_longer(server: Running, what: str) 
 
 def test_i02_a_body_that_is_larger_than_any_may_be(server: Running) -> None:
     content = json.dumps(changed(CHAT, messages=HI * 300_000))
-    for path in [*BODIES, CANCEL, "/v1/nothing"]:
-        with nothing_runs(server), server.connect() as connection:
+    with nothing_runs(server), ExitStack() as connections:
+        asked = []
+        for path in [*BODIES, CANCEL, "/v1/nothing"]:
+            connection = connections.enter_context(server.connect())
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
             connection.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode())
+            asked.append(connection)
+        for connection in asked:  # all at once: the server closes each some seconds after its answer
             answer = connection.makefile("rb").read()  # without a byte of it
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b'"error"' in answer
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b'"error"' in answer
 
 
 # -- I03, I04: prompts ------------------------------------------------------------------------------------------------

@@ -86,15 +86,14 @@ def test_21_2_sessions_with_identical_histories_leave_the_kv_of_others(depth: in
 
 @pytest.mark.req("R9")
 def test_ten_thousand_idle_sessions_cost_little() -> None:
-    tokens = 50
+    tokens, measured = 50, 2_000
 
     async def play() -> float:
         async with make_service() as service:
-            first = await service.create_session(sampling_params=GREEDY)
-            await service.append_input(first, [1] * tokens)
-            gc.collect()
-            tracemalloc.start()
             for i in range(10_000):
+                if i == 10_000 - measured:  # tracing is slow, and all cost the same
+                    gc.collect()
+                    tracemalloc.start()
                 name = await service.create_session(sampling_params=GREEDY)
                 await service.append_input(name, [1] * (tokens - 2))
                 if i % 4 == 0:  # some have been answered
@@ -102,7 +101,7 @@ def test_ten_thousand_idle_sessions_cost_little() -> None:
             gc.collect()
             used, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            return used / 10_000
+            return used / measured
 
     assert asyncio.run(play()) < 4096 + 8 * tokens
 

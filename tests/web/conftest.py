@@ -20,7 +20,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """`tokenmill serve`, with the default model."""
-    with child(tmp_path_factory.mktemp("web") / "log", "smollm2-135m", "--context", "2048") as one:
+    with child(tmp_path_factory.mktemp("web") / "log", "smollm2-135m", "--context", "2048", "--threads", "1") as one:
         yield one
 
 

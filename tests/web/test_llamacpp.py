@@ -29,7 +29,7 @@ pytestmark = needs_llamacpp
 @pytest.fixture(scope="module", params=["false", "true"], ids=["streams", "unified"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """`tokenmill serve --backend llamacpp`, with a memory for each conversation and with one for all."""
-    unified = f"kv_unified={request.param}"
-    options = ("smollm2-135m", "--backend", "llamacpp", "--context", "1024", "--max-num-seqs", "8", "--extra", unified)
-    with child(tmp_path_factory.mktemp("web") / "log", *options) as one:
+    options = ("--backend", "llamacpp", "--context", "1024", "--max-num-seqs", "8", "--threads", "1")
+    options += ("--extra", f"kv_unified={request.param}")
+    with child(tmp_path_factory.mktemp("web") / "log", "smollm2-135m", *options) as one:
         yield one

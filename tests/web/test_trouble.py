@@ -19,7 +19,7 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server.config import ServerConfig, hash_key
 
-OPTIONS = ("smollm2-135m", "--context", "2048")
+OPTIONS = ("smollm2-135m", "--context", "2048", "--threads", "1")
 WITH_KEY = ServerConfig(key_hashes=(hash_key(KEY),))
 
 
@@ -37,7 +37,7 @@ def fake_visit(
 @pytest.mark.req("R41")
 def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_path: Path) -> None:
     with child(tmp_path / "first", *OPTIONS) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
-        visit.open(max_tokens=400)
+        visit.open(max_tokens=150)
         visit.ask("What is the capital of Japan?")
         visit.send(LONG)
         visit.wait_for_words(20)
