@@ -172,6 +172,7 @@ class AsyncLLM:
             while deltas := await stream.take():
                 for delta in deltas:
                     generation.fold(output, delta)
+                generation.note_usage(output)
                 yield output
         finally:
             self.close_stream(stream)

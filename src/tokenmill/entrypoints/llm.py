@@ -131,7 +131,7 @@ class LLM:
             while not output.finished:
                 with self._lock:
                     self._client.run(partial(_has_grown, generation, generation.num_generated))
-                output.usage = generation.usage  # of tokens, too, whose text is not complete
+                generation.note_usage(output)  # of tokens, too, whose text is not complete
                 yield output
         finally:
             with self._lock:

@@ -392,6 +392,10 @@ class Generation:
             if delta.is_failure:
                 output.error = delta.error or delta.finish_reason
             output.finished = all(one.finish_reason is not None for one in output.outputs)
+            self.note_usage(output)
+
+    def note_usage(self, output: RequestOutput) -> None:
+        """What is known by now beside the text: for readers of an output that is not finished, too."""
         output.usage, output.cache = self.usage, self.cache
         if output.prompt_logprobs is None:
             output.prompt_logprobs = self.prompt_logprobs
