@@ -37,6 +37,8 @@ class EngineConfig:
     """Minimum tokens saved for a request to wait for another one that is computing its prefix."""
     prefix_caching: bool = True
     """Reuse the KV of common prefixes."""
+    forced_tokens: bool = True
+    """Append the tokens that a grammar leaves no choice about without drawing them, and compute them in one chunk."""
     depth: int | None = None
     """Steps submitted ahead, 0 or 1; None for the maximum of the backend."""
 

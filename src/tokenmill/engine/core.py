@@ -23,6 +23,7 @@ from tokenmill.contract import (
     DecodeOutput,
     Forward,
     IntArray,
+    Mask,
     ModelInfo,
     Sampled,
     Sampler,
@@ -66,8 +67,8 @@ class Submitted:
 
     plan: StepPlan
     forward: Forward
-    sampling: Sampling | None
-    """None where no row of the step gets a token."""
+    sampling: Sampling | None = None
+    """None before it is drawn, and where no row of the step gets a token."""
 
 
 class Executor:
@@ -78,13 +79,19 @@ class Executor:
         self._sampling = sampling
 
     def submit(self, plan: StepPlan) -> Submitted:
-        """Launch the forward pass and the sampling; returns at once. Raises what `Backend.forward` raises."""
-        forward = self.backend.forward(plan.batch)
+        """Launch the forward pass; returns at once. Raises what `Backend.forward` raises."""
+        return Submitted(plan, self.backend.forward(plan.batch))
+
+    def draw(self, step: Submitted, plan: StepPlan, masks: Mask | None = None) -> Submitted:
+        """Launch the sampling of the step's rows, before the next step is submitted; returns at once.
+
+        `plan`: the step's own, or what is left to be drawn of it.
+        """
         if not len(plan.sampled_rows):
-            return Submitted(plan, forward, None)
+            return Submitted(plan, step.forward)
         try:
             rows = SampleRows(plan.logits_rows, plan.sampled_rows, self._sampler(plan))
-            return Submitted(plan, forward, self.backend.sample(forward, rows))
+            return Submitted(plan, step.forward, self.backend.sample(step.forward, rows, masks))
         except Exception as error:
             # The forward has been launched and can't be undone from here.
             raise ForwardFailed(f"sampling failed: {type(error).__name__}: {error}", fatal=True) from error
@@ -173,6 +180,7 @@ class InFlight:
     step: Submitted
     handed_at: float
     schedule_s: float
+    mask_s: float = 0.0
 
 
 class EngineCore:
@@ -266,7 +274,10 @@ class EngineCore:
         if source is None:
             raise InvalidRequest(f"request {request_id} is not running; submit a new request with its tokens")
         shared = replace(hints, namespace=source.hints.namespace, fork_of=request_id)
-        child = Request(new_id, source.tokens, limits, shared, draw)
+        is_same = draw.params.structured_outputs == source.draw.params.structured_outputs
+        # The child's grammar goes on where its source's is, in the middle of the output.
+        grammar = source.grammar.fork() if source.grammar is not None and is_same else None
+        child = Request(new_id, source.tokens, limits, shared, draw, grammar=grammar)
         self.add(child)
         return child
 
@@ -323,8 +334,14 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None and not self._submit(plan, began):
             return
-        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            self._collect()
+        # Masks need the tokens of the step before, which is collected while this one's forward pass runs.
+        waits = plan is not None and len(self._in_flight) > 1 and self.scheduler.constraints.are_on(plan)
+        if plan is not None and not waits:
+            self._draw()
+        if self._in_flight and (plan is None or len(self._in_flight) > self.depth) and not self._collect():
+            return
+        if waits:
+            self._draw()
 
     def _submit(self, plan: StepPlan, began: float) -> bool:
         """Submit a plan; if it fails, let what is in flight come home and suspect the plan's requests."""
@@ -343,6 +360,24 @@ class EngineCore:
             return False
         self._in_flight.append(InFlight(step, handed_at, handed_at - began))
         return True
+
+    def _draw(self) -> None:
+        """Launch the draws of the latest step; all steps before it have been drawn."""
+        self._in_flight.append(self._drawn(self._in_flight.pop()))
+
+    def _drawn(self, flight: InFlight) -> InFlight:
+        """A submitted step with its draws launched. A request whose grammar fails now ends."""
+        plan = flight.step.plan
+        if not self.scheduler.constraints.are_on(plan):
+            return replace(flight, step=self._executor.draw(flight.step, plan))
+        began = self.events.clock()
+        plan = self.scheduler.rows.still_drawing(plan)
+        found = self.scheduler.constraints.masks(plan)
+        mask_s = self.events.clock() - began
+        step = self._executor.draw(flight.step, plan, found.masks)
+        for request, error in found.failed:
+            self.scheduler.finish(request, FinishReason.ERROR, error=error)
+        return replace(flight, step=step, mask_s=mask_s)
 
     def _collect(self) -> bool:
         """Collect the oldest step. If it has failed, so have all after it: False."""
@@ -366,25 +401,26 @@ class EngineCore:
         self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill)
         self._last_tick = plan.tick
         if self.events.is_heard:
-            self._tell_tick(plan, now, flight.schedule_s, step_s)
+            self._tell_tick(plan, now, flight, step_s)
         self.scheduler.update(plan, sampled, self._executor.outputs(flight.step))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def _tell_tick(self, plan: StepPlan, at: float, schedule_s: float, step_s: float) -> None:
+    def _tell_tick(self, plan: StepPlan, at: float, flight: InFlight, step_s: float) -> None:
         self._told_cells = self.kv.free()
         self.events.emit(
             TickEvent(
                 plan=plan,
                 requests=self.scheduler.rows.names(plan),
                 at=at,
-                schedule_s=schedule_s,
+                schedule_s=flight.schedule_s,
                 step_s=step_s,
                 num_running=self.scheduler.rows.num_running,
                 num_waiting=len(self.scheduler.queue),
                 free_cells=self._told_cells,
                 num_parked=self.kv.num_parked,
                 prefill_s=self._prefill_s(plan, step_s),
+                mask_s=flight.mask_s,
             )
         )
 
@@ -428,8 +464,8 @@ class EngineCore:
         try:
             step = self._executor.submit(plan)
             now = self.events.clock()
-            flight = InFlight(step, now, now - began)
-            sampled = self._executor.collect(step)
+            flight = self._drawn(InFlight(step, now, now - began))
+            sampled = self._executor.collect(flight.step)
         except BackendError as error:
             _raise_if_fatal(error)
             self.scheduler.resync()

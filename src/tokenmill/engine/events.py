@@ -155,6 +155,15 @@ class RequestEvent:
 
 
 @dataclass(frozen=True)
+class ProposalEvent:
+    """Requests in these rows have got tokens that were not drawn: their grammars leave no choice about them."""
+
+    at: float
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Share:
     """What one request had of a step."""
 
@@ -185,6 +194,8 @@ class TickEvent:
     num_parked: int
     prefill_s: float = 0.0
     """What of `step_s` its prefill tokens took: without them, its decodes alone would have been done sooner."""
+    mask_s: float = 0.0
+    """Host time to compute the masks of its constrained draws, while its forward pass ran."""
 
     @cached_property
     def is_whole(self) -> bool:
@@ -256,7 +267,7 @@ class StartEvent:
     num_cells: int
 
 
-Event = RequestEvent | TickEvent | ParkedEvent | CellsEvent | FailedStepEvent | StartEvent
+Event = RequestEvent | TickEvent | ProposalEvent | ParkedEvent | CellsEvent | FailedStepEvent | StartEvent
 Subscriber = Callable[[Event], None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,16 @@ class StepPlan(StepShape):
     @property
     def num_tokens(self) -> int:
         return len(self.batch)
+
+    def drawing(self, places: NDArray[np.bool_]) -> StepPlan:
+        """The same step with draws for these sampled rows only: the others have got their next token elsewhere."""
+        return replace(
+            self,
+            sampled_rows=self.sampled_rows[places],
+            logits_rows=self.logits_rows[places],
+            sampled_leases=self.sampled_leases[places],
+            positions=self.positions[places],
+        )
 
 
 @dataclass

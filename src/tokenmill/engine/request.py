@@ -18,6 +18,7 @@ from tokenmill.engine.prefix import Entry
 from tokenmill.errors import ContextOverflow, IllegalTransition, InvalidRequest
 from tokenmill.outputs import CacheVerdict, FinishReason, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
+from tokenmill.text.grammar import GrammarState
 
 
 class RequestState(Enum):
@@ -175,6 +176,7 @@ class Request:
         "embedding",
         "error",
         "finish_reason",
+        "grammar",
         "hints",
         "last_progress",
         "limits",
@@ -203,6 +205,7 @@ class Request:
         hints: Hints = Hints(),
         draw: Draw = GREEDY,
         pooling: Pooling | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         if len(prompt) == 0:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
@@ -234,6 +237,8 @@ class Request:
         """Sum of the hidden states so far, of `num_pooled` tokens."""
         self.num_pooled = 0
         self.embedding: list[float] = []
+        self.grammar = grammar
+        """Where its output is in the grammar of `draw.params.structured_outputs`; it follows the log."""
         self.waits_on: Entry | None = None
         """A running neighbour that is computing this request's prefix..."""
         self.waits_until = 0
@@ -263,6 +268,13 @@ class Request:
     def computes_all(self) -> bool:
         """Is something wanted of every prompt token? Then it reads no KV of others."""
         return self.wants_scores or self.pooling is Pooling.MEAN
+
+    @property
+    def takes_proposals(self) -> bool:
+        """May tokens be appended that were not drawn? Not where log-probabilities are asked for, or tokens banned."""
+        params = self.draw.params
+        is_edited = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
+        return self.grammar is not None and params.logprobs is None and not is_edited
 
     @property
     def is_finished(self) -> bool:
@@ -299,6 +311,12 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
         what = f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}"
         raise InvalidRequest(what, param="prompt")
     request.draw.params.check_vocabulary(model.vocab_size)
+
+
+def check_grammar(request: Request) -> None:
+    """Raise `InvalidRequest` if the output is to be constrained and nobody has compiled what by."""
+    if request.draw.params.structured_outputs is not None and request.grammar is None:
+        raise InvalidRequest(f"request {request.request_id}: its structured_outputs have not been compiled")
 
 
 def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: bool = True) -> str:

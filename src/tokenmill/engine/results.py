@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from tokenmill.contract import BAD_ROW, DecodeOutput, IntArray, Sampled
 from tokenmill.contract.backend import FloatArray
-from tokenmill.engine.events import EventBus, Phase
+from tokenmill.engine.constraints import Constraints, Course
+from tokenmill.engine.events import EventBus, Phase, ProposalEvent
 from tokenmill.engine.plan import PromptRows, StepPlan
 from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
@@ -51,9 +52,10 @@ _NOBODY = _Crowd(0, np.zeros(0, dtype=np.int32), [])
 class Results:
     """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
 
-    def __init__(self, rows: RunningRows, sampling: SamplingState, events: EventBus) -> None:
+    def __init__(self, rows: RunningRows, sampling: SamplingState, constraints: Constraints, events: EventBus) -> None:
         self._rows = rows
         self._sampling = sampling
+        self._constraints = constraints
         self._events = events
         self._pending = StepResult([], [], None, {})
         self._crowd = _NOBODY
@@ -102,6 +104,10 @@ class Results:
         pending.request_ids.extend(names)
         pending.token_ids.extend(tokens)
 
+    def begin(self, request: Request) -> None:
+        """Tell what a new request's output has begun with."""
+        self._add([request.request_id] * len(request.output), request.output, None)
+
     def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None) -> list[Completed]:
         """Give the sampled tokens to their requests; the requests that are complete with them."""
         completed: list[Completed] = []
@@ -114,7 +120,54 @@ class Results:
         completed += self._hand_out(rows, ids, self._logprobs(rows, sampled, still) if sampled.extras else None)
         if self._sampling.has_rules[rows].any():
             self._advance_rules(rows, ids, {one.request.row for one in completed})
+        if self._rows.is_constrained[rows].any():
+            completed += self._follow_grammars(rows, ids, {one.request.row for one in completed})
         return completed
+
+    def _follow_grammars(self, rows: IntArray, ids: IntArray, completed: set[int]) -> list[Completed]:
+        """Constrained requests have got a token: their grammars follow, and may propose what comes next."""
+        found: list[Completed] = []
+        proposed: dict[int, int] = {}
+        constrained = self._rows.is_constrained[rows].nonzero()[0]
+        for row, token in zip(rows[constrained].tolist(), ids[constrained].tolist(), strict=True):
+            request = self._rows.requests[row]
+            if request is None or row in completed:
+                continue
+            followed, one = self._constraints.follow(request, (token,)), None
+            while one is None and followed.proposal:
+                count, one = self._accept(request, followed.proposal)
+                proposed[row] = proposed.get(row, 0) + count
+                followed = self._constraints.follow(request, followed.proposal) if one is None else followed
+            if one is not None:
+                found.append(one)
+            elif followed.course is Course.COMPLETE:
+                found.append(Completed(request, FinishReason.STOP))
+            elif followed.course is Course.BROKEN:
+                found.append(Completed(request, FinishReason.ERROR, error=followed.error))
+        if proposed and self._events.is_heard:
+            self._events.emit(ProposalEvent(self._events.clock(), tuple(proposed), tuple(proposed.values())))
+        return found
+
+    def _accept(self, request: Request, proposal: Sequence[int]) -> tuple[int, Completed | None]:
+        """Append proposed tokens to a request's log as if each had been drawn; returns how many it has taken.
+
+        The request may be complete before the last of them.
+        """
+        row, completed = request.row, None
+        accepted: list[int] = []
+        for token in proposal:
+            request.tokens.append(token)
+            accepted.append(token)
+            completed = self._completed_by(request, token, None)
+            if completed is not None:
+                break
+        self._rows.accept(row, accepted)
+        told = accepted if completed is None else accepted[:-1]
+        self._add([request.request_id] * len(told), told, None)
+        if self._sampling.has_rules[row] and completed is None:
+            for token in accepted:
+                self._sampling.advance(row, token)
+        return len(accepted), completed
 
     def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None) -> list[Completed]:
         """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
@@ -163,7 +216,10 @@ class Results:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""
         if token == BAD_ROW:
             request.tokens.pop()
-            return Completed(request, FinishReason.ERROR, error="the model gave logits that are not finite")
+            what = "the model gave logits that are not finite"
+            if request.grammar is not None:
+                what += ", or the grammar allows only tokens that are banned"
+            return Completed(request, FinishReason.ERROR, error=what)
         if token in request.stop_ids and len(request.tokens) - request.num_prompt > request.limits.min_new_tokens:
             return Completed(request, FinishReason.STOP, token, logprobs=logprobs)
         if len(request.tokens) >= self._rows.limit[request.row]:

@@ -8,7 +8,7 @@ comes back for a row that has changed hands is ignored.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,8 @@ class RunningRows:
         """No token has come since it got the row."""
         self.needs_history: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its next token can't be drawn before the last one is known: it is never submitted ahead."""
+        self.is_constrained: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """Its next token can't be drawn before the last one is known, but its forward pass can be submitted ahead."""
         self.pools: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its embedding is wanted: it never decodes."""
         self.requests: list[Request | None] = [None] * max_rows
@@ -104,6 +106,7 @@ class RunningRows:
         self.pending[row] = self.uncharged[row] = 0
         self.awaits_token[row] = True
         self.needs_history[row] = request.draw.params.needs_history
+        self.is_constrained[row] = request.grammar is not None
         self.pools[row] = request.pooling is not None
         self.requests[row] = request
         request.row = row
@@ -286,10 +289,21 @@ class RunningRows:
         self.last_token[index] = ids
         return rows, ids, still
 
+    def accept(self, row: int, tokens: Sequence[int]) -> None:
+        """The row has got tokens that no step has drawn; a step in flight must not draw the first of them again."""
+        self.num_tokens[row] += len(tokens)
+        self.last_token[row] = tokens[-1]
+        self.pending[row] = 0
+
+    def still_drawing(self, plan: StepPlan) -> StepPlan:
+        """A submitted plan that has not been drawn yet, without the rows that have accepted tokens since."""
+        still = (self.lease[plan.sampled_rows] != plan.sampled_leases) | (self.pending[plan.sampled_rows] > 0)
+        return plan if still.all() else plan.drawing(still)
+
 
 def _as_index(plan: StepPlan, rows: IntArray) -> IntArray | slice:
     """The plan's rows as a slice where they are one, which costs a quarter: those that decode are in order."""
-    if plan.num_prefill or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
+    if plan.num_prefill or not len(rows) or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
 

@@ -16,13 +16,22 @@ from numpy.typing import NDArray
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import DecodeOutput, IntArray, ModelInfo, Sampled
+from tokenmill.engine.constraints import Constraints
 from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import WEIGHTS, KVManager
 from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.policies import Deadlines, Order, WaitingQueue
 from tokenmill.engine.prefix import Match
-from tokenmill.engine.request import ENDINGS, NO_ROW, Request, RequestState, check_request, check_transition
+from tokenmill.engine.request import (
+    ENDINGS,
+    NO_ROW,
+    Request,
+    RequestState,
+    check_grammar,
+    check_request,
+    check_transition,
+)
 from tokenmill.engine.results import Results
 from tokenmill.engine.rows import RunningRows
 from tokenmill.errors import InvalidRequest
@@ -62,7 +71,8 @@ class Scheduler:
         self.tick = 0
         self._arrivals = 0
         self._events = events
-        self.results = Results(self.rows, self.sampling, events)
+        self.constraints = Constraints(self.rows, model.vocab_size, proposes=config.forced_tokens)
+        self.results = Results(self.rows, self.sampling, self.constraints, events)
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
@@ -73,6 +83,8 @@ class Scheduler:
         if request.arrival or request.state is not RequestState.WAITING:
             raise InvalidRequest(f"request {request.request_id} has already run; create a new request")
         check_request(request, self.model, self.max_model_len)
+        check_grammar(request)
+        request.tokens += self.constraints.begin(request, request.max_tokens(self.max_model_len))
         self._arrivals += 1
         request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick
         self.requests[request.request_id] = request
@@ -83,6 +95,7 @@ class Scheduler:
             self.finish(request, FinishReason.OVERLOAD, error=full)
             return
         self.queue.add(request)
+        self.results.begin(request)
         if request.limits.timeout_s is not None:
             self.deadlines.set(request.arrived_at + request.limits.timeout_s, request, until_started=False)
         if self.config.queue_timeout_s is not None:

@@ -21,6 +21,7 @@ from tokenmill.engine.events import (
     ParkedTokens,
     ParkedView,
     Phase,
+    ProposalEvent,
     RequestEvent,
     SlotView,
     StartEvent,
@@ -68,6 +69,9 @@ class CoreView:
             self._change(event)
         elif isinstance(event, ParkedEvent):
             self._change_parked(event)
+        elif isinstance(event, ProposalEvent):
+            self._add_up()
+            self._num_tokens[list(event.rows)] += np.array(event.counts, dtype=np.int32)
         elif isinstance(event, CellsEvent):
             self.free_cells = event.free_cells
         elif isinstance(event, StartEvent):

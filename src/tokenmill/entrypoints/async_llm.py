@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
@@ -92,6 +92,8 @@ class AsyncLLM:
         self.max_model_len = self._client.max_model_len
         """Maximum tokens of prompt and output of a request."""
         self._intake = Intake("async", self.opened.text, self.opened.model.info, self.max_model_len, seed)
+        if self._intake.grammars.is_available:
+            self._intake.grammars.warm()
         self.bridge = StepBridge(self._client)
         """To the event loops of its users; for others who use the engine as well: sessions."""
         self._running: dict[str, list[Generation]] = {}
@@ -115,6 +117,10 @@ class AsyncLLM:
     @property
     def num_cores(self) -> int:
         return self._client.num_cores
+
+    def on_compiled(self, note: Callable[[float], None]) -> None:
+        """Be told from now on how long the compilation of a grammar took (s), one at a time, on any thread."""
+        self._intake.grammars.on_compiled = note
 
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
         """Hear what a core of the engine tells, from a snapshot on; returns the call that ends it.
@@ -160,11 +166,26 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """The output so far, one object that grows, each time it has. Leaving the loop cancels the request.
 
-        What can't be run is refused at once; what can starts when the first output is asked for. `hints` say whose
-        request it is; after `timeout_s` it ends with `timeout`.
+        What can't be run is refused at once, or with the first output if `structured_outputs` have to be compiled;
+        what can starts when the first output is asked for. `hints` say whose request it is; after `timeout_s` it ends
+        with `timeout`.
         """
-        generation = self.generation(prompt, sampling_params, request_id, hints=hints, timeout_s=timeout_s)
-        return self._run(generation)
+        if self._intake.is_prepared(sampling_params):
+            return self._run(self.generation(prompt, sampling_params, request_id, hints=hints, timeout_s=timeout_s))
+        return self._prepare_and_run(prompt, sampling_params, request_id, hints=hints, timeout_s=timeout_s)
+
+    async def _prepare_and_run(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """Compile its grammar first: what is wrong with that is told when the first output is asked for."""
+        await self.prepare(params)
+        async with aclosing(self._run(self.generation(prompt, params, request_id, **options))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(self, params: SamplingParams | None) -> None:
+        """Compile the structured outputs that the parameters ask for, off the event loop, for `generation`."""
+        await self._intake.prepare(params)
 
     async def _run(self, generation: Generation) -> AsyncGenerator[RequestOutput]:
         stream, output = self.open_stream([generation]), generation.new_output()

@@ -59,6 +59,8 @@ class EngineOptions(TypedDict, total=False):
     """Maximum time in the queue (s), then the request ends with `timeout`."""
     kv_cache_tokens: int | None
     """Size of the KV cache in tokens; by default a fraction of free memory."""
+    forced_tokens: bool | None
+    """Append tokens that a grammar leaves no choice about without drawing them (default true)."""
     num_threads: int | None
     """CPU threads of a step; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
@@ -71,7 +73,7 @@ __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "
 
 CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
-    "target_tick_ms", "max_queue", "queue_timeout_s",
+    "target_tick_ms", "max_queue", "queue_timeout_s", "forced_tokens",
 )  # fmt: skip
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "extra")
 

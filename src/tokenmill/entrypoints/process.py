@@ -33,7 +33,7 @@ import msgspec
 import zmq
 
 from tokenmill.config import EngineConfig
-from tokenmill.contract import BackendLimits, IntArray, ModelInfo
+from tokenmill.contract import BackendLimits, IntArray, ModelHandle, ModelInfo
 from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.events import CoreSnapshot, CoreStats, Event, Phase, RequestEvent, StartEvent, Subscriber
@@ -45,7 +45,9 @@ from tokenmill.entrypoints.options import load_for_engine
 from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InsufficientMemory, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
+from tokenmill.text.grammar import GrammarCompiler
 from tokenmill.text.llamacpp import Vocab
+from tokenmill.text.model_text import open_text
 
 log = logging.getLogger("tokenmill.entrypoints.process")  # in the child `__name__` is another
 
@@ -510,8 +512,12 @@ class EngineProcess:
         """Those whose first token has been sent."""
         self._following: dict[int, Callable[[], None]] = {}
         """The calls that end subscriptions; of one that has not begun yet, one that does nothing."""
+        self._compiling: dict[str, FinishReason | None] = {}
+        """Requests whose grammars are being compiled, and why those were cancelled that were."""
+        self._grammars: Future[GrammarCompiler] = Future()
+        """From the model's tokenizer, which is read once the engine is ready."""
         self._lock = threading.Lock()
-        """Around the subscriptions."""
+        """Around the subscriptions and the requests whose grammars are being compiled."""
         self._going = True
 
     def log(self, record: logging.LogRecord, text: str) -> None:
@@ -552,15 +558,13 @@ class EngineProcess:
         elif client is None or isinstance(message, wire.Close):
             self._stop()
         elif isinstance(message, wire.Submit):
-            request = message.request()
-            self._requests[request.request_id] = request
-            try:
-                client.submit(request, self._tell, message.core)
-            except BaseException:
-                del self._requests[request.request_id]
-                raise
+            self._take_request(client, message.request(), message.core)
         elif isinstance(message, wire.Cancel):
-            client.cancel(message.request_id, message.reason)
+            with self._lock:
+                if is_compiling := message.request_id in self._compiling:
+                    self._compiling[message.request_id] = message.reason
+            if not is_compiling:
+                client.cancel(message.request_id, message.reason)
         elif isinstance(message, wire.Finish):
             client.finish(message.request_id, message.keep_tokens)
         elif isinstance(message, wire.Release):
@@ -571,6 +575,47 @@ class EngineProcess:
             end()
         else:
             self._take_question(client, message)
+
+    def _take_request(self, client: ThreadClient, request: Request, core: int | None) -> None:
+        """Submit a request; if its grammar has to be compiled first, on a thread: tokens of others are sent here."""
+        outputs = request.draw.params.structured_outputs
+        if outputs is None:
+            self._submit(client, request, core)
+            return
+        grammar = self._grammars.result().cached(outputs) if self._grammars.done() else None
+        if grammar is not None:
+            request.grammar = grammar.start()
+            self._submit(client, request, core)
+            return
+        self._compiling[request.request_id] = None
+        compiling = threading.Thread(
+            target=self._compile, args=(client, request, core), name="tokenmill-compile", daemon=True
+        )
+        compiling.start()
+
+    def _submit(self, client: ThreadClient, request: Request, core: int | None) -> None:
+        self._requests[request.request_id] = request
+        try:
+            client.submit(request, self._tell, core)
+        except BaseException:
+            del self._requests[request.request_id]
+            raise
+
+    def _compile(self, client: ThreadClient, request: Request, core: int | None) -> None:
+        """On a thread of its own, for one request. The parent has compiled it too: it is valid."""
+        outputs, name = request.draw.params.structured_outputs, request.request_id
+        try:
+            if outputs is not None:
+                request.grammar = self._grammars.result().compile(outputs).start()
+            with self._lock:
+                reason = self._compiling.pop(name)
+                if reason is None:
+                    self._submit(client, request, core)
+            if reason is not None:
+                self._mail.post(wire.encode(wire.Step.of(StepResult.of_end(name, reason, None), {})))
+        except Exception as error:
+            self._compiling.pop(name, None)
+            self._mail.post(wire.failed(name, str(error)))
 
     def _take_question(self, client: ThreadClient, message: wire.Question) -> None:
         """A core answers between two steps, and a step may hang; the reading of messages must not."""
@@ -662,6 +707,18 @@ class EngineProcess:
         ready = wire.Ready(model.info, path, config, limits, client.max_model_len, has_vocab)
         self._client = client
         self._mail.post(wire.encode(ready))
+        opening = threading.Thread(target=self._open_grammars, args=(model,), name="tokenmill-grammars", daemon=True)
+        opening.start()
+
+    def _open_grammars(self, model: ModelHandle) -> None:
+        """On a thread of its own: structured outputs need the model's tokenizer, which nothing else here does."""
+        try:
+            grammars = open_text(model).grammars(model.info.vocab_size)
+            if grammars.is_available:
+                grammars.warm()
+            self._grammars.set_result(grammars)
+        except Exception as error:
+            self._grammars.set_exception(error)
 
     def _tell(self, result: StepResult) -> None:
         """On a core's thread."""

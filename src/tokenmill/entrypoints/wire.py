@@ -27,6 +27,7 @@ from tokenmill.engine.events import (
     Event,
     FailedStepEvent,
     ParkedEvent,
+    ProposalEvent,
     RequestEvent,
     StartEvent,
     TickEvent,
@@ -257,6 +258,7 @@ class Tick(msgspec.Struct, tag=True, array_like=True):
     free_cells: int
     num_parked: int
     prefill_s: float
+    mask_s: float
 
     @classmethod
     def of(cls, event: TickEvent) -> Tick:
@@ -264,7 +266,7 @@ class Tick(msgspec.Struct, tag=True, array_like=True):
         return cls(
             plan.tick, plan.rows.tobytes(), plan.counts.tobytes(), plan.sampled_rows.tobytes(), plan.num_decode,
             event.requests, event.at, event.schedule_s, event.step_s, event.num_running, event.num_waiting,
-            event.free_cells, event.num_parked, event.prefill_s,
+            event.free_cells, event.num_parked, event.prefill_s, event.mask_s,
         )  # fmt: skip
 
     def event(self) -> TickEvent:
@@ -274,7 +276,7 @@ class Tick(msgspec.Struct, tag=True, array_like=True):
         shape = StepShape(self.tick, rows, counts, sampled, self.num_decode)
         return TickEvent(
             shape, self.requests, self.at, self.schedule_s, self.step_s, self.num_running, self.num_waiting,
-            self.free_cells, self.num_parked, self.prefill_s,
+            self.free_cells, self.num_parked, self.prefill_s, self.mask_s,
         )  # fmt: skip
 
 
@@ -284,6 +286,7 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
     number: int
     tick: Tick | None = None
     request: RequestEvent | None = None
+    proposal: ProposalEvent | None = None
     parked: ParkedEvent | None = None
     cells: CellsEvent | None = None
     failed_step: FailedStepEvent | None = None
@@ -295,6 +298,8 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
             return cls(number, tick=Tick.of(event))
         if isinstance(event, RequestEvent):
             return cls(number, request=event)
+        if isinstance(event, ProposalEvent):
+            return cls(number, proposal=event)
         if isinstance(event, ParkedEvent):
             return cls(number, parked=event)
         if isinstance(event, CellsEvent):
@@ -306,7 +311,7 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
     def event(self) -> Event:
         if self.tick is not None:
             return self.tick.event()
-        event = self.request or self.parked or self.cells or self.failed_step or self.start
+        event = self.request or self.proposal or self.parked or self.cells or self.failed_step or self.start
         if event is None:
             raise IntegrityError("an engine process sent an event without contents")
         return event

@@ -32,6 +32,7 @@ from tokenmill.outputs import (
 )
 from tokenmill.params import SamplingParams
 from tokenmill.text.detok import Detokenizer, StopStrings
+from tokenmill.text.grammar import Grammar
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.turn_parser import HarmonyParser, TurnParser, TurnPlan
 
@@ -267,6 +268,7 @@ class Generation:
         timeout_s: float | None,
         first_index: int = 0,
         plan: TurnPlan | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         """Its caller's name for it; those of the engine's requests are longer."""
@@ -288,7 +290,14 @@ class Generation:
         self.choices = [
             Choice(
                 self,
-                Request(f"{engine_id}/{i}", ids, limits, hints, Draw(params=params, seed=seed, choice=i)),
+                Request(
+                    f"{engine_id}/{i}",
+                    ids,
+                    limits,
+                    hints,
+                    Draw(params=params, seed=seed, choice=i),
+                    grammar=None if grammar is None else grammar.start(),
+                ),
                 TextStage(tokenizer, params, stop_ids, first_index + i, plan),
                 None if plan is None else plan.open_parser(),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
@@ -48,6 +49,7 @@ class Intake:
         self._prefix = f"{prefix}-{secrets.token_hex(4)}"
         """Of its names for requests: entry points may share an engine."""
         self._numbers = itertools.count()
+        self.grammars = text.grammars(model.vocab_size)
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
 
     def generation(
@@ -60,7 +62,10 @@ class Intake:
         first_index: int = 0,
         plan: TurnPlan | None = None,
     ) -> Generation:
-        """A request for the tokens that follow a prompt; without parameters, the model's own."""
+        """A request for the tokens that follow a prompt; without parameters, the model's own.
+
+        Blocks while `structured_outputs` are compiled: an event loop awaits `prepare` first.
+        """
         params = self.text.sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -80,9 +85,20 @@ class Intake:
             timeout_s=timeout_s,
             first_index=first_index,
             plan=plan,
+            grammar=None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs),
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation
+
+    async def prepare(self, params: SamplingParams | None) -> None:
+        """Compile what the parameters ask for, off the event loop; `InvalidRequest` if that can't be."""
+        if params is not None and params.structured_outputs is not None and not self.is_prepared(params):
+            await asyncio.to_thread(self.grammars.compile, params.structured_outputs)
+
+    def is_prepared(self, params: SamplingParams | None) -> bool:
+        """Does `generation` not have to compile anything?"""
+        outputs = params.structured_outputs if isinstance(params, SamplingParams) else None
+        return outputs is None or self.grammars.cached(outputs) is not None
 
     def embedding(
         self,

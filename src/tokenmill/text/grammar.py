@@ -7,6 +7,7 @@ on any thread, but a `GrammarState`, which belongs to its request's engine.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import threading
@@ -68,16 +69,22 @@ class GrammarState:
         """Tokens that end an output, which the grammar allows where it is complete."""
         self.num_tokens = num_tokens
         """Length of the output it has followed."""
+        self.has_ended = False
+        """Was the last of them an end-of-sequence token after a complete output?"""
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """Follow tokens of the output; False if the grammar does not allow them: the state is of no use then."""
         self.num_tokens += len(tokens)
+        if self.is_complete:  # a matcher that has stopped does not take the end
+            self.has_ended = len(tokens) == 1 and tokens[0] in self.eos_ids
+            return self.has_ended
         return bool(self.matcher.consume_tokens(list(tokens)))
 
     def rollback(self, count: int) -> None:
         """The last tokens of the output were taken back."""
         self.num_tokens -= count
-        self.matcher.rollback(count)
+        self.matcher.rollback(count - self.has_ended)
+        self.has_ended = False
 
     def fork(self) -> GrammarState:
         return GrammarState(self.matcher.deep_copy(), self.eos_ids, self.num_tokens)
@@ -129,7 +136,12 @@ class GrammarCompiler:
         self._kept: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._warming: Future[LLTokenizer] | None = None
         self.on_compiled: Callable[[float], None] | None = None
-        """Told how long each compilation took, on its thread."""
+        """Told how long each compilation took, one at a time, on its thread."""
+
+    @property
+    def is_available(self) -> bool:
+        """Is llguidance installed, and does the model have what it needs?"""
+        return importlib.util.find_spec("llguidance") is not None and bool(self._tokenizer.eos_ids)
 
     def warm(self) -> Future[LLTokenizer]:
         """Begin to build llguidance's tokenizer, which takes about half a second, on a thread."""
@@ -169,8 +181,9 @@ class GrammarCompiler:
                 return _compiled(outputs, tokenizer, self._tokenizer.eos_ids)
             finally:
                 self._free.release()
-                if self.on_compiled is not None:
-                    self.on_compiled(time.perf_counter() - began)
+                with self._lock:
+                    if self.on_compiled is not None:
+                        self.on_compiled(time.perf_counter() - began)
 
         with self._lock:
             known = self._kept.get(outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
 from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
+from tokenmill.text.grammar import GrammarCompiler
 from tokenmill.text.hf import HuggingFaceTokenizer, read_text
 from tokenmill.text.llamacpp import LlamaTokenizer, Vocab
 from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
@@ -41,16 +42,22 @@ class ModelText:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What templates may ask for by name: bos_token and the like."""
     _own_template: Callable[[str], ChatTemplate] = field(init=False, repr=False, compare=False)
+    _grammars: Callable[[int], GrammarCompiler] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def own_template(source: str) -> ChatTemplate:
             return ChatTemplate(source, self.tokenizer, self.variables)
 
         object.__setattr__(self, "_own_template", lru_cache(KEPT_TEMPLATES)(own_template))
+        object.__setattr__(self, "_grammars", lru_cache(1)(partial(GrammarCompiler, self.tokenizer)))
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling parameters, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
+
+    def grammars(self, vocab_size: int) -> GrammarCompiler:
+        """The compiler of structured outputs for a model with so many tokens: one for all who ask."""
+        return self._grammars(vocab_size)
 
     def chat_template(self, source: str | None = None) -> ChatTemplate:
         """A caller's own template, or without one the model's; `InvalidRequest` if it has none either."""

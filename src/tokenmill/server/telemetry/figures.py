@@ -22,6 +22,7 @@ from tokenmill.engine.events import (
     ParkedChange,
     ParkedEvent,
     Phase,
+    ProposalEvent,
     RequestEvent,
     StartEvent,
     TickEvent,
@@ -86,6 +87,7 @@ class CoreFigures:
         self.num_prompt = 0
         self.num_cached = 0
         self.num_generated = 0
+        self.num_forced = 0
         self.num_computed = 0
         self.num_preempted = 0
         self.num_evicted = 0
@@ -94,6 +96,7 @@ class CoreFigures:
         self.ended = dict.fromkeys(FinishReason, 0)
         self.step_s, self.schedule_s, self.inter_token_s = Tally(SHORT_S), Tally(SHORT_S), Tally(SHORT_S)
         self.step_tokens, self.step_sequences = Tally(TOKENS), Tally(SEQUENCES)
+        self.mask_s, self.compile_s = Tally(SHORT_S), Tally(SHORT_S)
         self.first_token_s, self.request_s = Tally(LONG_S), Tally(LONG_S)
         self.phase_s: dict[Phase, Tally] = {phase: Tally(LONG_S) for phase in Phase if phase is not Phase.ENDED}
         self.prompt_tokens, self.generated_tokens = Tally(TOKENS), Tally(TOKENS)
@@ -111,6 +114,8 @@ class CoreFigures:
         self.num_computed += plan.num_tokens
         self.step_s.add(event.step_s)
         self.schedule_s.add(event.schedule_s)
+        if event.mask_s:
+            self.mask_s.add(event.mask_s)
         self.step_tokens.add(plan.num_tokens)
         self.step_sequences.add(len(plan.rows))
         if not len(plan.sampled_rows):
@@ -134,7 +139,9 @@ class CoreFigures:
 
     def note_request(self, event: RequestEvent, timeline: Timeline) -> None:
         """The timeline has the event in it."""
-        if event.phase is Phase.PREFILL and timeline.num_preemptions == 0:
+        if event.phase is Phase.QUEUED:
+            self._note_forced(event.num_tokens - event.num_prompt)  # what its output begins with in any case
+        elif event.phase is Phase.PREFILL and timeline.num_preemptions == 0:
             self.num_prompt += event.num_prompt
             self.num_cached += event.num_cached
         elif event.phase is Phase.DECODE and timeline.first_token_at == event.at:
@@ -157,12 +164,18 @@ class CoreFigures:
             self.phase_s[phase].add(timeline.seconds(phase))
 
     def note_other(self, event: Event) -> None:
-        if isinstance(event, ParkedEvent):
+        if isinstance(event, ProposalEvent):
+            self._note_forced(sum(event.counts))
+        elif isinstance(event, ParkedEvent):
             self.num_evicted += event.change is ParkedChange.EVICTED
         elif isinstance(event, FailedStepEvent):
             self.num_failed_steps += 1
         elif isinstance(event, StartEvent):
             self.num_restarts += 1
+
+    def _note_forced(self, count: int) -> None:
+        self.num_forced += count
+        self.num_generated += count
 
     # -- of several cores ---------------------------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class Telemetry:
             figures = self._figures.setdefault(model, [])
             figures += [CoreFigures() for _ in range(llm.num_cores - len(figures))]
             self._watches[model], self._endings[model] = [], []
+            llm.on_compiled(figures[0].compile_s.add)
             for core in range(llm.num_cores):
                 try:
                     self._endings[model].append(llm.subscribe(core, partial(self._watch, model, core)))

@@ -28,6 +28,7 @@ from tokenmill.engine.events import (
     ParkedTokens,
     ParkedView,
     Phase,
+    ProposalEvent,
     RequestEvent,
     SlotView,
     StartEvent,
@@ -185,6 +186,8 @@ def event_json(event: Event, name: ShowName) -> tuple[str, Json]:
             "parked_tokens": _parked_tokens(event.parked_tokens),
             "for": name(event.by, event.by_key),
         }
+    if isinstance(event, ProposalEvent):
+        return "forced", {"slots": list(event.rows), "tokens": list(event.counts)}
     if isinstance(event, CellsEvent):
         return "cells", {"free": event.free_cells}
     if isinstance(event, FailedStepEvent):
@@ -232,6 +235,9 @@ class LiveCore:
         elif kind == "parked":
             change, parked_tokens = ParkedChange(data["change"]), _parked_tokens_from(data["parked_tokens"])
             self.view(ParkedEvent(data["at"], change, data["seq"], data["tokens"], parked_tokens, data["session"]))
+        elif kind == "forced":
+            self.rates.note(data["at"], num_generated=sum(data["tokens"]))
+            self.view(ProposalEvent(data["at"], tuple(data["slots"]), tuple(data["tokens"])))
         elif kind == "cells":
             self.view(CellsEvent(data["at"], data["free"]))
         elif kind == "start":
@@ -391,6 +397,8 @@ class CoreWatch:
                     self._on_end(self.model, timeline)
             else:
                 self._figures.note_other(event)
+                if isinstance(event, ProposalEvent):
+                    self._rates.note(event.at, num_generated=sum(event.counts))
             self.view(event)
             if self._readers:
                 # A step's arrays are not kept for readers: what it tells is a fraction of what it computed.

@@ -23,7 +23,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTERS = {
     "num_prompt": ("prompt_tokens", "Prompt tokens of requests that have started."),
     "num_cached": ("cached_prompt_tokens", "Those of them whose KV was there already."),
-    "num_generated": ("generated_tokens", "Tokens that were drawn."),
+    "num_generated": ("generated_tokens", "Tokens of outputs, drawn and forced."),
+    "num_forced": ("forced_tokens", "Those of them that a grammar left no choice about."),
     "num_computed": ("computed_tokens", "Tokens that went through the model, prompts and drawn ones."),
     "num_preempted": ("preemptions", "Requests that lost their place to others, and went on later."),
     "num_evicted": ("evictions", "Parked sequences that were given up to make room."),
@@ -36,10 +37,12 @@ HISTOGRAMS = {
     "request_s": ("request_seconds", "From the queue to the end."),
     "step_s": ("step_seconds", "What a step took."),
     "schedule_s": ("schedule_seconds", "What planning a step took."),
+    "mask_s": ("mask_seconds", "What the masks of a step with constrained draws took."),
+    "compile_s": ("grammar_compile_seconds", "What compiling a grammar took."),
     "step_tokens": ("step_tokens", "Tokens in a step."),
     "step_sequences": ("step_sequences", "Requests in a step."),
     "prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request that has ended."),
-    "generated_tokens": ("request_generated_tokens", "Tokens that were drawn for a request that has ended."),
+    "generated_tokens": ("request_generated_tokens", "Tokens of the output of a request that has ended."),
 }
 PHASES = {
     Phase.QUEUED: ("request_queue_seconds", "What a request waited before it first started."),

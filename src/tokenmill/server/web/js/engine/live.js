@@ -89,6 +89,7 @@ export class LiveCore {
 
   take(kind, data) {
     if (kind === "tick") this.#tick(data);
+    else if (kind === "forced") this.counters.generated += data.tokens.reduce((sum, count) => sum + count, 0);
     else if (kind === "request") this.#request(data);
     else if (kind === "parked") this.counters.evictions += data.change === "evicted";
     else if (kind === "failed_step") this.counters.failedSteps += 1;

@@ -33,6 +33,7 @@ export class CoreView {
     if (kind === "tick") this.#step(data);
     else if (kind === "request") this.#change(data);
     else if (kind === "parked") this.#changeParked(data);
+    else if (kind === "forced") data.slots.forEach((slot, i) => (this.#slots[slot].tokens += data.tokens[i]));
     else if (kind === "cells") this.free = data.free;
     else if (kind === "start") this.#reset(data.slots, data.cells);
   }

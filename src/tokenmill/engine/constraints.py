@@ -1,0 +1,128 @@
+"""`Constraints`: grammars of the running requests: masks for a step's draws, proposals where there is no choice.
+
+A grammar state belongs to its request and follows its log, so it survives whatever the row does not: preemption, a lost
+step, a restart of the engine (where it is made anew from the log). It is up to date when a step has been collected. The
+forward pass of the next one may be on its way by then; its draw is not: it is launched with the masks, which are
+computed while the device is busy.
+
+A proposal is a run of tokens appended to a log without being drawn. The next step computes all of them in one chunk, by
+the scheduler's one rule, and draws what follows the last. A grammar's proposals are certain, so nothing is left to be
+verified; those of a draft model would be compared with what that step draws, and the rest taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from tokenmill.contract.backend import Mask
+from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.request import Request
+from tokenmill.engine.rows import RunningRows
+from tokenmill.text.grammar import GrammarState, MaskWriter
+
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
+NO_TOKENS: tuple[int, ...] = ()
+
+
+class Course(Enum):
+    """How an output goes on after a token."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    """Its grammar allows nothing more, and no end-of-sequence token is to be drawn."""
+    BROKEN = "broken"
+    """Its grammar can't be followed any more."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a token means to the grammar of its request."""
+
+    course: Course = Course.OPEN
+    proposal: Sequence[int] = NO_TOKENS
+    """Tokens that follow in any case."""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """The masks of a step's draws, and the requests whose grammar has failed meanwhile."""
+
+    masks: Mask | None = None
+    """None: nothing is constrained."""
+    failed: tuple[tuple[Request, str], ...] = ()
+
+
+class Constraints:
+    """Owned by the thread of its engine core, as the rows are."""
+
+    def __init__(self, rows: RunningRows, vocab_size: int, *, proposes: bool) -> None:
+        self._rows = rows
+        self._proposes = proposes
+        """Otherwise forced tokens are drawn, one a step, from masks that leave nothing else: for comparison."""
+        self._writer = MaskWriter(vocab_size)
+
+    def begin(self, request: Request, longest: int) -> list[int]:
+        """What the output of a new request begins with in any case; never all of it, up to a log of this length."""
+        if request.grammar is None or not self._may_propose(request):
+            return []
+        room = longest - 1 - len(request.tokens)
+        forced = request.grammar.forced()[: max(room, 0)]
+        stop = next((place for place, token in enumerate(forced) if token in request.stop_ids), len(forced))
+        return forced[:stop] if request.grammar.advance(forced[:stop]) else []
+
+    def follow(self, request: Request, tokens: Sequence[int]) -> Followed:
+        """The request's log has grown by these tokens."""
+        state = request.grammar
+        if state is None:
+            return Followed()
+        if not state.advance(tokens):
+            return Followed(Course.BROKEN, error=f"its grammar cannot be followed: {state.error}")
+        if state.is_complete:
+            return self._complete(request, state)
+        return Followed(proposal=state.forced()) if self._may_propose(request) else Followed()
+
+    def _complete(self, request: Request, state: GrammarState) -> Followed:
+        """Only an end-of-sequence token may follow: drawn among several, proposed if there is one, else not needed."""
+        ends = state.eos_ids & request.stop_ids
+        if not ends or len(request.output) < request.limits.min_new_tokens:
+            return Followed(Course.COMPLETE)
+        return Followed(proposal=tuple(ends)) if len(ends) == 1 and self._may_propose(request) else Followed()
+
+    def _may_propose(self, request: Request) -> bool:
+        return self._proposes and request.takes_proposals
+
+    def are_on(self, plan: StepPlan) -> bool:
+        """Does the plan draw for a request that is constrained?"""
+        return bool(self._rows.is_constrained[plan.sampled_rows].any())
+
+    def masks(self, plan: StepPlan) -> StepMasks:
+        """What each of the plan's draws may be; all is allowed for requests that are not constrained, or have left."""
+        rows = plan.sampled_rows
+        is_held = self._rows.is_constrained[rows] & (self._rows.lease[rows] == plan.sampled_leases)
+        places = is_held.nonzero()[0].astype(np.int32)
+        requests = [self._rows.requests[row] for row in rows[places].tolist()]
+        states = [request.grammar for request in requests if request is not None and request.grammar is not None]
+        if not states:
+            return StepMasks()
+        masks = self._writer.write(states, places, len(rows))
+        failed = []
+        for request, state, place in zip(requests, states, places.tolist(), strict=True):
+            if request is None:
+                continue
+            if (error := state.error) is not None:
+                failed.append((request, f"its grammar cannot be followed: {error}"))
+                masks[place] = ALL_ALLOWED
+            elif not self._may_propose(request) and (forced := state.forced()):
+                masks[place] &= _only(forced[0], masks.shape[1])
+        return StepMasks(masks, tuple(failed))
+
+
+def _only(token: int, width: int) -> Mask:
+    mask = np.zeros(width, dtype=np.uint32)
+    mask[token // 32] = np.uint32(1) << np.uint32(token % 32)
+    return mask
