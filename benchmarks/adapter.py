@@ -45,8 +45,9 @@ def as_directory(path: Path, folder: Path) -> Path:
     """A GGUF file of a Llama as a Hugging Face directory in float32."""
     file = GGUFFile(path)
     config = config_of(file)
-    is_plain = config.rope.kind in ("default", "linear") and config.rope.factor == 1.0 and not config.rope.divisors
-    if config.family != "llama" or not is_plain:
+    rope = config.layers[0].rope
+    is_plain = rope is not None and rope.kind in ("default", "linear") and rope.factor == 1.0 and not rope.divisors
+    if config.family != "llama" or rope is None or not is_plain:
         raise ConfigError(f"{path} is not a plain Llama: give a Hugging Face directory instead")
     source = GGUFSource(file, config)
     tensors = {in_file(own, HF_NAMES): source.load(in_file(own, GGUF_NAMES)).float() for own in shapes(config)}
@@ -63,7 +64,7 @@ def as_directory(path: Path, folder: Path) -> Path:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_context,
         "rms_norm_eps": config.rms_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "tie_word_embeddings": config.tied,
     }
     (folder / "config.json").write_text(json.dumps(settings))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_workloads import Job, Workload, first_token, run, workloads
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.layers import CudaDecoder, Switches
 from tokenmill.backends.torch.cuda.model import CudaModel
@@ -44,13 +44,13 @@ SPREAD = 0.02
 SHAPES: Mapping[str, DecoderConfig] = {
     "qwen2.5-7b": DecoderConfig(
         family="qwen2", vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_heads=28, num_kv_heads=4,
-        head_dim=128, max_context=CONTEXT, rms_eps=1e-6, rope=Rope(dim=128, theta=1e6), windows=(None,) * NUM_LAYERS,
-        qkv_bias=True,
+        head_dim=128, max_context=CONTEXT, rms_eps=1e-6,
+        layers=(LayerConfig(rope=Rope(dim=128, theta=1e6), qkv_bias=True),) * NUM_LAYERS,
     ),
     "qwen3-0.6b": DecoderConfig(
         family="qwen3", vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8,
-        head_dim=128, max_context=CONTEXT, rms_eps=1e-6, rope=Rope(dim=128, theta=1e6), windows=(None,) * NUM_LAYERS,
-        qk_norm=True, tied=True,
+        head_dim=128, max_context=CONTEXT, rms_eps=1e-6, tied=True,
+        layers=(LayerConfig(rope=Rope(dim=128, theta=1e6), qk_norm="head"),) * NUM_LAYERS,
     ),
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ TOKENS = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in ("gemma2", "gpt_oss", "llama", "mixtral", "phimoe")}
+    return {name: save_tiny(name, root / name) for name in ("vaultgemma", "gpt_oss", "llama", "mixtral", "phimoe")}
 
 
 def changed(folder: Path, to: Path, **changes: Any) -> Path:
@@ -70,7 +70,7 @@ def worst_error(model: BaseTorchModel, family: str) -> float:
 def test_our_own_family_goes_first(saved: dict[str, Path]) -> None:
     assert isinstance(opened(saved["llama"]), TorchModel)
     assert isinstance(opened(saved["llama"], model_impl="transformers"), TransformersModel)
-    assert isinstance(opened(saved["gemma2"]), TransformersModel)
+    assert isinstance(opened(saved["vaultgemma"]), TransformersModel)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,6 @@ def test_our_own_family_goes_first(saved: dict[str, Path]) -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          "rope scaling of type 'dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-         "partial_rotary_factor 0.5 is not supported"),
     ],
 )  # fmt: skip
 def test_a_setting_that_our_family_lacks_takes_the_adapter(
@@ -95,8 +93,8 @@ def test_a_setting_that_our_family_lacks_takes_the_adapter(
 
 def test_without_the_extra_an_error_names_it(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UnsupportedModel, match=r"model_type 'gemma2' is not supported.*tokenmill\[transformers\]"):
-        opened(saved["gemma2"])
+    with pytest.raises(UnsupportedModel, match=r"model_type 'vaultgemma' is not supported.*tokenmill\[transformers\]"):
+        opened(saved["vaultgemma"])
     assert isinstance(opened(saved["llama"]), TorchModel)
 
 
@@ -107,7 +105,7 @@ def test_without_the_extra_an_error_names_it(saved: dict[str, Path], monkeypatch
 )
 def test_options_that_only_our_families_have(options: dict[str, Any], saved: dict[str, Path]) -> None:
     with pytest.raises(ConfigError):
-        opened(saved["gemma2"], **options)
+        opened(saved["vaultgemma"], **options)
 
 
 # -- refused by name --------------------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ def test_random_weights_need_a_config_alone(saved: dict[str, Path], tmp_path: Pa
     assert model.path is None  # no tokenizer, either
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phimoe"])
+@pytest.mark.parametrize("family", ["vaultgemma", "phimoe"])
 def test_hidden_rows_are_the_last_hidden_state(family: str, saved: dict[str, Path]) -> None:
     with torch.no_grad():
         wanted = tiny(family).base_model(torch.tensor([TOKENS]), use_cache=False).last_hidden_state[0].numpy()
@@ -247,7 +245,7 @@ def test_saved_kv_is_not_shared_with_our_own_family(saved: dict[str, Path]) -> N
 
 
 def test_keys_cannot_be_shifted(saved: dict[str, Path]) -> None:
-    with opened(saved["gemma2"]).new_backend(BackendLimits(num_cells=128, max_seqs=2)) as backend:
+    with opened(saved["vaultgemma"]).new_backend(BackendLimits(num_cells=128, max_seqs=2)) as backend:
         backend.decode(BatchBuilder().add_run(TOKENS, 0, 0).build())
         assert not backend.capabilities.shift
         with pytest.raises(Unsupported):
@@ -255,7 +253,7 @@ def test_keys_cannot_be_shifted(saved: dict[str, Path]) -> None:
 
 
 def test_a_weight_is_replaced(saved: dict[str, Path]) -> None:
-    model, name = opened(saved["gemma2"]), "model.norm.weight"
+    model, name = opened(saved["vaultgemma"]), "model.norm.weight"
     before = logits_of(model)
     backend = model.new_backend(BackendLimits(num_cells=128, max_seqs=2))
     backend.decode(BatchBuilder().add_run(TOKENS, 0, 0).build())
@@ -263,7 +261,7 @@ def test_a_weight_is_replaced(saved: dict[str, Path]) -> None:
     with pytest.raises(StaleKV):
         backend.decode(BatchBuilder().add_run([1], len(TOKENS), 0).build())
     assert np.abs(logits_of(model) - before).max() > 0.1
-    model.replace_weight(name, tiny("gemma2").model.norm.weight.detach())
+    model.replace_weight(name, tiny("vaultgemma").model.norm.weight.detach())
     assert np.array_equal(logits_of(model), before)
     for value, saying in ((torch.zeros(3), "shape"), (torch.full((32,), torch.nan), "non-finite")):
         with pytest.raises(InvalidOperation, match=saying):
@@ -303,7 +301,7 @@ def test_a_planted_bug_is_caught(bug: PlantedBug, saved: dict[str, Path], monkey
 
 
 def compare_all(saved: dict[str, Path]) -> None:
-    for family in ("gemma2", "gpt_oss", "phimoe"):
+    for family in ("vaultgemma", "gpt_oss", "phimoe"):
         assert worst_error(opened(saved[family]), family) < 1e-3
 
 
@@ -329,7 +327,7 @@ def test_the_check_at_opening_refuses_what_is_computed_wrongly(
 ) -> None:
     plant(bug, monkeypatch)
     with pytest.raises(UnsupportedModel, match="gives other logits in a flat batch of two sequences"):
-        [opened(saved[family], dtype=dtype) for family in ("gemma2", "gpt_oss")]
+        [opened(saved[family], dtype=dtype) for family in ("vaultgemma", "gpt_oss")]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -159,7 +159,7 @@ def test_gguf_of_another_architecture(
     writer.write_kv_data_to_file()
     writer.close()
     line = fails(str(tmp_path / "m.gguf"), capsys, monkeypatch, "--backend", "torch")
-    assert "architecture 'mamba', which is not supported; supported: llama" in line
+    assert "architecture 'mamba', which is not supported; supported: gemma2, gemma3, " in line
     assert "no model '/nowhere'" in fails("/nowhere", capsys, monkeypatch)
 
 

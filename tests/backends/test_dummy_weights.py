@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.parity.checkpoints import TOKENS, all_logits, save
 from tokenmill import LLM, open_model
+from tokenmill.backends.loading import describe_model
 from tokenmill.backends.torch.model import TorchModel
+from tokenmill.contract import BackendLimits
 from tokenmill.entrypoints.fit import plan_fit
 from tokenmill.errors import ConfigError, ModelLoadError
 from tokenmill.params import SamplingParams
@@ -73,3 +76,20 @@ def test_what_cannot_be_random(folder: Path, tmp_path: Path) -> None:
         open_model(str(folder), load_format="dummy", backend="llamacpp")
     with pytest.raises(ConfigError, match="load_format 'pt' is not supported; supported: auto, dummy"):
         open_model(str(folder), load_format="pt")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3", "granite", "olmo2", "phi3, longrope", "smollm3"])
+def test_every_family_is_made_and_planned(variant: str, dtype: str, tmp_path: Path) -> None:
+    changes = {} if variant.startswith(("gemma", "phi3")) else {"hidden_size": 96}  # heads for the kernels
+    config = json.loads((save(variant, tmp_path / "whole") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "dtype": dtype}
+    model, before = open_model(str(tmp_path), **options), describe_model(str(tmp_path), **options)
+    assert isinstance(model, TorchModel)
+    logits = all_logits(model, TOKENS[:20], 20)
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.001
+    limits = BackendLimits(num_cells=256)
+    assert before.memory(limits, 8) == model.memory(limits, 8)
+    assert before.max_context == model.info.max_context

@@ -24,11 +24,11 @@ from tokenmill.text import hf, template
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of our own families and one that runs through transformers, each with a tokenizer and a chat template."""
+    """Two of our own families and one that runs through transformers, each with a tokenizer and a chat template."""
     root = tmp_path_factory.mktemp("models")
     found = {}
     tokenizer = byte_level()._for_templates
-    for family in ("llama", "gemma2"):
+    for family in ("llama", "gemma3_text", "vaultgemma"):
         folder = save_tiny(family, root / family, vocab_size=tokenizer.get_vocab_size())
         tokenizer.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, "eos_token": "<|im_end|>"}
@@ -48,8 +48,9 @@ def check(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     ("family", "options", "path"),
     [
         ("llama", (), "native family (model_type 'llama' is one of"),
+        ("gemma3_text", (), "native family (model_type 'gemma3_text' is one of"),
         ("llama", ("--extra", "model_impl=transformers"), "transformers adapter (as asked for)"),
-        ("gemma2", (), "transformers adapter (model_type 'gemma2' is not supported"),
+        ("vaultgemma", (), "transformers adapter (model_type 'vaultgemma' is not supported"),
     ],
 )
 def test_a_model_that_is_equal(family: str, options: tuple[str, ...], path: str, models: dict[str, Path]) -> None:
@@ -61,7 +62,7 @@ def test_a_model_that_is_equal(family: str, options: tuple[str, ...], path: str,
 
 
 BUGS = [
-    ("logits", PlantedBug("rope forgotten", decoder.Decoder, "hidden", "rotate(k, cos, sin)", "k")),
+    ("logits", PlantedBug("rope forgotten", decoder.Decoder, "hidden", "rotate(k, *turns[rope])", "k")),
     ("greedy ids", PlantedBug(
         "answers see four tokens", attention, "_mask", "cell_pos >= tables.start[seq][:, None]",
         "cell_pos >= np.where(query_pos.shape[1] == 1, query_pos.max(axis=1) - 3, 0)[:, None]",

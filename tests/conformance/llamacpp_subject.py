@@ -120,7 +120,7 @@ def write_decoder(path: Path, config: FakeConfig) -> Path:
     writer.add_key_length(sizes.head_dim)
     writer.add_value_length(sizes.head_dim)
     writer.add_rope_dimension_count(sizes.head_dim)
-    writer.add_rope_freq_base(sizes.rope.theta)
+    writer.add_rope_freq_base(sizes.ropes[0].theta)
     writer.add_layer_norm_rms_eps(sizes.rms_eps)
     for name, view in decoder.weights.views.items():
         kind = name.partition(".")[0]

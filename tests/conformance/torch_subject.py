@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tests.conformance.subjects import Cells, Subject
 from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
 from tokenmill.backends.torch.backend import DenseBackend, TorchBackend, TorchStep
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.rope import Rope
@@ -91,8 +91,7 @@ def decoder_config(config: FakeConfig) -> DecoderConfig:
         head_dim=DIM,
         max_context=config.max_context,
         rms_eps=EPS,
-        rope=Rope(dim=DIM, theta=100.0),
-        windows=config.windows,
+        layers=tuple(LayerConfig(rope=Rope(dim=DIM, theta=100.0), window=window) for window in config.windows),
     )
 
 

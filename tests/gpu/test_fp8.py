@@ -73,7 +73,7 @@ def test_large_numbers_stay_numbers() -> None:
     keys, values = (torch.zeros(4, 1, 64, device="cuda", dtype=torch.uint8).view(FP8) for _ in range(2))
     one, none = torch.ones(1, 32, device="cuda"), torch.zeros(1, 32, device="cuda")
     where = torch.zeros(1, dtype=torch.int32, device="cuda")
-    turn_and_store(qkv, where, where, one, none, None, None, 1e-6, keys, values, 1)
+    turn_and_store(qkv, where, where, (one, none), None, None, 1e-6, keys, values, 1)
     assert torch.equal(keys.float()[0], torch.full((1, 64), 448.0, device="cuda"))
     assert torch.equal(values.float()[0], torch.full((1, 64), 448.0, device="cuda"))
 

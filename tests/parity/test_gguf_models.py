@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.llamacpp import needs_llamacpp
 from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of, save
 from tests.parity.gguf_files import put, write
 from tokenmill import open_model
@@ -35,7 +36,20 @@ FILES = [
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),
     ("qwen3 tied, yarn", "qwen3"),
+    ("gemma2 of a GGUF file", "gemma2"),
+    ("gemma3 of a GGUF file", "gemma3"),
+    ("phi3", "phi3"),
+    ("phi3, window", "phi3"),
+    ("phi3, longrope", "phi3"),
+    ("smollm3 of a GGUF file", "smollm3"),
+    ("granite", "granite"),
+    ("granite with biases", "granite"),
+    ("olmo2", "olmo2"),
 ]
+AS_IN_LLAMACPP = [(variant, arch) for variant, arch in FILES if arch not in ("llama", "qwen2", "qwen3")]
+AS_IN_LLAMACPP.remove(("phi3, window", "phi3"))  # which llama.cpp ignores
+LLAMACPP_TOLERANCE = 0.02
+"""Of all logits together: it keeps keys and values in half precision, and looks gelu up in a table."""
 QUANTISED = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 
 
@@ -50,6 +64,37 @@ def opened(path: Path) -> TorchModel:
 def test_logits_are_those_of_transformers(variant: str, arch: str, tmp_path: Path) -> None:
     model = opened(write(variant, tmp_path / "model.gguf", arch))
     assert np.abs(all_logits(model, TOKENS, 64) - logits_of(variant, TOKENS).numpy()).max() < TOLERANCE
+
+
+def without_vocabulary(writer: Any) -> None:
+    writer.add_vocab_size(160)
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+
+
+@needs_llamacpp
+@pytest.mark.req("R21")
+@pytest.mark.parametrize(("variant", "arch"), AS_IN_LLAMACPP)
+def test_logits_are_those_of_llamacpp(variant: str, arch: str, tmp_path: Path) -> None:
+    path = write(variant, tmp_path / "model.gguf", arch, change=without_vocabulary)
+    theirs = open_model(str(path), backend="llamacpp", n_threads=1)
+    found, wanted = all_logits(opened(path), TOKENS, 64), all_logits(theirs, TOKENS, 64)
+    theirs.close()
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < LLAMACPP_TOLERANCE
+
+
+def test_granite_without_rope(tmp_path: Path) -> None:
+    """To llama.cpp, files that are not made for RoPE have none."""
+    change = lambda writer: put(writer, "granite", rope__scaling__finetuned=False)  # noqa: E731
+    assert not config_of(GGUFFile(write("granite", tmp_path / "model.gguf", "granite", change=change))).ropes
+
+
+def test_layers_of_olmo_with_a_window_are_not_stretched(tmp_path: Path) -> None:
+    """OLMo 3 has the same architecture in GGUF files: every fourth layer sees all, by yarn."""
+    yarn = {f"rope__scaling__{name}": value for name, value in GGUF_YARN.items()}
+    change = lambda writer: put(writer, "olmo2", attention__sliding_window=9, block_count=5, **yarn)  # noqa: E731
+    config = config_of(GGUFFile(write("olmo2", tmp_path / "model.gguf", "olmo2", change=change)))
+    assert config.windows == (9, 9, 9, None, 9)
+    assert [layer.rope.kind for layer in config.layers if layer.rope] == ["default"] * 3 + ["yarn", "default"]
 
 
 def test_a_split_file_is_the_whole_model(tmp_path: Path) -> None:
@@ -146,7 +191,8 @@ def test_the_older_name_of_linear_scaling(tmp_path: Path) -> None:
 def test_attention_factors_are_not_only_for_yarn(tmp_path: Path) -> None:
     change = lambda writer: put(writer, "llama", rope__scaling__attn_factor=1.5)  # noqa: E731
     path = write("llama", tmp_path / "model.gguf", "llama", change=change)
-    assert frequencies(config_of(GGUFFile(path)).rope)[1] == 1.5
+    (rope,) = config_of(GGUFFile(path)).ropes
+    assert frequencies(rope)[1] == 1.5
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

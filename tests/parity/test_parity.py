@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_logits, logits_of, reference, save
+from tests.planting import PlantedBug, plant
 from tokenmill import open_model
+from tokenmill.backends.torch import decoder, rope, weights
+from tokenmill.backends.torch.families import gemma, smollm3
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
-from tokenmill.contract import BatchBuilder, Output
+from tokenmill.contract import BackendLimits, BatchBuilder, Output
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.events import Phase, RequestEvent
 from tokenmill.engine.request import Limits, Request
 
 
@@ -50,20 +54,29 @@ def test_logits_are_those_of_transformers(variant: str, model: TorchModel, chunk
 
 @pytest.mark.req("R21")
 def test_greedy_ids_are_those_of_transformers_in_one_batch(variant: str, model: TorchModel) -> None:
+    """With chunked prompts, and too little KV for all of them at once."""
     rng = random.Random(2)
     prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 3, 7, 12, 20, 33, 50, 64)]
     config = EngineConfig(max_num_seqs=8, prefill_chunk=16, prefix_caching=False)
-    engine = EngineCore(model.new_backend(LIMITS), model.info, config)
+    too_few = BackendLimits(num_cells=384, max_seqs=8)  # for all prompts with their answers
+    engine = EngineCore(model.new_backend(too_few), model.info, config)
+    preempted: list[object] = []
+    engine.events.subscribe(lambda event: preempted.append(event) if is_preemption(event) else None)
     requests = [Request(f"r{i}", prompt, Limits(max_new_tokens=64)) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     while engine.has_work:
         engine.step()
-    for request, prompt in zip(requests, prompts, strict=True):
-        with torch.no_grad():
-            wanted = reference(variant).generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0].tolist()
-        assert request.tokens == wanted
     engine.close()
+    assert preempted
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert len(request.tokens) == len(prompt) + 64
+        wanted = logits_of(variant, request.tokens[:-1]).argmax(dim=-1).tolist()
+        assert request.tokens == prompt + wanted[len(prompt) - 1 :]
+
+
+def is_preemption(event: object) -> bool:
+    return isinstance(event, RequestEvent) and event.phase is Phase.PREEMPTED
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"], indirect=True)
@@ -75,3 +88,46 @@ def test_hidden_rows_are_the_last_hidden_state(variant: str, model: TorchModel) 
         batch.add(token, pos, 0, Output.HIDDEN)
     with model.new_backend(LIMITS) as backend:
         assert np.abs(backend.decode(batch.build()).hidden - wanted).max() < TOLERANCE
+
+
+# -- parity can fail --------------------------------------------------------------------------------------------------
+
+BUGS = [
+    ("gemma2", PlantedBug("window of one layer forgotten", gemma, "_decoder",
+                          "[window if one else None for one in slides]",
+                          "[window if one else None for one in slides[:-1]] + [None]")),
+    ("gemma2", PlantedBug("norm weights as they are stored", weights.DecoderWeights, "_shifted",
+                          "value.float() + offset", "value.float()")),
+    ("gemma2", PlantedBug("usual attention scale", gemma, "_layer",
+                          'settings.real("query_pre_attn_scalar", 256.0) ** -0.5', "None")),
+    ("gemma2", PlantedBug("scores not capped", gemma, "read_gemma2",
+                          'optional(settings, "attn_logit_softcapping", 50.0)', "None")),
+    ("gemma2", PlantedBug("logits not capped", decoder, "scaled_logits",
+                          "torch.tanh(logits / config.logit_softcap) * config.logit_softcap", "logits")),
+    ("gemma2", PlantedBug("embeddings not scaled", decoder.Decoder, "hidden", "x * self.config.embed_scale", "x")),
+    ("gemma2", PlantedBug("another activation", decoder, "activated", 'layer.activation == "silu"', "True")),
+    ("gemma3", PlantedBug("RoPE bases swapped", gemma, "read_gemma3", "local if one else full",
+                          "full if one else local")),
+    ("phi3", PlantedBug("all dimensions rotated", rope, "rope_from_config", "int(head_dim * partial)", "head_dim")),
+    ("phi3, longrope", PlantedBug("frequencies not divided", rope, "frequencies", "plain / torch.tensor(rope.divisors)",
+                                  "plain")),
+    ("phi3, longrope", PlantedBug("no attention factor", rope, "_longrope_attention", "rope.factor > 1", "False")),
+    ("smollm3", PlantedBug("all layers rotated", smollm3, "_rotated_layers", "bool(one)", "True")),
+    ("granite", PlantedBug("residuals not scaled", decoder.Decoder, "_added", "layer.residual_scale == 1.0", "True")),
+    ("granite", PlantedBug("logits not scaled", decoder, "scaled_logits", "logits * config.logit_scale", "logits")),
+    ("olmo2", PlantedBug("no norm of queries", decoder.Decoder, "_qkv",
+                         "self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)",
+                         "q, self._norm(k, weights.k_norm)")),
+]  # fmt: skip
+
+
+@pytest.mark.req("R21")
+@pytest.mark.parametrize(("variant", "bug"), BUGS, ids=lambda one: one.name if isinstance(one, PlantedBug) else one)
+def test_a_planted_bug_is_caught(
+    variant: str, bug: PlantedBug, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(bug, monkeypatch)
+    model = open_model(str(folders[variant]), device="cpu")
+    assert isinstance(model, TorchModel)
+    wanted = logits_of(variant, TOKENS).numpy()
+    assert np.abs(all_logits(model, TOKENS, 31) - wanted).max() > 10 * TOLERANCE

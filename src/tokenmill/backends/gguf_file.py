@@ -21,7 +21,7 @@ from tokenmill.files import split_parts
 
 T = TypeVar("T")
 
-TORCH_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+TORCH_ARCHITECTURES = ("gemma2", "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 """Architectures that the torch backend can run."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -25,18 +25,25 @@ SMALLEST_DOT = 16
 TILE = 64
 """Cells read at once."""
 MOST_SPLITS = 32
+WIDE_DIM = 128
+"""Heads beyond it leave room for fewer tiles in shared memory."""
 WIDE_GROUP = 4
 """Query heads of a KV head beyond which two warps read faster than four, measured."""
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))  # 2 / log(2)
 
 
 @triton.jit
 def _attend(
     q, keys, values, out, parts, weights,
     row_of, last_of, first_of, tables, width_of,
-    q_stride, cell_stride, scale, num_splits,
+    q_stride, cell_stride, scale, cap_scale, num_splits,
     dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr,
     block_size: tl.constexpr, window: tl.constexpr, is_split: tl.constexpr, tile: tl.constexpr,
-    is_fp8: tl.constexpr,
+    is_fp8: tl.constexpr, is_capped: tl.constexpr,
 ):  # fmt: skip
     kv_head, run, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv = tl.num_programs(0)
@@ -73,6 +80,8 @@ def _attend(
         key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         value = tl.load(values + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if is_capped:
+            scores = _tanh(scores * cap_scale)
         scores = tl.where(sees[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1) * scale)
         share_of = tl.exp2(scores * scale - higher[:, None])
@@ -125,13 +134,14 @@ def num_splits_for(num_runs: int, num_kv_heads: int, num_processors: int) -> int
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
     row_of: Tensor, last_of: Tensor, first_of: Tensor, tables: Tensor, width_of: Tensor,
-    *, block_size: int, window: int | None, num_splits: int,
+    *, block_size: int, window: int | None, num_splits: int, scale: float | None = None, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """For each run r, the token in row `row_of[r]` reads the cells `first_of[r]` to `last_of[r]`, its own.
 
     q: [tokens, heads, dim] (rows may be apart), out: the same without gaps; keys, values: [slots, KV heads, dim];
     tables: [runs, width] blocks, the width being on the device, too. A run whose last cell is -1 reads nothing, and one
-    whose row is -1 writes nothing, either.
+    whose row is -1 writes nothing, either. Scores are multiplied by `scale` (default: 1 / sqrt(dim)) and bounded
+    smoothly by `softcap`.
     """
     num_runs, (num_heads, dim), num_kv = len(row_of), q.shape[1:], keys.shape[1]
     group = num_heads // num_kv
@@ -143,12 +153,12 @@ def decode_attention(
     _attend[(num_kv, num_runs, num_splits)](
         q, keys, values, out, parts, weights,
         row_of, last_of, first_of, tables, width_of,
-        q.stride(0), keys.stride(0), dim**-0.5 * LOG2_E, num_splits,
+        q.stride(0), keys.stride(0), *_scales(dim, scale, softcap), num_splits,
         dim=dim, dim_padded=dim_padded,
         group=group, group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
         block_size=block_size, window=window or 0, is_split=num_splits > 1, tile=TILE,
-        is_fp8=keys.itemsize == 1,
-        num_warps=2 if group > WIDE_GROUP else 4, num_stages=3,
+        is_fp8=keys.itemsize == 1, is_capped=softcap is not None,
+        num_warps=2 if group > WIDE_GROUP and dim <= WIDE_DIM else 4, num_stages=3 if dim <= WIDE_DIM else 2,
     )  # fmt: skip
     if num_splits > 1:
         _combine[(num_heads, num_runs)](
@@ -158,15 +168,21 @@ def decode_attention(
         )  # fmt: skip
 
 
+def _scales(dim: int, scale: float | None, softcap: float | None) -> tuple[float, float]:
+    """What scores are multiplied with for powers of two; and with a soft cap, which is that, what with before."""
+    scale = dim**-0.5 if scale is None else scale
+    return (scale * LOG2_E, 1.0) if softcap is None else (softcap * LOG2_E, scale / softcap)
+
+
 QUERIES = 64
 """Tokens of a run that are computed together."""
 
 
 @triton.jit
 def _read(
-    begin, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
+    begin, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale, cap_scale,
     dim: tl.constexpr, dim_padded: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
-    tile: tl.constexpr, by_block: tl.constexpr, masked: tl.constexpr,
+    tile: tl.constexpr, by_block: tl.constexpr, masked: tl.constexpr, is_capped: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, dim_padded)
     # The number of a block is loaded a tile ahead: waiting for it would cost the copies a stage of their pipeline.
@@ -187,6 +203,8 @@ def _read(
             wanted = held[:, None] & (d < dim)[None, :]
             key = tl.load(keys + place[:, None] + d[None, :], mask=wanted, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if is_capped:
+            scores = _tanh(scores * cap_scale)
         if masked:
             sees = held[None, :] & (cell[None, :] <= own[:, None])
             if window > 0:
@@ -214,9 +232,10 @@ def _read(
 def _attend_runs(
     q, keys, values, out,
     order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
-    q_stride, out_stride, cell_stride, scale,
+    q_stride, out_stride, cell_stride, scale, cap_scale,
     dim: tl.constexpr, dim_padded: tl.constexpr, group: tl.constexpr, block_size: tl.constexpr,
     window: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, by_block: tl.constexpr, is_fp8: tl.constexpr,
+    is_capped: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)
     run = tl.load(tile_run + number)
@@ -249,11 +268,11 @@ def _attend_runs(
     column = head // group * dim
     best, total, found = _read(
         low, seen_by_all, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
-        dim, dim_padded, block_size, window, tile, by_block, False,
+        cap_scale, dim, dim_padded, block_size, window, tile, by_block, False, is_capped,
     )  # fmt: skip
     best, total, found = _read(
         seen_by_all, end, query, best, total, found, own, first, keys, values, table, column, cell_stride, scale,
-        dim, dim_padded, block_size, window, tile, by_block, True,
+        cap_scale, dim, dim_padded, block_size, window, tile, by_block, True, is_capped,
     )  # fmt: skip
     found = found / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * out_stride + head * dim + d[None, :], found.to(out.dtype.element_ty), mask=is_query)
@@ -272,20 +291,20 @@ def prefill_attention(
     q: Tensor, keys: Tensor, values: Tensor, blocks: tuple[Any, Any] | None, out: Tensor,
     order: Tensor, run_begin: Tensor, run_count: Tensor, run_index: Tensor, run_first: Tensor,
     tile_run: Tensor, tile_offset: Tensor, tables: Tensor, width_of: Tensor,
-    *, block_size: int, window: int | None,
+    *, block_size: int, window: int | None, scale: float | None = None, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Run r is the tokens in rows `order[run_begin[r] : + run_count[r]]`, from cell `run_index[r]` of its sequence on.
 
     A token sees the cells from `run_first[r]` to its own. Tiles (a run, an offset in it) are `QUERIES` tokens each;
-    `blocks` is `by_block` of keys and values; q, keys, values, out, tables as in `decode_attention`.
+    `blocks` is `by_block` of keys and values; q, keys, values, out, tables, scale, softcap as in `decode_attention`.
     """
     (num_heads, dim), num_kv = q.shape[1:], keys.shape[1]
     _attend_runs[(num_heads, len(tile_run))](
         q, *(blocks or (keys, values)), out,
         order, run_begin, run_count, run_index, run_first, tile_run, tile_offset, tables, width_of,
-        q.stride(0), out.stride(0), keys.stride(0), dim**-0.5 * LOG2_E,
+        q.stride(0), out.stride(0), keys.stride(0), *_scales(dim, scale, softcap),
         dim=dim, dim_padded=max(SMALLEST_DOT, triton.next_power_of_2(dim)), group=num_heads // num_kv,
         block_size=block_size, window=window or 0, queries=QUERIES, tile=TILE, by_block=blocks is not None,
-        is_fp8=keys.itemsize == 1,
-        num_warps=4, num_stages=3,
+        is_fp8=keys.itemsize == 1, is_capped=softcap is not None,
+        num_warps=4 if dim <= WIDE_DIM else 8, num_stages=3 if dim <= WIDE_DIM else 2,
     )  # fmt: skip

@@ -29,20 +29,6 @@ from tokenmill.contract import IntArray
 from tokenmill.kv.tables import BlockTables
 
 
-class Attention(Protocol):
-    """What a step's attention does in one layer; made anew for each step."""
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        """[tokens, heads, dim] to the same shape: what each token reads of the cells it sees."""
-        ...
-
-
-class AttentionMaker(Protocol):
-    """Makes the attention of a step, once its slots are known."""
-
-    def __call__(self, kv: TorchKV, tables: BlockTables, lead: IntArray, pos: IntArray) -> Attention: ...
-
-
 @dataclass(frozen=True)
 class Scoring:
     """What a layer does to its scores before the softmax."""
@@ -61,6 +47,20 @@ class Scoring:
 
 
 PLAIN = Scoring()
+
+
+class Attention(Protocol):
+    """What a step's attention does in one layer; made anew for each step."""
+
+    def __call__(self, layer: int, q: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """[tokens, heads, dim] to the same shape: what each token reads of the cells it sees."""
+        ...
+
+
+class AttentionMaker(Protocol):
+    """Makes the attention of a step, once its slots are known."""
+
+    def __call__(self, kv: TorchKV, tables: BlockTables, lead: IntArray, pos: IntArray) -> Attention: ...
 
 
 @dataclass(frozen=True)
@@ -268,17 +268,20 @@ class TiledAttention:
             for window in set(windows)
         }
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         keys, values = self._kv.keys[layer], self._kv.values[layer]
         num_tokens, num_heads, dim = q.shape
         num_kv = keys.shape[1]
-        folded = (q.float() * dim**-0.5).view(num_tokens, num_kv, num_heads // num_kv, dim)
+        scale = dim**-0.5 if scoring.scale is None else scoring.scale
+        folded = (q.float() * scale).view(num_tokens, num_kv, num_heads // num_kv, dim)
         best = torch.full((*folded.shape[:3], 1), -torch.inf, device=q.device)
         total = torch.zeros_like(best)
         out = torch.zeros(*folded.shape[:3], values.shape[2], device=q.device)
         for slots, sees in zip(self._slots, self._sees[self._windows[layer]], strict=True):
             # [tokens, kv heads, ...]: one product of a fixed shape for each token and KV head.
             scores = folded @ keys[slots].float().permute(0, 2, 3, 1)
+            if scoring.softcap is not None:
+                scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
             scores = scores.masked_fill(~sees[:, None, None], -torch.inf)
             highest = torch.maximum(best, scores.amax(dim=-1, keepdim=True))
             reference = torch.where(highest.isfinite(), highest, 0.0)

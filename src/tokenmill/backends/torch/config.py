@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tokenmill.backends.torch.rope import Rope, rope_from_config
@@ -15,6 +16,10 @@ MOST_LAYERS = 10_000
 MOST_CONTEXT = 2**31 - 1
 """Positions are 32-bit numbers."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+QK_NORMS = ("head", "projection")
+"""A norm over each head, or over all heads together."""
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""As config.json spells them -> as layers do."""
 
 
 class DecoderSizes(Protocol):
@@ -44,8 +49,38 @@ class DecoderSizes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """What one layer consists of, beside its sizes: RoPE, grouped queries and a gated MLP, with these settings."""
+
+    rope: Rope | None = None
+    """None: queries and keys are not rotated (NoPE)."""
+    window: int | None = None
+    """Positions that a token sees, itself included; None: all."""
+    attention_scale: float | None = None
+    """Factor on the dot products; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """Bounds attention scores smoothly to plus and minus this value."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    """What the norms of queries and keys cover: one of `QK_NORMS`; None: there are none."""
+    norm_before: bool = True
+    """Norms of what goes into attention and MLP."""
+    norm_after: bool = False
+    """Norms of what attention and MLP add to the residual stream."""
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    activation: str = "silu"
+    """Of the gate: one of `ACTIVATIONS`."""
+    fused: bool = False
+    """Files hold queries, keys and values as one tensor, and gate and up as another."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder: pre-norm, RoPE, grouped queries, gated MLP."""
+    """Sizes of a decoder, and a description of each of its layers."""
 
     family: str
     vocab_size: int
@@ -56,15 +91,16 @@ class DecoderConfig:
     head_dim: int
     max_context: int
     rms_eps: float
-    rope: Rope
-    windows: tuple[int | None, ...]
-    """One entry a layer: its attention window, None for full attention."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Of the attention's output projection."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """A norm over each head of queries and keys."""
+    layers: tuple[LayerConfig, ...]
+    embed_scale: float = 1.0
+    """Factor on the embeddings."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Bounds logits, already scaled, smoothly to plus and minus this value."""
+    norm_offset: float = 0.0
+    """Added to the norm weights of the model's files."""
+    wide_norms: bool = False
+    """Hold norm weights in float32: they are near an offset, which leaves 16-bit types few digits for the rest."""
     tied: bool = False
     """The head is the embedding."""
 
@@ -76,12 +112,24 @@ class DecoderConfig:
             raise ModelLoadError(f"{self.num_heads} heads are not divisible by {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim must be even, not {self.head_dim}")
-        if not self.windows:
+        if not self.layers:
             raise ModelLoadError("the model has no layers")
+        dims = {rope.dim for rope in self.ropes}
+        if len(dims) > 1 or any(dim % 2 or not 2 <= dim <= self.head_dim for dim in dims):
+            raise ModelLoadError(f"RoPE must rotate an even number of the {self.head_dim} dimensions of a head: {dims}")
 
     @property
     def num_layers(self) -> int:
-        return len(self.windows)
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ones, in order of their first layer."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def query_size(self) -> int:
@@ -100,30 +148,63 @@ class DecoderConfig:
         )
 
 
-def common_settings(
-    settings: Settings, family: str, windows: tuple[int | None, ...], head_dim: int | None = None
-) -> dict[str, Any]:
-    """What all families spell alike in their config.json. `head_dim` is the family's, where config.json has none."""
-    activation = settings.text("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: silu")
+def decoder_config(
+    settings: Settings,
+    family: str,
+    layer: LayerConfig,
+    *,
+    windows: Sequence[int | None] | None = None,
+    ropes: Callable[[int, int], Sequence[Rope | None]] | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    eps: float = 1e-6,
+    **others: Any,
+) -> DecoderConfig:
+    """What all families spell alike in their config.json, with `layer` for every layer; `others` are a family's own.
+
+    `windows` and `ropes`, which is given the head's dimensions and the context, have an entry a layer. `head_dim`,
+    `tied` and `eps` are the family's, where config.json has none.
+    """
+    num_layers = layer_count(settings)
     num_heads, hidden_size = settings.number("num_attention_heads"), settings.number("hidden_size")
     head_dim = settings.number("head_dim", head_dim or hidden_size // num_heads)
     max_context = settings.number("max_position_embeddings", least=2, most=MOST_CONTEXT)
-    return {
-        "family": family,
-        "vocab_size": settings.number("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": settings.number("intermediate_size"),
-        "num_heads": num_heads,
-        "num_kv_heads": settings.number("num_key_value_heads", num_heads),
-        "head_dim": head_dim,
-        "max_context": max_context,
-        "rms_eps": settings.real("rms_norm_eps", 1e-6),
-        "rope": rope_from_config(settings, head_dim, max_context),
-        "windows": windows,
-        "tied": settings.flag("tie_word_embeddings", False),
-    }
+    if ropes is not None:
+        of_layers = ropes(head_dim, max_context)
+    else:
+        of_layers = (rope_from_config(settings, head_dim, max_context),) * num_layers
+    return DecoderConfig(
+        family=family,
+        vocab_size=settings.number("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=settings.number("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=settings.number("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        max_context=min([max_context, *(rope.most_context for rope in of_layers if rope and rope.most_context)]),
+        rms_eps=settings.real("rms_norm_eps", eps),
+        layers=tuple(
+            replace(layer, window=window, rope=rope)
+            for window, rope in zip(windows or (None,) * num_layers, of_layers, strict=True)
+        ),
+        tied=settings.flag("tie_word_embeddings", tied),
+        **others,
+    )
+
+
+def activation(settings: Settings, name: str = "hidden_act", default: str = "silu") -> str:
+    """The gate's activation, as config.json spells it."""
+    found = settings.text(name, default)
+    if found not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {found!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[found]
+
+
+def optional(settings: Settings, name: str, default: float | None = None) -> float | None:
+    """A number above 0; None where the file says null, the default where it says nothing."""
+    if settings.given(name) is None:
+        return None if settings.mentions(name) else default
+    return settings.real(name)
 
 
 def layer_count(settings: Settings) -> int:
@@ -131,24 +212,34 @@ def layer_count(settings: Settings) -> int:
     return settings.number("num_hidden_layers", most=MOST_LAYERS)
 
 
-def layer_windows(settings: Settings) -> tuple[int | None, ...]:
-    """The windows of Qwen: off by default; by `layer_types`, else from `max_window_layers` on."""
+def one_window(settings: Settings) -> tuple[int | None, ...]:
+    """The same window for all layers, or none."""
+    window = None if settings.given("sliding_window") is None else settings.number("sliding_window")
+    return (window,) * layer_count(settings)
+
+
+def layer_windows(settings: Settings, usual: list[bool] | None = None) -> tuple[int | None, ...]:
+    """The windows of Qwen: off by default; by `layer_types`, else of the `usual` layers, or from `max_window_layers` on
+    where there are none.
+    """
     num_layers = layer_count(settings)
     if settings.given("sliding_window") is None or not settings.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = settings.number("sliding_window")
-    slides = _sliding_layers(settings, num_layers)
+    slides = sliding_layers(settings) or usual
+    if slides is None:
+        # A null says nothing about where windows begin; only a config.json without the key means the usual 28.
+        default = None if settings.mentions("max_window_layers") else 28
+        first = settings.number("max_window_layers", default, least=0)
+        slides = [layer >= first for layer in range(num_layers)]
     return tuple(window if one else None for one in slides)
 
 
-def _sliding_layers(settings: Settings, num_layers: int) -> list[bool]:
-    """For each layer whether it has a window."""
-    kinds = settings.given("layer_types")
+def sliding_layers(settings: Settings) -> list[bool] | None:
+    """For each layer whether it has a window, as `layer_types` says; None where it is missing."""
+    kinds, num_layers = settings.given("layer_types"), layer_count(settings)
     if kinds is None:
-        # A null says nothing about where windows begin; only a config.json without the key means the usual 28.
-        usual = None if settings.mentions("max_window_layers") else 28
-        first = settings.number("max_window_layers", usual, least=0)
-        return [layer >= first for layer in range(num_layers)]
+        return None
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise settings.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}", kinds)
     return [kind == "sliding_attention" for kind in kinds]

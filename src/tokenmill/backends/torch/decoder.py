@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.backends.torch.attention import Attention
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.attention import Attention, Scoring
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.rope import frequencies, rotate, rotations
+from tokenmill.backends.torch.rope import Rotations, rotate
 from tokenmill.backends.torch.weights import DecoderWeights, LayerWeights
 
 
@@ -19,8 +19,13 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
-        inv_freq, self._rope_scale = frequencies(config.rope)
-        self.inv_freq = inv_freq.to(weights.embed.device)
+        self._rotations = Rotations([layer.rope for layer in config.layers], weights.embed.device)
+        self._scorings = [Scoring(layer.attention_scale, layer.attention_softcap) for layer in config.layers]
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """[layers, rotated dims / 2]: what keys are rotated by, for each position."""
+        return self._rotations.inv_freq
 
     @property
     def device(self) -> torch.device:
@@ -48,12 +53,19 @@ class Decoder:
     def hidden(self, token: Tensor, pos: Tensor, slots: Tensor, kv: TorchKV, attention: Attention) -> Tensor:
         """[tokens, hidden]: run all layers; keys and values go into the slots. Still to be normed."""
         x = F.embedding(token, self.weights.embed)
-        cos, sin = rotations(pos, self.inv_freq, self._rope_scale)
-        for i, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, self._norm(x, layer.attn_norm))
-            kv.store(i, slots, rotate(k, cos, sin), v)
-            x = x + layer.o(attention(i, rotate(q, cos, sin)).flatten(1))
-            x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
+        turns = self._rotations.of(pos)
+        for i, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
+            q, k, v = self._qkv(layer, weights, self._norm(x, weights.attn_norm))
+            rope = self._rotations.index[i]
+            if rope is not None:
+                q, k = rotate(q, *turns[rope]), rotate(k, *turns[rope])
+            kv.store(i, slots, k, v)
+            read = weights.o(attention(i, q, self._scorings[i]).flatten(1))
+            x = x + self._added(layer, read, weights.attn_post_norm)
+            inner = self._mlp(layer, weights, self._norm(x, weights.mlp_norm))
+            x = x + self._added(layer, inner, weights.mlp_post_norm)
         return x
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -62,19 +74,48 @@ class Decoder:
 
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, vocab] in float32."""
-        return self.weights.head(normed).float()
+        return scaled_logits(self.config, self.weights.head(normed).float())
 
-    def _qkv(self, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
+    def _qkv(self, layer: LayerConfig, weights: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config, qkv = self.config, weights.qkv(x)
+        if layer.qk_norm == "projection":
+            q, k, v = torch.split(qkv, [config.query_size, config.kv_size, config.kv_size], dim=1)
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+            return tuple(one.view(len(x), -1, config.head_dim) for one in (q, k, v.contiguous()))  # type: ignore[return-value]
+        heads = qkv.view(len(x), -1, config.head_dim)
         q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        return q, k, v
+        return self._norm(q, weights.q_norm), self._norm(k, weights.k_norm), v
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+    def _mlp(self, layer: LayerConfig, weights: LayerWeights, x: Tensor) -> Tensor:
+        gate, up = weights.gate_up(x).chunk(2, dim=-1)
+        return weights.down(activated(layer, gate) * up)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_eps)
+    def _added(self, layer: LayerConfig, out: Tensor, post_norm: Tensor | None) -> Tensor:
+        """What attention or MLP add to the residual stream."""
+        out = self._norm(out, post_norm)
+        return out if layer.residual_scale == 1.0 else out * layer.residual_scale
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(x, weight, self.config.rms_eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Over the last dimension; without a weight there is no norm."""
+    if weight is None:
+        return x
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def activated(layer: LayerConfig, gate: Tensor) -> Tensor:
+    return F.silu(gate) if layer.activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def scaled_logits(config: DecoderConfig, logits: Tensor) -> Tensor:
+    """The head's products with the configuration's factor and soft cap."""
+    if config.logit_scale != 1.0:
+        logits = logits * config.logit_scale
+    if config.logit_softcap is not None:
+        logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+    return logits

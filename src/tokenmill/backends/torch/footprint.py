@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from tokenmill.backends.torch.config import DecoderConfig, DecoderSizes
-from tokenmill.backends.torch.families.names import in_file, num_values, shapes
+from tokenmill.backends.torch.families.names import in_file, num_norm_values, num_values, shapes
 from tokenmill.backends.torch.native.bindings import INT4, INT8
-from tokenmill.backends.torch.native.packing import KV_DTYPE, MERGED, Native, num_groups, packed_bytes
+from tokenmill.backends.torch.native.packing import KV_DTYPE, Native, merged_tensors, num_groups, packed_bytes
 from tokenmill.backends.torch.weights import TensorSource
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan, free_host_bytes
@@ -30,7 +30,8 @@ LOGITS_COPIES = 4
 def weight_bytes(config: DecoderConfig, source: TensorSource, names: Mapping[str, str], form: Form) -> int:
     """Of all tensors, as they are held."""
     if isinstance(form, torch.dtype):
-        return num_values(config) * form.itemsize
+        wide = num_norm_values(config) * (4 - form.itemsize) if config.wide_norms else 0
+        return num_values(config) * form.itemsize + wide
     sizes = shapes(config)
     total = sum(4 * shape[0] for shape in sizes.values() if len(shape) == 1)
 
@@ -39,8 +40,8 @@ def weight_bytes(config: DecoderConfig, source: TensorSource, names: Mapping[str
             return otherwise or form.bits
         return source.bits_of(in_file(own, names))
 
-    for i in range(config.num_layers):
-        for parts in MERGED.values():
+    for i, layer in enumerate(config.layers):
+        for parts in merged_tensors(layer).values():
             owns = [f"{part}.{i}" for part in parts]
             kind = INT4 if all(bits(own, None) == INT4 for own in owns) else INT8
             total += sum(packed_bytes(sizes[own][0], sizes[own][1], kind) for own in owns)
@@ -94,7 +95,7 @@ def _native_step(config: DecoderSizes, n: int) -> int:
     query, kv = config.query_size, config.kv_size
     widest = max(config.hidden_size, config.intermediate_size, query)
     rounded = n * num_groups(widest) * (32 + 8)
-    return rounded + n * 4 * (query + 2 * kv + query + 2 * config.intermediate_size + 3 * config.hidden_size)
+    return rounded + n * 4 * (query + 2 * kv + query + 2 * config.intermediate_size + 4 * config.hidden_size)
 
 
 def _torch_step(config: DecoderSizes, n: int, num_cells: int, itemsize: int) -> int:

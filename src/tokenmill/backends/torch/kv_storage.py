@@ -22,7 +22,7 @@ LARGE_PAGE = 2 << 20
 
 
 class TorchKV:
-    """A `KVStorage`. Keys are stored rotated to their positions."""
+    """A `KVStorage`. Keys are stored rotated to their positions, by `inv_freq`: of each layer, or of all."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class TorchKV:
         self.values = [zeros((slots, one.num_heads, one.value_dim), dtype, device) for one in layers]
         self.holds_bad_numbers = False
         """Has a sequence ever computed keys or values that are not finite? Its own request fails by them."""
-        self._inv_freq = inv_freq
+        self._inv_freq = inv_freq.expand(len(layers), inv_freq.shape[-1])
         self._device = device
 
     @property
@@ -68,8 +68,8 @@ class TorchKV:
         """Turn keys on by `delta` positions: rotations add up."""
         index = self._index(slots)
         by = torch.full((1,), delta, device=self._device)
-        cos, sin = rotations(by, self._inv_freq, 1.0)
-        for keys in self.keys:
+        for keys, inv_freq in zip(self.keys, self._inv_freq, strict=True):
+            cos, sin = rotations(by, inv_freq, 1.0)
             turned = rotate(_movable(keys)[index].view(keys.dtype).to(as_wide_as(keys.dtype)), cos, sin)
             _movable(keys)[index] = _movable(_narrowed(turned, keys.dtype))
 

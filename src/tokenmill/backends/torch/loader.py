@@ -79,7 +79,8 @@ def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> TorchM
     if isinstance(form, torch.dtype) and options.deterministic:
         _check_deterministic(form, device)
     check_tensors(source, config, names)
-    check_rope(config.rope)
+    for rope in config.ropes:
+        check_rope(rope)
     decoder = _load(path, config, source, names, form, device)
     return _model_kind(device)(
         model_name(path),

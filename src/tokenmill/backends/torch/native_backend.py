@@ -13,10 +13,11 @@ from torch import Tensor
 from tokenmill.backends.torch.attention import runs_of
 from tokenmill.backends.torch.backend import HostBackend, Ubatch
 from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.decoder import scaled_logits
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.native.bindings import Matrix, Pool, StepStruct, address
 from tokenmill.backends.torch.native.packing import KV_DTYPE, NativeWeights
-from tokenmill.backends.torch.rope import frequencies, rotations
+from tokenmill.backends.torch.rope import Rotations
 from tokenmill.contract import Batch, IntArray
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import WeightsGate
@@ -33,7 +34,12 @@ class NativeDecoder:
         self.lib = lib
         self.config = config
         self.weights = weights
-        self.inv_freq, self._rope_scale = frequencies(config.rope)
+        self._rotations = Rotations([layer.rope for layer in config.layers], self.device)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """[layers, rotated dims / 2]: what keys are rotated by, for each position."""
+        return self._rotations.inv_freq
 
     @property
     def about(self) -> str:
@@ -52,11 +58,17 @@ class NativeDecoder:
         """[tokens, hidden]"""
         x = np.empty((len(token), self.config.hidden_size), dtype=np.float32)
         self.lib.tm_rows(ctypes.byref(self.weights.embed), address(token), len(token), address(x))
+        if self.config.embed_scale != 1.0:
+            x *= np.float32(self.config.embed_scale)
         return x
 
     def rotations(self, pos: IntArray) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        cos, sin = rotations(torch.from_numpy(pos), self.inv_freq, self._rope_scale)
-        return cos.numpy(), sin.numpy()
+        """Cosines and sines, [different rotations, tokens, rotated dims / 2]."""
+        turns = self._rotations.of(torch.from_numpy(pos))
+        if len(turns) == 1:
+            return turns[0][0].numpy(), turns[0][1].numpy()
+        cos, sin = ([turn[i].numpy()[:, 0] for turn in turns] for i in range(2))
+        return (np.stack(cos), np.stack(sin)) if turns else (np.zeros(0, np.float32), np.zeros(0, np.float32))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The last norm: what embeddings are made of."""
@@ -121,7 +133,8 @@ class NativeBackend(HostBackend[NativeDecoder]):
 
     def _logits(self, normed: Tensor) -> Tensor:
         x = np.ascontiguousarray(normed.numpy())
-        return torch.from_numpy(self._decoder.product(self._decoder.weights.head, x, self._pool))
+        logits = torch.from_numpy(self._decoder.product(self._decoder.weights.head, x, self._pool))
+        return scaled_logits(self._decoder.config, logits)
 
     def _free(self) -> None:
         super()._free()

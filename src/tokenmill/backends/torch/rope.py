@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import Settings
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 OPTIONAL = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 """Settings of scaling that are numbers above 0 and have a default."""
 
@@ -22,17 +24,18 @@ class Rope:
     """How a model turns positions into rotations."""
 
     dim: int
+    """Dimensions of a head that are rotated: the first ones."""
     theta: float = 10_000.0
     kind: str = "default"
     factor: float = 1.0
     original_context: int = 0
-    """The context before it was stretched (llama3, yarn)."""
+    """The context before it was stretched (llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """What cosines and sines are multiplied with (yarn); None: as the factor asks for."""
+    """What cosines and sines are multiplied with (yarn, longrope); None: as the factor asks for."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -41,21 +44,39 @@ class Rope:
     scale: float = 1.0
     """What cosines and sines are multiplied with on top of what the kind asks for."""
 
+    @property
+    def most_context(self) -> int | None:
+        """Where the context must end. Beyond its original context, longrope rotates all positions otherwise, those of
+        cached keys included.
+        """
+        return self.original_context if self.kind == "longrope" else None
 
-def rope_from_config(config: Settings, dim: int, max_context: int) -> Rope:
-    """The settings in a config.json, in either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    given = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
+
+def rope_from_config(
+    config: Settings,
+    head_dim: int,
+    max_context: int,
+    *,
+    theta: float = 10_000.0,
+    scaling: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Rope:
+    """The settings in a config.json, in either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+    `theta` is the family's, where config.json has none; `scaling` is used in place of `rope_parameters` and
+    `rope_scaling`; `aliases` are a family's own names of types.
+    """
+    given = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")} if scaling is None else scaling
     settings = Settings(given, "config.json: rope_parameters or rope_scaling")
     kind = settings.text("rope_type", settings.text("type", "default"))
+    kind = aliases.get(kind, kind)
     if kind not in KINDS:
         raise UnsupportedModel(f"rope scaling of type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     partial = settings.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported")
     outside = config.number("original_max_position_embeddings", max_context)
     plain = Rope(
-        dim=dim,
-        theta=settings.real("rope_theta", config.real("rope_theta", 10_000.0, above=1.0), above=1.0),
+        dim=int(head_dim * partial),
+        theta=settings.real("rope_theta", config.real("rope_theta", theta, above=1.0), above=1.0),
         kind=kind,
         original_context=settings.number("original_max_position_embeddings", outside),
     )
@@ -64,14 +85,25 @@ def rope_from_config(config: Settings, dim: int, max_context: int) -> Rope:
 
 def _scaled(rope: Rope, settings: Settings, max_context: int) -> Rope:
     """With what the kinds of scaling bring along."""
-    # transformers takes a yarn without a factor for stretched to the whole context
-    usual = {"default": 1.0, "yarn": max_context / rope.original_context}.get(rope.kind)
+    # transformers takes a yarn or longrope without a factor for stretched to the whole context
+    stretched = max_context / rope.original_context
+    usual = {"default": 1.0, "yarn": stretched, "longrope": stretched}.get(rope.kind)
     optional: dict[str, Any] = {name: settings.real(name) for name in OPTIONAL if settings.given(name) is not None}
     for name in ("mscale", "mscale_all_dim"):
         if settings.given(name) is not None:
             optional[name] = settings.real(name, above=-math.inf)  # 0 is none
+    if rope.kind == "longrope":
+        optional["divisors"] = _factors(settings, "short_factor", rope.dim // 2)
     factor, truncate = settings.real("factor", usual), settings.flag("truncate", True)
     return replace(rope, factor=factor, truncate=truncate, **optional)
+
+
+def _factors(settings: Settings, name: str, count: int) -> tuple[float, ...]:
+    """A list of numbers above 0, one for each frequency."""
+    values = settings.given(name)
+    if not isinstance(values, list) or len(values) != count:
+        raise settings.wrong(name, f"a list of {count} numbers", values)
+    return tuple(Settings({name: value}, "config.json: rope_parameters").real(name) for value in values)
 
 
 def check_rope(rope: Rope) -> None:
@@ -96,7 +128,28 @@ def frequencies(rope: Rope) -> tuple[Tensor, float]:
         return _llama3(rope, plain), rope.scale
     if rope.kind == "yarn":
         return _yarn(rope, plain), rope.scale * _yarn_attention(rope)
+    if rope.kind == "longrope":
+        return plain, rope.scale * _longrope_attention(rope)
     return plain, rope.scale
+
+
+class Rotations:
+    """The rotations of a decoder's layers: different RoPE settings are computed once each."""
+
+    def __init__(self, ropes: Sequence[Rope | None], device: torch.device) -> None:
+        self._different = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._frequencies = [frequencies(rope) for rope in self._different]
+        self._frequencies = [(inv_freq.to(device), scale) for inv_freq, scale in self._frequencies]
+        self.index = [None if rope is None else self._different.index(rope) for rope in ropes]
+        """Of each layer among the different rotations; None: it has none."""
+        half = self._different[0].dim // 2 if self._different else 0
+        nothing = torch.zeros(half, device=device)
+        self.inv_freq = torch.stack([nothing if i is None else self._frequencies[i][0] for i in self.index])
+        """[layers, rotated dims / 2]: angle a position, 0 where a layer has none."""
+
+    def of(self, pos: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines of the different rotations, each [tokens, 1, rotated dims / 2]."""
+        return [rotations(pos, inv_freq, scale) for inv_freq, scale in self._frequencies]
 
 
 def rotations(pos: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -106,9 +159,11 @@ def rotations(pos: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[tokens, heads, dim] with the pairs (i, i + dim / 2) turned by their angles."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """[tokens, heads, dim] with the pairs (i, i + rotated / 2) turned by their angles; later dimensions stay."""
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
@@ -146,3 +201,9 @@ def _yarn_attention(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
+
+
+def _longrope_attention(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTensor
-from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig
-from tokenmill.backends.torch.families.names import GGUF_NAMES, ROPE_FREQS, Shape, in_file, shapes
+from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig, LayerConfig
+from tokenmill.backends.torch.families.names import (
+    GGUF_NAMES,
+    ROPE_FACTORS_SHORT,
+    ROPE_FREQS,
+    Shape,
+    in_file,
+    is_norm,
+    shapes,
+)
 from tokenmill.backends.torch.native.bindings import INT4, INT8
 from tokenmill.backends.torch.native.packing import FOUR_BITS, MOST_WEIGHT, Quantised, from_gguf
 from tokenmill.backends.torch.rope import Rope
@@ -90,6 +98,7 @@ class RandomSource:
 
     def __init__(self, folder: Path, config: DecoderConfig, names: Mapping[str, str]) -> None:
         self.where = str(folder)
+        self._norm_weight = 1.0 - config.norm_offset
         self._own = {in_file(own, names): own for own in shapes(config)}
         self._shapes = {in_file(own, names): shape for own, shape in shapes(config).items()}
 
@@ -102,7 +111,7 @@ class RandomSource:
         """
         shape, kind = self._shapes[name], self._own[name].partition(".")[0]
         if len(shape) != 2:
-            return torch.ones(shape) if kind.endswith("norm") else torch.zeros(shape)
+            return torch.full(shape, self._norm_weight) if is_norm(kind) else torch.zeros(shape)
         height, width = shape
         values = torch.empty(height + width - 1)
         values.uniform_(-RANDOM_RANGE, RANDOM_RANGE, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -116,7 +125,7 @@ class RandomSource:
         """Nothing is stored."""
 
 
-PERMUTED = ("llama",)
+PERMUTED = ("granite", "llama", "smollm3")
 """Architectures whose queries and keys are stored for rotation of neighbouring dimensions."""
 
 
@@ -224,6 +233,18 @@ class Metadata(Settings):
             raise self.wrong(name, f"an integer, or a list with the same one for each of {num_layers} layers", value)
         return Settings({name: value[0]}, self._where).number(name)
 
+    def scale(self, name: str) -> float | None:
+        """A number above 0; to llama.cpp, 0 is none."""
+        return None if self.given(name) in (None, 0) else self.real(name)
+
+    def factor(self, name: str, arch: str) -> float:
+        """A number that Granite multiplies or divides by; other architectures do not know it."""
+        return (self.scale(name) if arch == "granite" else None) or 1.0
+
+    def cap(self, name: str, default: float) -> float | None:
+        """A soft cap; 0 is none."""
+        return (default if self.given(name) is None else self.scale(name)) or None
+
 
 def config_of(file: GGUFFile) -> DecoderConfig:
     """The decoder that a GGUF file holds."""
@@ -242,7 +263,10 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     embed = file.tensors.get(GGUF_NAMES["embed"])
     if embed is None or len(embed.shape) != 2:
         raise ModelLoadError(f"{file.path} has no embedding: {GGUF_NAMES['embed']} is missing")
-    window = metadata.number("attention.sliding_window", 0, least=0) or None  # to llama.cpp, 0 is none
+    layer, windows = _layer(file, metadata, arch), _windows(metadata, arch, num_layers)
+    if arch in GEMMA:
+        layer = replace(layer, attention_scale=_gemma_scale(arch, num_layers, hidden_size // num_heads, head_dim))
+    ropes = _ropes(arch, _rope(file, metadata, head_dim, max_context), metadata, windows)
     return DecoderConfig(
         family=arch,
         vocab_size=embed.shape[0],
@@ -251,16 +275,77 @@ def config_of(file: GGUFFile) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=metadata.per_layer("attention.head_count_kv", num_layers, num_heads),
         head_dim=head_dim,
-        max_context=max_context,
+        max_context=min([max_context, *(rope.most_context for rope in ropes if rope and rope.most_context)]),
         rms_eps=metadata.real("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, metadata, head_dim, max_context),
-        windows=(window,) * num_layers,
+        layers=tuple(replace(layer, window=one, rope=rope) for one, rope in zip(windows, ropes, strict=True)),
+        embed_scale=math.sqrt(hidden_size) if arch in GEMMA else metadata.factor("embedding_scale", arch),
+        logit_scale=1.0 / metadata.factor("logit_scale", arch),
+        logit_softcap=metadata.cap("final_logit_softcapping", 30.0 if arch == "gemma2" else 0.0),
+        wide_norms=arch in GEMMA,
+        tied=GGUF_NAMES["head"] not in file.tensors,
+    )
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+GEMMA = ("gemma2", "gemma3")
+LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one whose attention scale goes by the hidden size: GGUF files do not have it."""
+WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
+"""Layers of which all but the last one have a window."""
+NOPE_PERIOD = 4
+"""Of SmolLM3: layers of which the last one is not rotated."""
+
+
+def _layer(file: GGUFFile, metadata: Metadata, arch: str) -> LayerConfig:
+    """What all layers have in common: by their tensors, where llama.cpp goes by them, else by the architecture."""
+    norms = {"olmo2": "projection", "gemma3": "head"}
+    return LayerConfig(
+        attention_scale=metadata.scale("attention.scale") if arch == "granite" else None,
+        attention_softcap=metadata.cap("attn_logit_softcapping", 50.0) if arch == "gemma2" else None,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        tied=GGUF_NAMES["head"] not in file.tensors,
+        qk_norm=norms.get(arch, "head" if "blk.0.attn_q_norm.weight" in file.tensors else None),
+        norm_before=arch != "olmo2",
+        norm_after=arch in ("gemma2", "gemma3", "olmo2"),
+        residual_scale=metadata.factor("residual_scale", arch),
+        activation="gelu_tanh" if arch in GEMMA else "silu",
+        fused="blk.0.attn_qkv.weight" in file.tensors,
     )
+
+
+def _gemma_scale(arch: str, num_layers: int, hidden_share: int, head_dim: int) -> float:
+    """As llama.cpp has it, too."""
+    return 1.0 / math.sqrt(hidden_share if num_layers == LARGEST_GEMMA[arch] else head_dim)
+
+
+def _windows(metadata: Metadata, arch: str, num_layers: int) -> list[int | None]:
+    """Of each layer: of all of them, or by a period. To llama.cpp, 0 is none."""
+    window = metadata.number("attention.sliding_window", 4096 if arch == "gemma2" else 0, least=0) or None
+    if arch not in WINDOW_PERIODS:
+        return [window] * num_layers
+    slides = metadata.given("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        period = metadata.number("attention.sliding_window_pattern", WINDOW_PERIODS[arch])
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if len(slides) != num_layers or not all(isinstance(one, bool) for one in slides):
+        raise metadata.wrong("attention.sliding_window_pattern", f"a list of {num_layers} flags", slides)
+    return [window if one else None for one in slides]
+
+
+def _ropes(arch: str, rope: Rope, metadata: Metadata, windows: list[int | None]) -> list[Rope | None]:
+    """Of each layer, from what the file says of all of them."""
+    if arch == "granite" and not metadata.flag("rope.scaling.finetuned", True):  # llama.cpp's switch for that
+        return [None] * len(windows)
+    if arch == "smollm3":
+        return [rope if (layer + 1) % NOPE_PERIOD else None for layer in range(len(windows))]
+    local = rope
+    if arch == "gemma3":
+        local = Rope(dim=rope.dim, theta=metadata.real("rope.freq_base_swa", 10_000.0, above=1.0))
+    if arch == "olmo2":  # OLMo 3 files: layers with a window are not stretched
+        local = Rope(dim=rope.dim, theta=rope.theta)
+    return [rope if window is None else local for window in windows]
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------
@@ -268,24 +353,25 @@ def config_of(file: GGUFFile) -> DecoderConfig:
 
 def _rope(file: GGUFFile, metadata: Metadata, head_dim: int, max_context: int) -> Rope:
     """As llama.cpp reads it: scaling without a type is linear, and its older name is `rope.scale_linear`."""
-    turned = metadata.number("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        raise ModelLoadError(f"{file.path}: partial RoPE ({turned} of {head_dim} dimensions) is not supported")
+    dim = metadata.number("rope.dimension_count", head_dim)
     kind = metadata.text("rope.scaling.type", "linear")
-    if kind not in ("none", "linear", "yarn"):
+    if kind not in ("none", "linear", "yarn", "longrope"):
         raise ModelLoadError(f"{file.path}: rope scaling of type {kind!r} is not supported")
     _refuse_other_scaling(metadata, kind)
-    return Rope(
-        dim=head_dim,
+    rope = Rope(
+        dim=dim,
         theta=metadata.real("rope.freq_base", 10_000.0, above=1.0),
-        kind="default" if kind == "none" else kind,
+        kind="default" if kind in ("none", "longrope") else kind,
         factor=metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 1.0)),
         original_context=metadata.number("rope.scaling.original_context_length", 0, least=0) or max_context,
         beta_fast=metadata.real("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=metadata.real("rope.scaling.yarn_beta_slow", 1.0),
-        divisors=_divisors(file, head_dim),
+        divisors=_divisors(file, ROPE_FREQS, dim),
         scale=metadata.real("rope.scaling.attn_factor", 1.0),
     )
+    if short := _divisors(file, ROPE_FACTORS_SHORT, dim):
+        return replace(rope, kind="longrope", factor=1.0, divisors=short)  # the file has the attention factor
+    return rope
 
 
 READ_OR_HARMLESS = frozenset(
@@ -308,14 +394,14 @@ def _refuse_other_scaling(metadata: Metadata, kind: str) -> None:
             raise metadata.wrong(f"rope.scaling.{name}", " or ".join(f"{one:g}" for one in neutral[name]), value)
 
 
-def _divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
+def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
     """What each frequency is divided by, where the file has a tensor of that."""
-    tensor = file.tensors.get(ROPE_FREQS)
+    tensor = file.tensors.get(name)
     if tensor is None:
         return ()
-    if tensor.shape != (head_dim // 2,):
-        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has shape {tensor.shape}, not {(head_dim // 2,)}")
+    if tensor.shape != (dim // 2,):
+        raise ModelLoadError(f"{file.path}: {name} has shape {tensor.shape}, not {(dim // 2,)}")
     values = dequantise(file, tensor)
     if not bool((values.isfinite() & (values > 0)).all()):
-        raise ModelLoadError(f"{file.path}: {ROPE_FREQS} must be positive")
+        raise ModelLoadError(f"{file.path}: {name} must be positive")
     return tuple(values.tolist())

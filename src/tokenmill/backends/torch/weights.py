@@ -6,7 +6,7 @@ view into them, which is how it is loaded and replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families.names import ROPE_FREQS, Shape, in_file, shapes
+from tokenmill.backends.torch.families.names import SETTINGS, Shape, in_file, is_norm, shapes
 from tokenmill.backends.torch.native.packing import Quantised
 from tokenmill.errors import InvalidOperation, ModelLoadError
 
@@ -64,14 +64,16 @@ class TensorSource(Protocol):
 class LayerWeights:
     """One decoder layer."""
 
-    attn_norm: Tensor
+    attn_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
-    mlp_norm: Tensor
+    attn_post_norm: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
+    mlp_post_norm: Tensor | None
 
 
 class DecoderWeights:
@@ -82,6 +84,7 @@ class DecoderWeights:
         self.views: dict[str, Tensor] = {}
         """The decoder's name of a tensor -> where its values are."""
         self._dtype, self._device = dtype, device
+        self._sizes = shapes(config)
         hidden = config.hidden_size
         self.embed = self._new("embed", (config.vocab_size, hidden))
         self.layers = [self._layer(i) for i in range(config.num_layers)]
@@ -104,45 +107,57 @@ class DecoderWeights:
                 raise ModelLoadError(
                     f"{source.where}: {name} has the type {value.dtype}, which is not a floating point type"
                 )
-            view.copy_(value)
+            view.copy_(self._shifted(own, value))
             if not all_finite(view):
                 raise ModelLoadError(f"{source.where}: {name} has non-finite values as {view.dtype}")
             report(done + 1, len(self.views))
 
     def replace(self, own: str, value: Tensor) -> None:
         """New values for one tensor, in place."""
-        overwrite(self.views[own], value)
+        overwrite(self.views[own], self._shifted(own, value))
+
+    def _shifted(self, own: str, value: Tensor) -> Tensor:
+        """A file's values as the decoder has them."""
+        offset = self.config.norm_offset
+        return value.float() + offset if offset and is_norm(own) and value.is_floating_point() else value
 
     def _layer(self, i: int) -> LayerWeights:
-        config = self.config
-        hidden, query, kv, inner = config.hidden_size, config.query_size, config.kv_size, config.intermediate_size
-        head = (config.head_dim,)
+        layer, sizes = self.config.layers[i], self._sizes
+
+        def norm(name: str) -> Tensor | None:
+            own = f"{name}.{i}"
+            return self._new(own, sizes[own]) if own in sizes else None
+
         return LayerWeights(
-            attn_norm=self._new(f"attn_norm.{i}", (hidden,)),
-            qkv=self._merged({f"q{{}}.{i}": query, f"k{{}}.{i}": kv, f"v{{}}.{i}": kv}, hidden, config.qkv_bias),
-            q_norm=self._new(f"q_norm.{i}", head) if config.qk_norm else None,
-            k_norm=self._new(f"k_norm.{i}", head) if config.qk_norm else None,
-            o=self._merged({f"o{{}}.{i}": hidden}, query, config.output_bias),
-            mlp_norm=self._new(f"mlp_norm.{i}", (hidden,)),
-            gate_up=self._merged({f"gate{{}}.{i}": inner, f"up{{}}.{i}": inner}, hidden, config.mlp_bias),
-            down=self._merged({f"down{{}}.{i}": hidden}, inner, config.mlp_bias),
+            attn_norm=norm("attn_norm"),
+            qkv=self._merged(i, ("qkv",) if layer.fused else ("q", "k", "v"), layer.qkv_bias),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            o=self._merged(i, ("o",), layer.output_bias),
+            attn_post_norm=norm("attn_post_norm"),
+            mlp_norm=norm("mlp_norm"),
+            gate_up=self._merged(i, ("gate_up",) if layer.fused else ("gate", "up"), layer.mlp_bias),
+            down=self._merged(i, ("down",), layer.mlp_bias),
+            mlp_post_norm=norm("mlp_post_norm"),
         )
 
     def _new(self, own: str, shape: Shape) -> Tensor:
-        self.views[own] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = torch.float32 if self.config.wide_norms and is_norm(own) else self._dtype
+        self.views[own] = torch.empty(shape, dtype=dtype, device=self._device)
         return self.views[own]
 
-    def _merged(self, parts: Mapping[str, int], width: int, has_bias: bool) -> Linear:
+    def _merged(self, layer: int, parts: Sequence[str], has_bias: bool) -> Linear:
         """One matrix for several tensors, each a view of some of its rows."""
-        height = sum(parts.values())
+        rows = [self._sizes[f"{part}.{layer}"] for part in parts]
+        height, width = sum(shape[0] for shape in rows), rows[0][1]
         weight = torch.empty((height, width), dtype=self._dtype, device=self._device)
         bias = torch.empty(height, dtype=self._dtype, device=self._device) if has_bias else None
         at = 0
-        for name, rows in parts.items():
-            self.views[name.format("")] = weight[at : at + rows]
+        for part, (count, _) in zip(parts, rows, strict=True):
+            self.views[f"{part}.{layer}"] = weight[at : at + count]
             if bias is not None:
-                self.views[name.format("_bias")] = bias[at : at + rows]
-            at += rows
+                self.views[f"{part}_bias.{layer}"] = bias[at : at + count]
+            at += count
         return Linear(weight, bias)
 
 
@@ -166,7 +181,7 @@ def check_tensors(source: TensorSource, config: DecoderConfig, names: Mapping[st
 
 def _is_a_setting(name: str) -> bool:
     """Tensors that follow from the configuration, or that it was made from."""
-    return name == ROPE_FREQS or name.endswith("rotary_emb.inv_freq")
+    return name in SETTINGS or name.endswith("rotary_emb.inv_freq")
 
 
 def overwrite(weight: Tensor, value: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenmill.backends.torch.attention import Attention, GatherAttention
+from tokenmill.backends.torch.attention import PLAIN, Attention, GatherAttention, Scoring
 from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
 from tokenmill.backends.torch.cuda.graphs import (
     DecodeShape,
@@ -77,7 +77,7 @@ class PagedAttention:
             num_kv = layers.keys[0].shape[1]
             self._num_splits = num_splits_for(len(inputs.singles.row), num_kv, layers.num_processors)
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         layers = self._layers
         keys, values = layers.keys[layer], layers.values[layer]
         block_size, window = layers.block_size, layers.windows[layer]
@@ -88,13 +88,14 @@ class PagedAttention:
                 q, keys, values, layers.blocks[layer], out,
                 longs.order, longs.begin, longs.count, longs.index, longs.first,
                 longs.tile_run, longs.tile_offset, longs.tables, longs.width,
-                block_size=block_size, window=window,
+                block_size=block_size, window=window, scale=scoring.scale, softcap=scoring.softcap,
             )  # fmt: skip
         if singles is not None:
             decode_attention(
                 q, keys, values, out,
                 singles.row, singles.last, singles.first, singles.tables, singles.width,
                 block_size=block_size, window=window, num_splits=self._num_splits,
+                scale=scoring.scale, softcap=scoring.softcap,
             )  # fmt: skip
         return out
 

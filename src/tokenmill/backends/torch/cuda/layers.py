@@ -6,6 +6,7 @@ and, for a single row, in kernels instead of them. `Switches` turns each optimis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from tokenmill.backends.torch.attention import Attention
 from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.cuda.inputs import StepInputs
-from tokenmill.backends.torch.decoder import Decoder
+from tokenmill.backends.torch.decoder import Decoder, activated, rms_norm, scaled_logits
 from tokenmill.backends.torch.footprint import GATED_BYTES
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.rope import rotate, rotations
-from tokenmill.backends.torch.weights import DecoderWeights, LayerWeights, Linear
-from tokenmill.kernels.islands import embed, gate, norm, one_row_product, turn_and_store
+from tokenmill.backends.torch.rope import rotate
+from tokenmill.backends.torch.weights import DecoderWeights, Linear
+from tokenmill.kernels.islands import add, embed, gate, norm, one_row_product, scale_logits, turn_and_store
+
+LayerTurns = Sequence[tuple[Tensor, Tensor] | None]
+"""Of each layer: cosines and sines of all positions, [context, rotated dims / 2]; None: it has no rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +49,19 @@ class LayerOps(Protocol):
         """The state before the first layer; `sampled` is the token table."""
         ...
 
-    def qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def qkv(self, number: int, x: Tensor) -> Tensor:
         """[tokens, (heads + 2 KV heads) * dim]: normed and multiplied."""
         ...
 
-    def store(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+    def store(self, number: int, qkv: Tensor) -> Tensor:
         """Put turned keys, and values, into their slots; gives the turned queries, [tokens, heads, dim]."""
         ...
 
-    def add_product(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
-        """Add inner times the matrix to x."""
+    def add_product(self, number: int, linear: Linear, inner: Tensor, post_norm: Tensor | None, x: Tensor) -> None:
+        """Add inner times the matrix to x, with the norm and the factor that the layer has for that."""
         ...
 
-    def gated(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def gated(self, number: int, x: Tensor) -> Tensor:
         """[tokens, intermediate]: normed, multiplied and gated."""
         ...
 
@@ -66,43 +70,49 @@ class PlainOps:
     """Torch alone."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, turns: tuple[Tensor, Tensor], kv: TorchKV,
-        inputs: StepInputs,
-    ) -> None:  # fmt: skip
+        self, config: DecoderConfig, weights: DecoderWeights, turns: LayerTurns, kv: TorchKV, inputs: StepInputs
+    ) -> None:
         self._config = config
         self._weights = weights
         self._kv = kv
         self._inputs = inputs
         self._slots = inputs.slot.long()
-        pos = inputs.pos.long()
-        self._cos, self._sin = (turn[pos][:, None] for turn in turns)
+        self._turns = turns
+        self._pos = inputs.pos.long()
 
     def embed(self, sampled: Tensor, x: Tensor) -> None:
         token = self._inputs.token.long()
         known = torch.where(token < 0, sampled[(-1 - token).clamp(min=0)].clamp(min=0), token)
-        x.copy_(F.embedding(known, self._weights.embed))
+        x.copy_(F.embedding(known, self._weights.embed) * self._config.embed_scale)
 
-    def qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return layer.qkv(self._norm(x, layer.attn_norm))
+    def qkv(self, number: int, x: Tensor) -> Tensor:
+        weights = self._weights.layers[number]
+        return weights.qkv(self._norm(x, weights.attn_norm))
 
-    def store(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        config = self._config
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        self._kv.store(number, self._slots, rotate(k, self._cos, self._sin), v)
-        return rotate(q, self._cos, self._sin)
+    def store(self, number: int, qkv: Tensor) -> Tensor:
+        config, weights, turns = self._config, self._weights.layers[number], self._turns[number]
+        parts = torch.split(qkv, [config.query_size, config.kv_size, config.kv_size], dim=1)
+        if config.layers[number].qk_norm == "projection":
+            parts = self._norm(parts[0], weights.q_norm), self._norm(parts[1], weights.k_norm), parts[2]
+        q, k, v = (part.reshape(len(part), -1, config.head_dim) for part in parts)
+        if config.layers[number].qk_norm == "head":
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        if turns is not None:
+            cos, sin = (turn[self._pos][:, None] for turn in turns)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self._kv.store(number, self._slots, k, v)
+        return q
 
-    def add_product(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
-        x.add_(linear(inner))
+    def add_product(self, number: int, linear: Linear, inner: Tensor, post_norm: Tensor | None, x: Tensor) -> None:
+        x.add_(self._norm(linear(inner), post_norm), alpha=self._config.layers[number].residual_scale)
 
-    def gated(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def gated(self, number: int, x: Tensor) -> Tensor:
+        weights = self._weights.layers[number]
+        gate, up = weights.gate_up(self._norm(x, weights.mlp_norm)).chunk(2, dim=-1)
+        return activated(self._config.layers[number], gate) * up
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.rms_eps)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(x, weight, self._config.rms_eps)
 
 
 TILE_ROWS = 256
@@ -113,9 +123,8 @@ class FusedOps:
     """`LayerOps` for any number of rows: one kernel between two products."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, turns: tuple[Tensor, Tensor], kv: TorchKV,
-        inputs: StepInputs,
-    ) -> None:  # fmt: skip
+        self, config: DecoderConfig, weights: DecoderWeights, turns: LayerTurns, kv: TorchKV, inputs: StepInputs
+    ) -> None:
         self._config = config
         self._weights = weights
         self._turns = turns
@@ -123,46 +132,76 @@ class FusedOps:
         self._inputs = inputs
 
     def embed(self, sampled: Tensor, x: Tensor) -> None:
-        embed(self._inputs.token, sampled, self._weights.embed, x)
+        embed(self._inputs.token, sampled, self._weights.embed, x, self._config.embed_scale)
 
-    def qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return layer.qkv(norm(x, layer.attn_norm, self._config.rms_eps))
+    def qkv(self, number: int, x: Tensor) -> Tensor:
+        weights = self._weights.layers[number]
+        return weights.qkv(self._norm(x, weights.attn_norm))
 
-    def store(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        config, inputs = self._config, self._inputs
+    def store(self, number: int, qkv: Tensor) -> Tensor:
+        config, inputs, weights = self._config, self._inputs, self._weights.layers[number]
+        gains = weights.q_norm, weights.k_norm
+        if config.layers[number].qk_norm == "projection":
+            sizes = [config.query_size, config.kv_size, config.kv_size]
+            for part, gain in zip(torch.split(qkv, sizes, dim=1), gains, strict=False):
+                norm(part, gain, config.rms_eps, in_place=True)  # type: ignore[arg-type]
+            gains = None, None
         turn_and_store(
-            qkv, inputs.pos, inputs.slot, *self._turns, layer.q_norm, layer.k_norm, config.rms_eps,
+            qkv, inputs.pos, inputs.slot, self._turns[number], *gains, config.rms_eps,
             self._kv.keys[number], self._kv.values[number], config.num_heads,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
 
-    def add_product(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
-        x.addmm_(inner, linear.weight.t())
-        if linear.bias is not None:
-            x.add_(linear.bias)
+    def add_product(self, number: int, linear: Linear, inner: Tensor, post_norm: Tensor | None, x: Tensor) -> None:
+        factor = self._config.layers[number].residual_scale
+        if post_norm is not None or factor != 1.0:
+            add(self._product(linear, inner), post_norm, self._config.rms_eps, factor, x)
+        else:
+            self._add(linear, inner, x)
 
-    def gated(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        normed = norm(x, layer.mlp_norm, self._config.rms_eps)
+    def gated(self, number: int, x: Tensor) -> Tensor:
+        weights, activation = self._weights.layers[number], self._config.layers[number].activation
+        normed = self._norm(x, weights.mlp_norm)
         inner = torch.empty(len(x), self._config.intermediate_size, dtype=x.dtype, device=x.device)
         at_a_time = max(GATED_BYTES // (2 * inner.stride(0) * inner.itemsize) // TILE_ROWS, 1) * TILE_ROWS
         for begin in range(0, len(x), at_a_time):
             rows = slice(begin, begin + at_a_time)
-            gate(layer.gate_up(normed[rows]), inner[rows])
+            gate(weights.gate_up(normed[rows]), inner[rows], activation)
         return inner
+
+    def _product(self, linear: Linear, inner: Tensor) -> Tensor:
+        return linear(inner)
+
+    def _add(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
+        x.addmm_(inner, linear.weight.t())
+        if linear.bias is not None:
+            x.add_(linear.bias)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else norm(x, weight, self._config.rms_eps)
 
 
 class OneRowOps(FusedOps):
     """`LayerOps` for a single row: norm, gate and residual ride along with the products."""
 
-    def qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return one_row_product(x, layer.qkv.weight, layer.qkv.bias, gain=layer.attn_norm, eps=self._config.rms_eps)
+    def qkv(self, number: int, x: Tensor) -> Tensor:
+        weights = self._weights.layers[number]
+        return one_row_product(
+            x, weights.qkv.weight, weights.qkv.bias, gain=weights.attn_norm, eps=self._config.rms_eps
+        )
 
-    def add_product(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
+    def gated(self, number: int, x: Tensor) -> Tensor:
+        weights = self._weights.layers[number]
+        return one_row_product(
+            x, weights.gate_up.weight, weights.gate_up.bias, gain=weights.mlp_norm, eps=self._config.rms_eps,
+            gates=True, activation=self._config.layers[number].activation,
+        )  # fmt: skip
+
+    def _product(self, linear: Linear, inner: Tensor) -> Tensor:
+        return one_row_product(inner, linear.weight, linear.bias)
+
+    def _add(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
         one_row_product(inner, linear.weight, linear.bias, add_to=x)
-
-    def gated(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        weight, bias = layer.gate_up.weight, layer.gate_up.bias
-        return one_row_product(x, weight, bias, gain=layer.mlp_norm, eps=self._config.rms_eps, gates=True)
 
 
 class CudaDecoder(Decoder):
@@ -171,9 +210,9 @@ class CudaDecoder(Decoder):
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, switches: Switches = Switches()) -> None:
         super().__init__(config, weights)
         self.switches = switches
-        pos = torch.arange(config.max_context, device=self.device)
-        cos, sin = rotations(pos, self.inv_freq, self._rope_scale)
-        self._turns = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        turns = self._rotations.of(torch.arange(config.max_context, device=self.device))
+        tables = [(cos[:, 0].contiguous(), sin[:, 0].contiguous()) for cos, sin in turns]
+        self._turns: LayerTurns = [None if i is None else tables[i] for i in self._rotations.index]
 
     def run(
         self,
@@ -192,15 +231,15 @@ class CudaDecoder(Decoder):
         ops = self._ops(inputs, kv)
         ops.embed(sampled, x)
         for number, layer in enumerate(self.weights.layers):
-            q = ops.store(number, layer, ops.qkv(layer, x))
+            q = ops.store(number, ops.qkv(number, x))
             if wanted is not None and number == self.config.num_layers - 1:
                 if not len(wanted):
                     return x[:0]
-                attended, x = attention(number, q).flatten(1)[wanted], x[wanted]
+                attended, x = attention(number, q, self._scorings[number]).flatten(1)[wanted], x[wanted]
             else:
-                attended = attention(number, q).flatten(1)
-            ops.add_product(layer.o, attended, x)
-            ops.add_product(layer.down, ops.gated(layer, x), x)
+                attended = attention(number, q, self._scorings[number]).flatten(1)
+            ops.add_product(number, layer.o, attended, layer.attn_post_norm, x)
+            ops.add_product(number, layer.down, ops.gated(number, x), layer.mlp_post_norm, x)
         return x
 
     def _ops(self, inputs: StepInputs, kv: TorchKV) -> LayerOps:
@@ -218,8 +257,14 @@ class CudaDecoder(Decoder):
         """[rows, vocab] in the weights' own type, of states that are still to be normed."""
         head, gain = self.weights.head.weight, self.weights.norm
         if self._is_one_row(hidden):
-            return one_row_product(hidden, head, gain=gain, eps=self.config.rms_eps, out=out)
-        return torch.mm(self.normed(hidden), head.t(), out=out)
+            logits = one_row_product(hidden, head, gain=gain, eps=self.config.rms_eps, out=out)
+        else:
+            logits = torch.mm(self.normed(hidden), head.t(), out=out)
+        if self.config.logit_scale == 1.0 and self.config.logit_softcap is None:
+            return logits
+        if not self.switches.islands:
+            return scaled_logits(self.config, logits)
+        return scale_logits(logits, self.config.logit_scale, self.config.logit_softcap)
 
     def _is_one_row(self, rows: Tensor) -> bool:
         return len(rows) == 1 and self.switches.islands and self.switches.one_row

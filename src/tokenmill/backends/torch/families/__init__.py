@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families import llama, mistral, qwen2, qwen3
-from tokenmill.backends.torch.families.names import HF_NAMES
+from tokenmill.backends.torch.families import gemma, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from tokenmill.backends.torch.families.names import HF_NAMES, SANDWICH_NAMES
 from tokenmill.errors import ConfigError, UnsupportedModel
 
 
@@ -85,7 +85,16 @@ def _check_installed(what: str) -> None:
         raise UnsupportedModel(f"{what}; transformers runs most decoders: pip install 'tokenmill[transformers]'")
 
 
-register_family(Family("llama", llama.read))
-register_family(Family("mistral", mistral.read))
-register_family(Family("qwen2", qwen2.read))
-register_family(Family("qwen3", qwen3.read))
+for _family in (
+    Family("gemma2", gemma.read_gemma2, SANDWICH_NAMES),
+    Family("gemma3_text", gemma.read_gemma3, SANDWICH_NAMES),
+    Family("granite", granite.read),
+    Family("llama", llama.read),
+    Family("mistral", mistral.read),
+    Family("olmo2", olmo2.read, SANDWICH_NAMES),
+    Family("phi3", phi3.read),
+    Family("qwen2", qwen2.read),
+    Family("qwen3", qwen3.read),
+    Family("smollm3", smollm3.read),
+):
+    register_family(_family)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmill.backends.torch.config import DecoderConfig, common_settings, layer_count
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig, activation, decoder_config
 from tokenmill.files import Settings
 
 
@@ -13,9 +13,7 @@ def read(config: Mapping[str, Any]) -> DecoderConfig:
     """Full attention; biases are a switch."""
     settings = Settings(config, "config.json")
     bias = settings.flag("attention_bias", False)
-    return DecoderConfig(
-        **common_settings(settings, "llama", (None,) * layer_count(settings)),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=settings.flag("mlp_bias", False),
+    layer = LayerConfig(
+        qkv_bias=bias, output_bias=bias, mlp_bias=settings.flag("mlp_bias", False), activation=activation(settings)
     )
+    return decoder_config(settings, "llama", layer)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmill.backends.torch.config import DecoderConfig, common_settings, layer_count
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig, activation, decoder_config, one_window
 from tokenmill.files import Settings
 
 
 def read(config: Mapping[str, Any]) -> DecoderConfig:
     """No biases; one window for all layers, or none."""
     settings = Settings(config, "config.json")
-    window = None if settings.given("sliding_window") is None else settings.number("sliding_window")
-    return DecoderConfig(**common_settings(settings, "mistral", (window,) * layer_count(settings)))
+    layer = LayerConfig(activation=activation(settings))
+    return decoder_config(settings, "mistral", layer, windows=one_window(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from tokenmill.backends.torch.config import DecoderConfig
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 
 Shape = tuple[int, ...]
 
@@ -16,6 +16,7 @@ HF_NAMES: Mapping[str, str] = {
     "k.{}": "model.layers.{}.self_attn.k_proj.weight",
     "v.{}": "model.layers.{}.self_attn.v_proj.weight",
     "o.{}": "model.layers.{}.self_attn.o_proj.weight",
+    "qkv.{}": "model.layers.{}.self_attn.qkv_proj.weight",
     "q_bias.{}": "model.layers.{}.self_attn.q_proj.bias",
     "k_bias.{}": "model.layers.{}.self_attn.k_proj.bias",
     "v_bias.{}": "model.layers.{}.self_attn.v_proj.bias",
@@ -26,12 +27,21 @@ HF_NAMES: Mapping[str, str] = {
     "gate.{}": "model.layers.{}.mlp.gate_proj.weight",
     "up.{}": "model.layers.{}.mlp.up_proj.weight",
     "down.{}": "model.layers.{}.mlp.down_proj.weight",
+    "gate_up.{}": "model.layers.{}.mlp.gate_up_proj.weight",
     "gate_bias.{}": "model.layers.{}.mlp.gate_proj.bias",
     "up_bias.{}": "model.layers.{}.mlp.up_proj.bias",
     "down_bias.{}": "model.layers.{}.mlp.down_proj.bias",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+SANDWICH_NAMES: Mapping[str, str] = {
+    **HF_NAMES,
+    "attn_post_norm.{}": "model.layers.{}.post_attention_layernorm.weight",
+    "mlp_norm.{}": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "mlp_post_norm.{}": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+"""Of families with norms after attention and MLP."""
 
 GGUF_NAMES: Mapping[str, str] = {
     "embed": "token_embd.weight",
@@ -40,6 +50,7 @@ GGUF_NAMES: Mapping[str, str] = {
     "k.{}": "blk.{}.attn_k.weight",
     "v.{}": "blk.{}.attn_v.weight",
     "o.{}": "blk.{}.attn_output.weight",
+    "qkv.{}": "blk.{}.attn_qkv.weight",
     "q_bias.{}": "blk.{}.attn_q.bias",
     "k_bias.{}": "blk.{}.attn_k.bias",
     "v_bias.{}": "blk.{}.attn_v.bias",
@@ -47,9 +58,12 @@ GGUF_NAMES: Mapping[str, str] = {
     "q_norm.{}": "blk.{}.attn_q_norm.weight",
     "k_norm.{}": "blk.{}.attn_k_norm.weight",
     "mlp_norm.{}": "blk.{}.ffn_norm.weight",
+    "attn_post_norm.{}": "blk.{}.post_attention_norm.weight",
+    "mlp_post_norm.{}": "blk.{}.post_ffw_norm.weight",
     "gate.{}": "blk.{}.ffn_gate.weight",
     "up.{}": "blk.{}.ffn_up.weight",
     "down.{}": "blk.{}.ffn_down.weight",
+    "gate_up.{}": "blk.{}.ffn_up.weight",
     "gate_bias.{}": "blk.{}.ffn_gate.bias",
     "up_bias.{}": "blk.{}.ffn_up.bias",
     "down_bias.{}": "blk.{}.ffn_down.bias",
@@ -58,8 +72,10 @@ GGUF_NAMES: Mapping[str, str] = {
 }
 
 
-ROPE_FREQS = "rope_freqs.weight"
-"""In GGUF files, what each frequency of the rotation is divided by: a setting in the shape of a tensor."""
+ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+"""In GGUF files, what each frequency of the rotation is divided by, the second with longrope."""
+SETTINGS = (ROPE_FREQS, ROPE_FACTORS_SHORT, "rope_factors_long.weight")
+"""Of GGUF files: settings in the shape of tensors."""
 
 
 def shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -67,8 +83,8 @@ def shapes(config: DecoderConfig) -> dict[str, Shape]:
     found = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
     if not config.tied:
         found["head"] = (config.vocab_size, config.hidden_size)
-    for name, shape in _of_a_layer(config):
-        found.update({f"{name}.{layer}": shape for layer in range(config.num_layers)})
+    for number, layer in enumerate(config.layers):
+        found.update({f"{name}.{number}": shape for name, shape in _of_a_layer(config, layer)})
     return found
 
 
@@ -77,22 +93,41 @@ def num_values(config: DecoderConfig) -> int:
     return sum(math.prod(shape) for shape in shapes(config).values())
 
 
+def num_norm_values(config: DecoderConfig) -> int:
+    """How many of them are weights of norms."""
+    return sum(math.prod(shape) for own, shape in shapes(config).items() if is_norm(own))
+
+
 def in_file(own: str, names: Mapping[str, str]) -> str:
     """What a file calls one of the decoder's tensors."""
     kind, _, layer = own.partition(".")
     return names[f"{kind}.{{}}" if layer else kind].format(layer)
 
 
-def _of_a_layer(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+def is_norm(own: str) -> bool:
+    """Whether one of the decoder's tensors is the weight of a norm."""
+    return own.partition(".")[0].endswith("norm")
+
+
+def _of_a_layer(config: DecoderConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
     hidden, query, kv, inner = config.hidden_size, config.query_size, config.kv_size, config.intermediate_size
-    yield from [("attn_norm", (hidden,)), ("mlp_norm", (hidden,))]
-    yield from [("q", (query, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, query))]
-    yield from [("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))]
-    if config.qkv_bias:
+    if layer.norm_before:
+        yield from [("attn_norm", (hidden,)), ("mlp_norm", (hidden,))]
+    if layer.norm_after:
+        yield from [("attn_post_norm", (hidden,)), ("mlp_post_norm", (hidden,))]
+    if layer.fused:
+        yield from [("qkv", (query + 2 * kv, hidden)), ("gate_up", (2 * inner, hidden))]
+    else:
+        yield from [("q", (query, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden))]
+        yield from [("gate", (inner, hidden)), ("up", (inner, hidden))]
+    yield from [("o", (hidden, query)), ("down", (hidden, inner))]
+    if layer.qkv_bias:
         yield from [("q_bias", (query,)), ("k_bias", (kv,)), ("v_bias", (kv,))]
-    if config.output_bias:
+    if layer.output_bias:
         yield "o_bias", (hidden,)
-    if config.qk_norm:
+    if layer.qk_norm == "head":
         yield from [("q_norm", (config.head_dim,)), ("k_norm", (config.head_dim,))]
-    if config.mlp_bias:
+    if layer.qk_norm == "projection":
+        yield from [("q_norm", (query,)), ("k_norm", (kv,))]
+    if layer.mlp_bias:
         yield from [("gate_bias", (inner,)), ("up_bias", (inner,)), ("down_bias", (hidden,))]

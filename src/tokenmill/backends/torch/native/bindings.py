@@ -34,11 +34,16 @@ class Matrix(Structure):
     )
 
 
+NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
 class Layer(Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")),
-        ("window", c_int32),
+        *((name, c_void_p) for name in NORMS),
+        *((name, c_int32) for name in ("window", "rope", "whole_norms", "activation")),
+        *((name, c_float) for name in ("scale", "softcap", "residual_scale")),
     )
 
 
@@ -46,6 +51,7 @@ class DecoderStruct(Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         *((name, c_int32) for name in ("num_layers", "hidden", "inner", "num_heads", "num_kv_heads", "head_dim")),
+        ("rope_dim", c_int32),
         ("eps", c_float),
     )
 

@@ -105,6 +105,17 @@ static inline void scale_row(const float *x, const float *weight, float by, int3
     for (; i < width; i++) y[i] = x[i] * by * weight[i];
 }
 
+/* Add a row, with a norm if there are weights, times a factor. */
+static void add_row(const float *row, const float *weight, float eps, float by, int32_t width, float *x) {
+    float scale = weight ? root_mean_square_inverse(row, eps, width) * by : by;
+    int32_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vf v = load(row + i) * scale;
+        store(x + i, load(x + i) + (weight ? v * load(weight + i) : v));
+    }
+    for (; i < width; i++) x[i] += row[i] * scale * (weight ? weight[i] : 1.0f);
+}
+
 static void norm_row(const float *x, const float *weight, float eps, int32_t width, float *y) {
     scale_row(x, weight, root_mean_square_inverse(x, eps, width), width, y);
 }
@@ -114,6 +125,7 @@ typedef struct {
     float eps;
     int32_t width;
     rounded out;
+    int32_t activation;
 } row_work;
 
 /* Round one group of a row to where it belongs. */
@@ -147,6 +159,10 @@ static void norm_and_round(void *context, int32_t begin, int32_t end) {
     }
 }
 
+/* The tanh approximation of gelu(v) is v / (1 + exp(-GELU_SLOPE * (v + GELU_CUBE * v^3))); silu(v), v / (1 + exp(-v)). */
+#define GELU_SLOPE 1.5957691216057308f /* 2 * sqrt(2 / pi) */
+#define GELU_CUBE 0.044715f
+
 /* x is [n, 2 * width]: gate and up. */
 static void gate_and_round(void *context, int32_t begin, int32_t end) {
     const row_work *w = context;
@@ -157,12 +173,26 @@ static void gate_and_round(void *context, int32_t begin, int32_t end) {
         for (int32_t g = 0; g < groups; g++) {
             int32_t at = g * TM_GROUP, count = w->width - at < TM_GROUP ? w->width - at : TM_GROUP;
             for (int32_t k = 0; k < count; k += LANES) { /* the width is a multiple of 16 */
-                vf v = load(gate + at + k);
-                store(values + k, v / (splat(1.0f) + vexp(-v)) * load(up + at + k));
+                vf v = load(gate + at + k), slope = v;
+                if (w->activation == TM_GELU_TANH) slope = GELU_SLOPE * (v + GELU_CUBE * v * v * v);
+                store(values + k, v / (splat(1.0f) + vexp(-slope)) * load(up + at + k));
             }
             round_group(w, i, g, values, count);
         }
     }
+}
+
+typedef struct {
+    const float *rows, *weight;
+    float eps, by;
+    int32_t width;
+    float *x;
+} add_work;
+
+static void add_rows(void *context, int32_t begin, int32_t end) {
+    const add_work *w = context;
+    for (int32_t i = begin; i < end; i++)
+        add_row(w->rows + (size_t)i * w->width, w->weight, w->eps, w->by, w->width, w->x + (size_t)i * w->width);
 }
 
 #define ROW_GRAIN 4 /* so few rows are not worth waking anybody */
@@ -197,19 +227,37 @@ static inline void turn(float *head, const float *cos, const float *sin, int32_t
     }
 }
 
-/* Norms and rotations of new queries and keys; keys and values go into their cells. Queries are scaled for attention. */
+static inline float attention_scale(const tm_decoder *d, const tm_layer *layer) {
+    return layer->scale ? layer->scale : 1.0f / sqrtf((float)d->head_dim);
+}
+
+/* Norms and rotations of new queries and keys; keys and values go into their cells. Queries are scaled for attention,
+ * with a soft cap so that a score of 1 is at the cap. */
 static void place_tokens(void *context, int32_t begin, int32_t end) {
     const attention *a = context;
     const tm_decoder *d = a->decoder;
+    const tm_layer *layer = a->layer;
     int32_t dim = d->head_dim, heads = d->num_heads, kv = d->num_kv_heads;
-    float by = 1.0f / sqrtf((float)dim);
+    int32_t half = d->rope_dim / 2;
+    float by = attention_scale(d, layer) / (layer->softcap ? layer->softcap : 1.0f);
+    size_t angles = layer->rope < 0 ? 0 : (size_t)layer->rope * a->step->num_tokens * half;
     for (int32_t t = begin; t < end; t++) {
         float *row = a->qkv + (size_t)t * (heads + 2 * kv) * dim;
-        const float *cos = a->step->cos + (size_t)t * (dim / 2), *sin = a->step->sin + (size_t)t * (dim / 2);
+        const float *cos = a->step->cos + angles + (size_t)t * half, *sin = a->step->sin + angles + (size_t)t * half;
+        if (layer->whole_norms) {
+            norm_row(row, layer->q_norm, d->eps, heads * dim, row);
+            norm_row(row + heads * dim, layer->k_norm, d->eps, kv * dim, row + heads * dim);
+        }
         for (int32_t h = 0; h < heads + kv; h++) {
-            const float *weight = h < heads ? a->layer->q_norm : a->layer->k_norm;
-            if (weight) norm_row(row + h * dim, weight, d->eps, dim, row + h * dim);
-            turn(row + h * dim, cos, sin, dim / 2, h < heads ? by : 1.0f);
+            const float *weight = h < heads ? layer->q_norm : layer->k_norm;
+            float *head = row + h * dim, scale = h < heads ? by : 1.0f;
+            if (weight && !layer->whole_norms) norm_row(head, weight, d->eps, dim, head);
+            int32_t turned = 0;
+            if (layer->rope >= 0) {
+                turn(head, cos, sin, half, scale);
+                turned = 2 * half;
+            }
+            for (int32_t i = turned; i < dim; i++) head[i] *= scale;
         }
         size_t cell = (size_t)a->step->slot[t] * kv * dim;
         const float *key = row + heads * dim, *value = key + kv * dim;
@@ -314,11 +362,21 @@ static inline __attribute__((always_inline)) void read_cells(
     }
 }
 
+/* Scores in units of the cap -> capped smoothly: tanh(s) = 1 - 2 / (1 + exp(2 s)). */
+static void cap_scores(int heads, float softcap, float scores[HEADS][KEYS]) {
+    for (int h = 0; h < heads; h++)
+        for (int k = 0; k < KEYS; k += LANES) {
+            vf s = load(scores[h] + k);
+            store(scores[h] + k, softcap * (splat(1.0f) - splat(2.0f) / (splat(1.0f) + vexp(s + s))));
+        }
+}
+
 /* Some heads of a token and KEYS cells, of which it sees those from `low` to `high`: what it has read, with these. */
 static inline __attribute__((always_inline)) void attend_heads(const float *q, int heads, const float *keys,
-    const float *values, int32_t dim, int low, int high, softmax *state, float *out) {
+    const float *values, int32_t dim, int low, int high, float softcap, softmax *state, float *out) {
     float scores[HEADS][KEYS];
     score_heads(q, heads, keys, dim, scores);
+    if (softcap) cap_scores(heads, softcap, scores);
     for (int h = 0; h < heads; h++) {
         for (int k = 0; k < KEYS; k++)
             if (k < low || k > high) scores[h][k] = -INFINITY; /* a cell it does not see may hold anything */
@@ -350,6 +408,7 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
     int32_t dim = d->head_dim, shared = d->num_heads / d->num_kv_heads;
     int32_t seq = step->seq[tile->run], window = a->layer->window;
     int32_t start = step->start[seq];
+    float softcap = a->layer->softcap;
     const int32_t *tokens = step->order + tile->first;
     size_t stride = (size_t)d->num_kv_heads * dim, row = (size_t)(d->num_heads + 2 * d->num_kv_heads) * dim;
     int32_t first = start, last = step->pos[tokens[tile->count - 1]];
@@ -392,10 +451,10 @@ static void attend_tile(const attention *a, const tile *tile, int32_t kv_head) {
                 float *out = a->out + ((size_t)tokens[t] * d->num_heads + head) * dim;
                 softmax *s = state[t] + h;
                 switch (shared - h) { /* a constant in each call: loops unroll */
-                    case 1: attend_heads(q, 1, keys, values, dim, low, high, s, out); break;
-                    case 2: attend_heads(q, 2, keys, values, dim, low, high, s, out); break;
-                    case 3: attend_heads(q, 3, keys, values, dim, low, high, s, out); break;
-                    default: attend_heads(q, HEADS, keys, values, dim, low, high, s, out);
+                    case 1: attend_heads(q, 1, keys, values, dim, low, high, softcap, s, out); break;
+                    case 2: attend_heads(q, 2, keys, values, dim, low, high, softcap, s, out); break;
+                    case 3: attend_heads(q, 3, keys, values, dim, low, high, softcap, s, out); break;
+                    default: attend_heads(q, HEADS, keys, values, dim, low, high, softcap, s, out);
                 }
             }
         }
@@ -439,7 +498,20 @@ size_t NAME(tm_scratch_bytes)(const tm_decoder *d, int32_t n) {
     size_t query = (size_t)d->num_heads * d->head_dim, kv = (size_t)d->num_kv_heads * d->head_dim;
     int32_t widest = wider(wider(d->hidden, d->inner), (int32_t)query);
     return rounded_bytes(n, widest) + aligned(n * (query + 2 * kv) * 4) + aligned(n * query * 4) +
-           aligned((size_t)n * 2 * d->inner * 4) + aligned((size_t)n * sizeof(tile)) + 64;
+           aligned((size_t)n * 2 * d->inner * 4) + aligned((size_t)n * d->hidden * 4) +
+           aligned((size_t)n * sizeof(tile)) + 64;
+}
+
+/* What attention or MLP add to x: a product, with a norm and a factor where the layer has them. */
+static void add_product(const tm_decoder *d, const tm_layer *layer, const tm_matrix *m, const float *post_norm,
+    const rounded *in, int32_t n, float *added, float *x, tm_pool *pool) {
+    if (!post_norm && layer->residual_scale == 1.0f) {
+        multiply(m, in, n, x, 1, pool);
+        return;
+    }
+    multiply(m, in, n, added, 0, pool);
+    add_work work = {added, post_norm, d->eps, layer->residual_scale, d->hidden, x};
+    tm_parallel(pool, add_rows, &work, n, ROW_GRAIN);
 }
 
 void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scratch, tm_pool *pool) {
@@ -451,6 +523,8 @@ void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scra
     at += aligned((size_t)n * query * 4);
     float *inner = (float *)at;
     at += aligned((size_t)n * 2 * d->inner * 4);
+    float *added = (float *)at;
+    at += aligned((size_t)n * d->hidden * 4);
     tile *tiles = (tile *)at;
     at += aligned((size_t)n * sizeof(tile));
     int32_t num_tiles = cut_tiles(step, tiles);
@@ -459,24 +533,24 @@ void NAME(tm_run)(const tm_decoder *d, const tm_step *step, float *x, void *scra
     for (int32_t i = 0; i < d->num_layers; i++) {
         const tm_layer *layer = &d->layers[i];
         char *room = at;
-        row_work rows = {x, layer->attn_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden)};
-        tm_parallel(pool, norm_and_round, &rows, n, ROW_GRAIN);
+        row_work rows = {x, layer->attn_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden), 0};
+        tm_parallel(pool, layer->attn_norm ? norm_and_round : round_rows, &rows, n, ROW_GRAIN);
         multiply(&layer->qkv, &rows.out, n, qkv, 0, pool);
         attention a = {d, layer, step, qkv, read, step->keys[i], step->values[i], tiles};
         tm_parallel(pool, place_tokens, &a, n, ROW_GRAIN);
         tm_parallel(pool, attend, &a, num_tiles * d->num_kv_heads, grain);
         room = at;
-        rows = (row_work){read, NULL, 0, query, rounded_at(&room, n, query)};
+        rows = (row_work){read, NULL, 0, query, rounded_at(&room, n, query), 0};
         tm_parallel(pool, round_rows, &rows, n, ROW_GRAIN);
-        multiply(&layer->o, &rows.out, n, x, 1, pool);
+        add_product(d, layer, &layer->o, layer->attn_post_norm, &rows.out, n, added, x, pool);
         room = at;
-        rows = (row_work){x, layer->mlp_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden)};
-        tm_parallel(pool, norm_and_round, &rows, n, ROW_GRAIN);
+        rows = (row_work){x, layer->mlp_norm, d->eps, d->hidden, rounded_at(&room, n, d->hidden), 0};
+        tm_parallel(pool, layer->mlp_norm ? norm_and_round : round_rows, &rows, n, ROW_GRAIN);
         multiply(&layer->gate_up, &rows.out, n, inner, 0, pool);
         room = at;
-        rows = (row_work){inner, NULL, 0, d->inner, rounded_at(&room, n, d->inner)};
+        rows = (row_work){inner, NULL, 0, d->inner, rounded_at(&room, n, d->inner), layer->activation};
         tm_parallel(pool, gate_and_round, &rows, n, ROW_GRAIN);
-        multiply(&layer->down, &rows.out, n, x, 1, pool);
+        add_product(d, layer, &layer->down, layer->mlp_post_norm, &rows.out, n, added, x, pool);
     }
 }
 
@@ -484,7 +558,7 @@ size_t NAME(tm_product_bytes)(const tm_matrix *m, int32_t n) { return rounded_by
 
 void NAME(tm_product)(const tm_matrix *m, const float *x, int32_t n, float *y, void *scratch, tm_pool *pool) {
     char *at = (char *)aligned((size_t)scratch);
-    row_work rows = {x, NULL, 0, m->cols, rounded_at(&at, n, m->cols)};
+    row_work rows = {x, NULL, 0, m->cols, rounded_at(&at, n, m->cols), 0};
     tm_parallel(pool, round_rows, &rows, n, ROW_GRAIN);
     multiply(m, &rows.out, n, y, 0, pool);
 }

@@ -15,6 +15,7 @@
 #define TM_ROWS 16  /* outputs that are stored side by side */
 
 enum { TM_INT4 = 4, TM_INT8 = 8 };
+enum { TM_SILU = 0, TM_GELU_TANH = 1 };
 
 /* Bytes of 16 rows x 32 columns: numbers, scales, minima. */
 #define TM_INT4_BLOCK (TM_ROWS * TM_GROUP / 2 + 2 * 2 * TM_ROWS)
@@ -37,14 +38,22 @@ typedef struct {
 
 typedef struct {
     tm_matrix qkv, o, gate_up, down;
-    const float *attn_norm, *mlp_norm; /* [hidden] */
-    const float *q_norm, *k_norm;      /* [head_dim], or NULL */
-    int32_t window;                    /* positions a token sees, itself included; 0: all */
+    const float *attn_norm, *mlp_norm;           /* [hidden], before attention and MLP, or NULL */
+    const float *attn_post_norm, *mlp_post_norm; /* [hidden], of what they add to x, or NULL */
+    const float *q_norm, *k_norm; /* [head_dim]; with whole_norms of all heads, [heads * head_dim]; or NULL */
+    int32_t window;               /* positions a token sees, itself included; 0: all */
+    int32_t rope;                 /* which of the step's rotations; -1: none */
+    int32_t whole_norms;
+    int32_t activation;
+    float scale;          /* of attention scores; 0: 1 / sqrt(head_dim) */
+    float softcap;        /* of attention scores; 0: none */
+    float residual_scale; /* of what attention and MLP add to x */
 } tm_layer;
 
 typedef struct {
     const tm_layer *layers;
     int32_t num_layers, hidden, inner, num_heads, num_kv_heads, head_dim;
+    int32_t rope_dim; /* dimensions of a head that are rotated: the first ones */
     float eps;
 } tm_decoder;
 
@@ -57,7 +66,7 @@ typedef struct {
     const int32_t *seq;   /* [runs]: its row in the tables */
     const int32_t *pos;   /* [tokens] */
     const int64_t *slot;  /* [tokens]: the cell for its key and value */
-    const float *cos, *sin; /* [tokens, head_dim / 2] */
+    const float *cos, *sin; /* [rotations, tokens, rope_dim / 2] */
     const int32_t *table;   /* [sequences, table_width]: blocks */
     const int32_t *base, *start; /* [sequences]: the first cell's position; the first position held */
     int32_t table_width, block_size;

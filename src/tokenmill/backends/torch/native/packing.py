@@ -18,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families.names import in_file, shapes
+from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
+from tokenmill.backends.torch.families.names import in_file, is_norm, shapes
 from tokenmill.backends.torch.native.bindings import (
+    ACTIVATIONS,
     BLOCK_BYTES,
     GROUP,
     INT4,
     INT8,
+    NORMS,
     ROWS,
     DecoderStruct,
     Layer,
@@ -195,15 +197,18 @@ def _flat(numbers: NDArray[Any], cols: int) -> NDArray[Any]:
     return np.ascontiguousarray(numbers.reshape(len(numbers), -1)[:, :cols])
 
 
-MERGED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""The matrices of a layer, and the tensors that each is made of."""
+def merged_tensors(layer: LayerConfig) -> dict[str, tuple[str, ...]]:
+    """The matrices of a layer, and the tensors that each is made of."""
+    qkv, gate_up = (("qkv",), ("gate_up",)) if layer.fused else (("q", "k", "v"), ("gate", "up"))
+    return {"qkv": qkv, "o": ("o",), "gate_up": gate_up, "down": ("down",)}
+
+
 MOST_WEIGHT = 65504.0
 """Scales and minima are kept in half precision."""
 MOST_HEAD_DIM, MOST_SHARED = 512, 64
 """As in decoder.h."""
 KV_DTYPE = torch.float16
 """Of keys and values."""
-NORMS = ("attn_norm", "mlp_norm", "q_norm", "k_norm")
 
 
 class QuantisedSource(Protocol):
@@ -259,13 +264,19 @@ class NativeWeights:
         self.layers = (Layer * config.num_layers)()
         self.decoder = DecoderStruct(
             ctypes.cast(self.layers, ctypes.POINTER(Layer)), config.num_layers, config.hidden_size,
-            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_eps,
+            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
+            config.ropes[0].dim if config.ropes else 0, config.rms_eps,
         )  # fmt: skip
-        for i, layer in enumerate(self.layers):
+        for i, (layer, described) in enumerate(zip(self.layers, config.layers, strict=True)):
             for name in NORMS:
                 vector = self._vectors.get(f"{name}.{i}")
                 setattr(layer, name, None if vector is None else address(vector))
-            layer.window = config.windows[i] or 0
+            layer.window = described.window or 0
+            layer.rope = -1 if described.rope is None else config.ropes.index(described.rope)
+            layer.whole_norms = described.qk_norm == "projection"
+            layer.activation = ACTIVATIONS[described.activation]
+            layer.scale, layer.softcap = described.attention_scale or 0.0, described.attention_softcap or 0.0
+            layer.residual_scale = described.residual_scale
         self.embed = Matrix()
         self.head = Matrix()
 
@@ -291,7 +302,7 @@ class NativeWeights:
         total, done = len(shapes(self.config)), 0
         for own, vector in self._vectors.items():
             name = in_file(own, names)
-            vector[:] = _floats(source, name)
+            vector[:] = self._shifted(own, _floats(source, name))
             done += 1
         # The largest ones first: what reading them takes on the way is given back before the others come.
         self.embed = self._merged({"embed": self._read(source, in_file("embed", names), INT8)}, None)
@@ -299,7 +310,7 @@ class NativeWeights:
         if not self.config.tied:
             self.head = self._merged({"head": self._read(source, in_file("head", names), INT8)}, None)
         for i, layer in enumerate(self.layers):
-            for name, parts in MERGED.items():
+            for name, parts in merged_tensors(self.config.layers[i]).items():
                 found = {f"{part}.{i}": self._read(source, in_file(f"{part}.{i}", names)) for part in parts}
                 setattr(layer, name, self._merged(found, self._bias(parts, i)))
                 done += len(parts)
@@ -316,10 +327,14 @@ class NativeWeights:
             raise InvalidOperation("the new tensor has values that are not finite or too large to be quantized")
         floats = value.detach().to("cpu", torch.float32).numpy()
         if own in self._vectors:
-            self._vectors[own][:] = floats
+            self._vectors[own][:] = self._shifted(own, floats)
             return
         part = self._parts[own]
         pack(self._lib, as_kind(np.ascontiguousarray(floats), part.matrix.kind), part.blocks)
+
+    def _shifted(self, own: str, values: Floats) -> Floats:
+        """A file's values as the decoder has them."""
+        return values + np.float32(self.config.norm_offset) if is_norm(own) else values
 
     def _read(self, source: QuantisedSource, name: str, otherwise: int | None = None) -> Quantised | Floats:
         """As the file has it, or in the form that was asked for."""
