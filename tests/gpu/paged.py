@@ -19,6 +19,8 @@ class Shape:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     """Of keys and values, where it is another."""
+    scale: float | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def attended(memory: Paged, seq: int, q: Tensor, index: int) -> Tensor:
     sees = (cell <= own) & (cell >= memory.first[seq])
     if shape.window is not None:
         sees &= cell > own - shape.window
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * shape.dim**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (shape.scale or shape.dim**-0.5)
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
     shares = scores.masked_fill(~sees, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", shares, values.nan_to_num())
 

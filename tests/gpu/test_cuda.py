@@ -13,6 +13,7 @@ import torch
 from tests.gpu.card import needs_card
 from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
+from tokenmill.backends.torch.cuda.graphs import DecodeShape
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, BatchBuilder, Output, Sampled, SampleRows
@@ -40,6 +41,48 @@ def test_logits_in_float32(tmp_path: Path) -> None:
         for chunk in (150, 31):
             worst = np.abs(all_logits(model, TOKENS, chunk) - logits_of(variant, TOKENS).numpy()).max()
             assert worst < 1e-2, f"{variant}: {worst}"
+
+
+FAMILIES = ["gemma2", "gemma3", "granite", "granite with biases", "olmo2", "phi3", "phi3, longrope", "phi3, window",
+            "smollm3", "smollm3, window"]  # fmt: skip
+NUM_PROMPT, NUM_SEQS = 100, 3
+
+
+def prompt_and_decodes(model: TorchModel, checks_graphs: bool = False) -> np.ndarray:
+    """Logits of one sequence's prompt, in chunks, and of decodes of several: alone at first, then together."""
+    parts = []
+    with model.new_backend(LIMITS) as backend:
+        for seq in range(NUM_SEQS):
+            for begin in range(0, NUM_PROMPT, 40):
+                batch = BatchBuilder()
+                for pos in range(begin, min(begin + 40, NUM_PROMPT)):
+                    batch.add(TOKENS[(pos + seq) % 150], pos, seq, Output.LOGITS if seq == 0 else Output.NONE)
+                parts.append(backend.decode(batch.build()).logits)
+        for pos in range(NUM_PROMPT, NUM_PROMPT + 12):
+            for seqs in ([0], range(1, NUM_SEQS)):
+                batch = BatchBuilder()
+                for seq in seqs:
+                    batch.add(TOKENS[(pos * 7 + seq) % 150], pos, seq, Output.LOGITS)
+                parts.append(backend.decode(batch.build()).logits)
+        if checks_graphs:
+            shapes = set(backend._graphs._graphs)  # type: ignore[attr-defined]
+            assert {shape.num_tokens for shape in shapes if isinstance(shape, DecodeShape)} >= {1, 2}
+    return np.concatenate(parts)
+
+
+def test_families_give_the_logits_of_the_cpu(tmp_path: Path) -> None:
+    """In bfloat16 and float32, with prompts in chunks, and decodes as graphs."""
+    from tokenmill.backends.torch.cuda.model import CudaModel  # needs triton
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for i, variant in enumerate(FAMILIES):
+        wanted = prompt_and_decodes(opened(variant, tmp_path / f"cpu {i}", device="cpu", dtype="float32"))
+        for dtype, tolerance in (("bfloat16", BFLOAT16_TOLERANCE), ("float32", 1e-4)):
+            model = opened(variant, tmp_path / f"{dtype} {i}", device="cuda", dtype=dtype)
+            assert isinstance(model, CudaModel)
+            found = prompt_and_decodes(model, checks_graphs=True)
+            worst = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+            assert worst < tolerance, f"{variant} in {dtype}: {worst}"
 
 
 def said(model: TorchModel, depth: int) -> list[list[int]]:

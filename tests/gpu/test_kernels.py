@@ -29,6 +29,10 @@ SHAPES = [
     Shape(4, 2, 8, block_size=4),
     Shape(6, 1, 16, block_size=1),
     Shape(4, 4, 96, window=70),
+    Shape(8, 4, 256, block_size=64, window=100, dtype=HALF, scale=0.07, softcap=2.0),
+    Shape(4, 1, 256, block_size=64, dtype=HALF, scale=0.05),
+    Shape(6, 2, 16, block_size=4, softcap=1.5),
+    Shape(6, 2, 64, window=70, scale=0.3, softcap=50.0),
 ]
 if HAS_CARD:
     SHAPES += [
@@ -60,6 +64,7 @@ def test_decode_attention() -> None:
                 q, memory.keys, memory.values, out, ints(*row_of, 2, -1), ints(*last), ints(*first, 0, 0),
                 memory.tables, ints(memory.tables.shape[1]),
                 block_size=shape.block_size, window=shape.window, num_splits=num_splits,
+                scale=shape.scale, softcap=shape.softcap,
             )  # fmt: skip
             for seq, row in enumerate(row_of):
                 wanted = attended(memory, seq, q[row : row + 1], length[seq] - 1)
@@ -92,6 +97,7 @@ def test_prefill_attention() -> None:
             ints(*begin, 0), ints(*count, 0), ints(*before, 0), ints(*first, 0),
             ints(*(run for run, _ in tiles)), ints(*(at for _, at in tiles)),
             memory.tables, ints(memory.tables.shape[1]), block_size=shape.block_size, window=shape.window,
+            scale=shape.scale, softcap=shape.softcap,
         )  # fmt: skip
         for run in range(3):
             rows = order[begin[run] : begin[run] + count[run]].to(DEVICE)
@@ -110,6 +116,39 @@ def test_norm_and_gate() -> None:
         found = torch.full_like(first, torch.nan).contiguous()
         gate(x, found)
         assert error(found, torch.nn.functional.silu(first) * second) < 1e-6
+        gate(x, found, "gelu_tanh")
+        assert error(found, torch.nn.functional.gelu(first, approximate="tanh") * second) < 1e-6
+
+
+def test_norm_in_place_of_rows_that_are_apart() -> None:
+    from tokenmill.kernels.islands import norm
+
+    rows, weight = torch.randn(5, 100, device=DEVICE), torch.randn(48, device=DEVICE)
+    wanted = rows.clone()
+    wanted[:, 20:68] = torch.nn.functional.rms_norm(rows[:, 20:68], (48,), weight, 1e-6)
+    norm(rows[:, 20:68], weight, 1e-6, in_place=True)
+    assert error(rows, wanted) < 1e-6
+
+
+def test_adding_normed_rows() -> None:
+    from tokenmill.kernels.islands import add
+
+    for width in (48, 2304):
+        y, x = torch.randn(5, width, device=DEVICE), torch.randn(5, width, device=DEVICE)
+        weight = torch.randn(width, device=DEVICE)
+        for gain in (None, weight):
+            normed = y if gain is None else torch.nn.functional.rms_norm(y, (width,), gain, 1e-6)
+            total = x.clone()
+            add(y, gain, 1e-6, 0.3, total)
+            assert error(total, x + 0.3 * normed) < 1e-6
+
+
+def test_logits_are_scaled_and_capped() -> None:
+    from tokenmill.kernels.islands import scale_logits
+
+    logits = 40 * torch.randn(3, 1501, device=DEVICE)
+    assert error(scale_logits(logits.clone(), 0.25, None), logits * 0.25) < 1e-6
+    assert error(scale_logits(logits.clone(), 0.5, 30.0), torch.tanh(logits * 0.5 / 30.0) * 30.0) < 1e-6
 
 
 def test_embedding_of_known_and_of_sampled_tokens() -> None:
@@ -119,6 +158,8 @@ def test_embedding_of_known_and_of_sampled_tokens() -> None:
     out = torch.full((4, 1500), torch.nan, device=DEVICE)
     embed(ints(3, -1, 29, -3), ints(7, 8, 9), table, out)
     assert torch.equal(out, table[[3, 7, 29, 9]])
+    embed(ints(3, -1, 29, -3), ints(7, 8, 9), table, out, 5.0)
+    assert error(out, 5.0 * table[[3, 7, 29, 9]]) < 1e-6
 
 
 def test_turn_and_store() -> None:
@@ -136,7 +177,7 @@ def test_turn_and_store() -> None:
         if normed:
             q, k = (torch.nn.functional.rms_norm(x, (dim,), gain, 1e-6) for x, gain in zip((q, k), gains, strict=True))
         turn = rotations(pos, inv_freq, 1.1)
-        turn_and_store(qkv.view(4, -1), pos, slot, cos, sin, *gains, 1e-6, keys, values, num_heads)
+        turn_and_store(qkv.view(4, -1), pos, slot, (cos, sin), *gains, 1e-6, keys, values, num_heads)
         assert error(qkv[:, :num_heads], rotate(q, *turn)) < 1e-6
         kept = [0, 1, 3]
         assert error(keys[slot[kept].long()], rotate(k, *turn)[kept]) < 1e-6
@@ -144,6 +185,29 @@ def test_turn_and_store() -> None:
         others = [place for place in range(12) if place not in (9, 2, 0)]
         assert bool((keys[others] == 5.0).all())
         assert bool((values[others] == 5.0).all())
+
+
+def test_turning_of_some_dimensions_or_of_none() -> None:
+    from tokenmill.backends.torch.rope import rotate, rotations
+    from tokenmill.kernels.islands import turn_and_store
+
+    for dim, turned, normed in ((16, 12, False), (96, 48, True), (128, 96, False), (64, 0, False), (64, 0, True)):
+        qkv = torch.randn(3, 8, dim, device=DEVICE)
+        pos, slot = ints(0, 5, 63), ints(4, 2, 0)
+        inv_freq = 1.0 / (100.0 ** (torch.arange(0, turned, 2, device=DEVICE) / max(turned, 1)))
+        cos, sin = (one[:, 0] for one in rotations(torch.arange(64, device=DEVICE), inv_freq, 1.1))
+        gains = (torch.randn(dim, device=DEVICE), torch.randn(dim, device=DEVICE)) if normed else (None, None)
+        keys, values = (torch.zeros(5, 2, dim, device=DEVICE) for _ in range(2))
+        q, k, v = qkv.clone().split([4, 2, 2], dim=1)
+        if normed:
+            q, k = (torch.nn.functional.rms_norm(x, (dim,), gain, 1e-6) for x, gain in zip((q, k), gains, strict=True))
+        turns = rotations(pos, inv_freq, 1.1)
+        turn_and_store(
+            qkv.view(3, -1), pos, slot, (cos, sin) if turned else None, *gains, 1e-6, keys, values, num_heads=4
+        )
+        assert error(qkv[:, :4], rotate(q, *turns)) < 1e-6
+        assert error(keys[slot.long()], rotate(k, *turns)) < 1e-6
+        assert torch.equal(values[slot.long()], v)
 
 
 def test_product_with_one_row() -> None:
@@ -158,6 +222,8 @@ def test_product_with_one_row() -> None:
         gate, up = (normed @ weight.T + bias).chunk(2, dim=1)
         found = one_row_product(x, weight, bias, gain=gain, eps=1e-6, gates=True)
         assert error(found, torch.nn.functional.silu(gate) * up) < 1e-5
+        found = one_row_product(x, weight, bias, gain=gain, eps=1e-6, gates=True, activation="gelu_tanh")
+        assert error(found, torch.nn.functional.gelu(gate, approximate="tanh") * up) < 1e-5
         total = base.clone()
         one_row_product(x, weight, add_to=total)
         assert error(total, base + x @ weight.T) < 1e-5
