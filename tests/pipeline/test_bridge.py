@@ -13,8 +13,10 @@ from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine.client import ThreadClient
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.pool import EnginePool
 from tokenmill.engine.request import Limits, Request
-from tokenmill.errors import EngineDead, InvalidRequest
+from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed
 from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, joined
 from tokenmill.pipeline.bridge import _LoopEnd
 from tokenmill.pipeline.output import deliver
@@ -155,6 +157,76 @@ def test_entry_points_that_share_an_engine_name_their_requests_apart() -> None:
             assert found.outputs[0].token_ids == (await last(one, "same prompt")).outputs[0].token_ids
 
     asyncio.run(play())
+
+
+@pytest.mark.req("G13", "R35")
+def test_deadlines_and_cancels_do_not_wait_for_a_step_that_hangs() -> None:
+    """While the engine is inside a step: a deadline, a queue timeout in the inbox, a cancel, and an embedding's."""
+
+    async def end_of(outputs: Any) -> RequestOutput:
+        async for output in outputs:
+            found = output
+        return found
+
+    async def play() -> None:
+        client, hold = make_client(), Fault(FaultKind.STALL)
+        backend: Any = client.pool.cores[0].core._executor.backend
+        backend.faults.add(hold)
+        async with AsyncLLM(MODEL, client=client, queue_timeout_s=0.2) as llm:
+            started = asyncio.create_task(end_of(llm.generate("started", PARAMS, "started")))
+            assert await asyncio.to_thread(hold.stalled.wait, 60)
+            try:
+                late = end_of(llm.generate("late", PARAMS, timeout_s=0.1))
+                queued = end_of(llm.generate("queued", PARAMS))
+                embedding = llm.embed("embedded", timeout_s=0.1)
+                async with asyncio.timeout(30):
+                    late_end, queued_end, failed = await asyncio.gather(late, queued, embedding, return_exceptions=True)
+                assert isinstance(late_end, RequestOutput)
+                assert late_end.error == "not done after 0.1 s"
+                assert isinstance(queued_end, RequestOutput)
+                assert queued_end.error == "not started after 0.2 s"
+                assert isinstance(failed, RequestFailed)
+                assert failed.finish_reason == "timeout"
+                assert not started.done(), "it has started, so the queue timeout is not for it"
+                assert llm.cancel("started")
+                async with asyncio.timeout(30):
+                    cancelled = await started
+                assert cancelled.outputs[0].finish_reason == "cancelled"
+            finally:
+                hold.release.set()
+            good = await last(llm, "good")
+            assert len(good.outputs[0].token_ids) == 20
+            stats = await asyncio.to_thread(client.stats)  # the engine has caught up
+            assert stats[0] is not None
+            assert (stats[0].num_running, stats[0].num_waiting) == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_time_in_the_inbox_counts() -> None:
+    now = 100.0
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=256))
+    with EnginePool(model, EngineConfig(max_num_seqs=8), BackendLimits(num_cells=512), clock=lambda: now) as pool:
+        begun, release = threading.Event(), threading.Event()
+
+        def block(_: EngineCore) -> None:
+            begun.set()
+            release.wait(60)
+
+        pool.cores[0].post(block)
+        assert begun.wait(60)
+        ends: list[End] = []
+        ended = threading.Event()
+
+        def listen(result: StepResult) -> None:
+            ends.extend(result.ends.values())
+            ended.set()
+
+        pool.submit(Request("r", [1], Limits(timeout_s=5.0)), listen)
+        now = 106.0
+        release.set()
+        assert ended.wait(60)
+        assert ends == [End(FinishReason.TIMEOUT, "not done after 5.0 s")]
 
 
 @pytest.mark.req("G18")

@@ -39,6 +39,7 @@ from tests.server.wire import (
 )
 from tokenmill.engine.events import Phase
 from tokenmill.outputs import FinishReason
+from tokenmill.session.session import SessionState
 from tokenmill.text import workers
 
 
@@ -172,6 +173,24 @@ def test_a_request_ends_at_its_clients_deadline(
     assert ("retry-after" in reply.headers) == (reply.status == 503)
 
 
+@pytest.mark.req("G13", "R35")
+@pytest.mark.parametrize("stream", STREAM)
+def test_a_deadline_does_not_wait_for_the_engine(server: Running, stream: bool) -> None:
+    """Its client is told while the engine stands still in a step; a turn that waits for its session, too."""
+    session = server.post("/v1/sessions", {}).json()["id"]
+    with held(server) as hold, Wire(server.port) as client, Wire(server.port) as first, Wire(server.port) as second:
+        client.send(chat_request(stream=stream, max_tokens=LONG, timeout_s=0.3))
+        assert_told(read(client), "timeout", 503, stream=stream)
+        turn = {"input": "hi", "max_tokens": 3, "stream": stream}
+        first.send(raw_request(f"/v1/sessions/{session}/generate", turn))
+        until(lambda: server.served.models.loaded[0].sessions.get(session).state == SessionState.GENERATING.value)
+        second.send(raw_request(f"/v1/sessions/{session}/generate", {**turn, "timeout_s": 0.3}))
+        assert_told(read(second), "timeout", 503, stream=stream)
+        hold.release()
+        assert read(first).status == 200
+    assert_no_leak(server)
+
+
 @pytest.mark.parametrize("stream", STREAM)
 def test_no_client_has_more_time_than_the_server_gives(server: Running, clock: Clock, stream: bool) -> None:
     long: dict[str, Any] = {"headers": "X-Request-Timeout: 100000\r\n", "timeout_s": 100_000}
@@ -244,14 +263,15 @@ def cancel(server: Running, name: str, key: str = KEY, prefix: str = "/v1") -> R
 @pytest.mark.parametrize("stream", STREAM)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_cancel_by_the_clients_own_id(server: Running, moment: str, stream: bool) -> None:
-    """Twice, for who is not sure; with another key it is not even there. Afterwards it is gone."""
+    """At once, whatever the engine is doing; with another key it is not even there. Afterwards it is gone."""
+    prefix = "/v1" if stream else ""
 
-    def end(_: Wire) -> None:
+    def end(client: Wire) -> None:
         assert cancel(server, "mine", key=OTHER_KEY).status == 404
-        for prefix in ("/v1", ""):
-            done = cancel(server, "mine", prefix=prefix)
-            assert done.status == 200
-            assert done.json() == {"id": "mine", "object": "request.cancelled", "cancelled": 1}
+        done = cancel(server, "mine", prefix=prefix)
+        assert done.status == 200
+        assert done.json() == {"id": "mine", "object": "request.cancelled", "cancelled": 1}
+        until(lambda: cancel(server, "mine").status == 404)  # while the engine is held in its step
 
     reply = end_early(server, moment, end, stream, headers=MINE)
     assert_told(reply, "cancelled", 499, stream=stream)

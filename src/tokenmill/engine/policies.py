@@ -6,8 +6,9 @@ Small objects with narrow methods, so that the scheduler's loop has no special c
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tokenmill.engine.events import WaitingView
 from tokenmill.engine.request import NO_ROW, Request, RequestState
@@ -69,22 +70,44 @@ class WaitingQueue:
 class Deadlines:
     """Alarms by time. One whose request has ended is dropped when it rings, or when they make up half of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_ended: Callable[[Request], bool] = lambda request: request.is_finished) -> None:
+        self._has_ended = has_ended
         self._alarms: list[tuple[float, int, bool, Request]] = []
+        self._numbers = itertools.count()
         self._prune_at = 64
+
+    def watch(self, request: Request, arrived_at: float, queue_timeout_s: float | None) -> None:
+        """Set the alarms of a request: its own timeout, and the time it may wait for its start."""
+        if request.limits.timeout_s is not None:
+            self.set(arrived_at + request.limits.timeout_s, request, until_started=False)
+        if queue_timeout_s is not None:
+            self.set(arrived_at + queue_timeout_s, request, until_started=True)
 
     def set(self, at: float, request: Request, *, until_started: bool) -> None:
         if len(self._alarms) >= self._prune_at:
-            self._alarms = [alarm for alarm in self._alarms if not alarm[3].is_finished]
+            self._alarms = [alarm for alarm in self._alarms if not self._has_ended(alarm[3])]
             heapq.heapify(self._alarms)
             self._prune_at = max(64, 2 * len(self._alarms))
-        heapq.heappush(self._alarms, (at, request.arrival, until_started, request))
+        heapq.heappush(self._alarms, (at, next(self._numbers), until_started, request))
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next alarm rings."""
+        return self._alarms[0][0] if self._alarms else None
+
+    def expired(self, now: float, queue_timeout_s: float | None) -> Iterator[tuple[Request, str]]:
+        """The requests to end with `timeout`, each with the reason."""
+        for request, until_started in self.ringing(now):
+            if not until_started:
+                yield request, f"not done after {request.limits.timeout_s} s"
+            elif request.state is RequestState.WAITING:
+                yield request, f"not started after {queue_timeout_s} s"
 
     def ringing(self, now: float) -> Iterator[tuple[Request, bool]]:
         """The requests whose time is up, each with "does it matter only if it has not started?"."""
         while self._alarms and self._alarms[0][0] <= now:
             _, _, until_started, request = heapq.heappop(self._alarms)
-            if not request.is_finished:
+            if not self._has_ended(request):
                 yield request, until_started
 
     def __len__(self) -> int:

@@ -137,6 +137,7 @@ class CoreThread:
     def submit(self, request: Request, sink: Sink) -> None:
         """Hand a request over. `InvalidRequest` at once if it can't run; everything else comes through the sink."""
         check_request(request, self.core.model, self.core.max_model_len)
+        request.arrived_at = self.events.clock()
         self.post(lambda core: self._add(core, request, sink))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:

@@ -222,6 +222,7 @@ class Request:
         self.arrival = 0
         """Place in the order of arrival; kept when preempted."""
         self.arrived_at = 0.0
+        """When it was submitted; 0 before. Timeouts count from here, so time in a core's inbox is part of them."""
         self.last_progress = 0
         """The tick of its arrival or of its latest tokens."""
         self.num_cached = 0

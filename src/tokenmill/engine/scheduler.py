@@ -86,7 +86,8 @@ class Scheduler:
         check_grammar(request)
         request.tokens += self.constraints.begin(request, request.max_tokens(self.max_model_len))
         self._arrivals += 1
-        request.arrival, request.arrived_at, request.last_progress = self._arrivals, self._events.clock(), self.tick
+        request.arrival, request.last_progress = self._arrivals, self.tick
+        request.arrived_at = request.arrived_at or self._events.clock()
         self.requests[request.request_id] = request
         self.order.enter(request)
         self._events.phase(request, Phase.QUEUED, self.tick)
@@ -96,10 +97,7 @@ class Scheduler:
             return
         self.queue.add(request)
         self.results.begin(request)
-        if request.limits.timeout_s is not None:
-            self.deadlines.set(request.arrived_at + request.limits.timeout_s, request, until_started=False)
-        if self.config.queue_timeout_s is not None:
-            self.deadlines.set(request.arrived_at + self.config.queue_timeout_s, request, until_started=True)
+        self.deadlines.watch(request, request.arrived_at, self.config.queue_timeout_s)
 
     def finish(
         self,
@@ -138,11 +136,8 @@ class Scheduler:
 
     def expire(self) -> None:
         """End the requests whose time is up."""
-        for request, until_started in self.deadlines.ringing(self._events.clock()):
-            if not until_started:
-                self.finish(request, FinishReason.TIMEOUT, error=f"not done after {request.limits.timeout_s} s")
-            elif request.state is RequestState.WAITING:
-                self.finish(request, FinishReason.TIMEOUT, error=f"not started after {self.config.queue_timeout_s} s")
+        for request, error in self.deadlines.expired(self._events.clock(), self.config.queue_timeout_s):
+            self.finish(request, FinishReason.TIMEOUT, error=error)
 
     # -- the tick -----------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class AsyncLLM:
         self._intake = Intake("async", self.opened.text, self.opened.model.info, self.max_model_len, seed)
         if self._intake.grammars.is_available:
             self._intake.grammars.warm()
-        self.bridge = StepBridge(self._client)
+        self.bridge = StepBridge(self._client, self.opened.config.queue_timeout_s)
         """To the event loops of its users; for others who use the engine as well: sessions."""
         self._running: dict[str, list[Generation]] = {}
         """By the caller's id: more than one may have the same."""
@@ -283,7 +283,7 @@ class AsyncLLM:
             return embedding_output(request, await ended, normalize=normalize)
         except asyncio.CancelledError:
             with suppress(EngineDead):
-                self._client.cancel(request.request_id)
+                self.bridge.cancel(request.request_id)
             raise
 
     def _check_open(self) -> None:
@@ -293,6 +293,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the engine; generations that were not done end with `shutdown`."""
         self._closed = True
+        self.bridge.end_all()
         await asyncio.to_thread(self._client.close)
         self.opened.close()
 

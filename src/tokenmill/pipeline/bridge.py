@@ -2,6 +2,9 @@
 
 `StepBridge.submit` is for an event loop; a request's rows are handed to its consumer on that loop, for stateless
 requests and for the answers of sessions alike. The client behind it may have its engine on threads or in a process.
+
+Deadlines and cancels take effect here, on the event loop: the consumer gets its end at once, and the engine is told. An
+engine inside a long or hung step catches up later; rows of a request that has ended here go nowhere.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from tokenmill.engine.client import EngineClient
+from tokenmill.engine.core import check_cancel
+from tokenmill.engine.policies import Deadlines
 from tokenmill.engine.request import Request
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, StepResult, joined
 from tokenmill.pipeline.output import Consumer, Generation, deliver
 
@@ -21,9 +26,14 @@ from tokenmill.pipeline.output import Consumer, Generation, deliver
 class _LoopEnd:
     """The bridge's end on one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, client: EngineClient, queue_timeout_s: float | None) -> None:
         self.consumers: dict[str, Consumer] = {}
         self._loop = loop
+        self._client = client
+        self._queue_timeout_s = queue_timeout_s
+        self._deadlines = Deadlines(lambda request: request.request_id not in self.consumers)
+        self._alarm: asyncio.TimerHandle | None = None
+        """For the earliest deadline of all requests: there is one timer, not one per request."""
         self._results: deque[StepResult] = deque()
         self._is_scheduled = False
         """Is the loop going to deliver what is there?"""
@@ -41,12 +51,44 @@ class _LoopEnd:
         for _ in range(len(self._results)):  # what comes meanwhile has its own turn: the loop has more to do
             deliver(self._results.popleft(), self.consumers)
 
+    # -- endings that do not wait for the engine ----------------------------------------------------------------------
+
+    def watch(self, request: Request) -> None:
+        """Enforce the request's deadlines, counted from now."""
+        self._deadlines.watch(request, self._loop.time(), self._queue_timeout_s)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        at = self._deadlines.next_at
+        if at is None or (self._alarm is not None and self._alarm.when() <= at):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(at, self._expire)
+
+    def _expire(self) -> None:
+        self._alarm = None
+        for request, error in self._deadlines.expired(self._loop.time(), self._queue_timeout_s):
+            self._end(request.request_id, FinishReason.TIMEOUT, error)
+            with suppress(EngineDead):  # then it has no requests any more
+                self._client.cancel(request.request_id, FinishReason.TIMEOUT)
+        self._set_alarm()
+
+    def end_soon(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """On any thread: end a request after what has come for it, but not inside its own consumer."""
+        with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._end, request_id, reason, error)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
+        deliver(StepResult.of_end(request_id, reason, error), self.consumers)
+
 
 class StepBridge:
     """An engine's requests, for any number of event loops."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, queue_timeout_s: float | None = None) -> None:
         self._client = client
+        self._queue_timeout_s = queue_timeout_s
         self._ends: dict[asyncio.AbstractEventLoop, _LoopEnd] = {}
 
     def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None:
@@ -55,7 +97,7 @@ class StepBridge:
         end = self._ends.get(loop)
         if end is None:
             self._ends = {one: its for one, its in self._ends.items() if not one.is_closed()}
-            end = self._ends[loop] = _LoopEnd(loop)
+            end = self._ends[loop] = _LoopEnd(loop, self._client, self._queue_timeout_s)
         if request.request_id in end.consumers:
             raise InvalidRequest(f"request {request.request_id} is already running")
         end.consumers[request.request_id] = consumer
@@ -64,9 +106,21 @@ class StepBridge:
         except BaseException:
             del end.consumers[request.request_id]
             raise
+        end.watch(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request for its consumer, and tell the engine."""
+        check_cancel(reason)
+        for end in list(self._ends.values()):
+            if request_id in end.consumers:
+                end.end_soon(request_id, reason)
         self._client.cancel(request_id, reason)
+
+    def end_all(self) -> None:
+        """The engine is being closed: end what runs, without waiting for the step in flight."""
+        for end in list(self._ends.values()):
+            for request_id in list(end.consumers):
+                end.end_soon(request_id, FinishReason.SHUTDOWN, "the engine was closed")
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         self._client.finish(request_id, keep_tokens)

@@ -164,7 +164,7 @@ class SessionManager:
             self.opened, self.client = open_engine(source, options, client=client, num_cores=num_workers)
             opened = self.opened
             try:
-                self.bridge = StepBridge(self.client)
+                self.bridge = StepBridge(self.client, opened.config.queue_timeout_s)
                 self.routing = make_routing(policy, self.client.num_cores)
             except BaseException:
                 self.free()

@@ -40,6 +40,7 @@ from tokenmill.text.workers import TextWorkers
 
 SETTLE_S = 5.0
 """What answers may take to end when the model is unloaded."""
+LATE = "timed out waiting for the session"
 
 
 @dataclass(frozen=True)
@@ -335,13 +336,11 @@ class SessionService:
         asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
-        if loaded.persistence is not None and session_id in loaded.queue.sessions:
-            await loaded.persistence.warm(loaded.queue.sessions[session_id])
 
         def left() -> float | None:
             seconds = None if timeout_s is None else timeout_s - (loop.time() - asked_at)
             if seconds is not None and seconds <= 0:
-                raise RequestFailed("timed out waiting for the session", finish_reason="timeout")
+                raise RequestFailed(LATE, finish_reason="timeout")
             return seconds
 
         def take_in(session: Session) -> tuple[SamplingParams, tuple[Any, ...]]:
@@ -369,7 +368,15 @@ class SessionService:
             return live
 
         work = loaded.text_work(num_chars(given), take_in)
-        return await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
+        try:
+            async with asyncio.timeout(timeout_s) as waiting:
+                if loaded.persistence is not None and session_id in loaded.queue.sessions:
+                    await loaded.persistence.warm(loaded.queue.sessions[session_id])
+                return await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise RequestFailed(LATE, finish_reason="timeout") from None
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[OutputDelta]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
