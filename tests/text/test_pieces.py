@@ -22,7 +22,7 @@ from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
 from tokenmill.errors import ContextOverflow, TokenizeFailed, TooManyTokens
 from tokenmill.text import hf, pieces
-from tokenmill.text.gguf import CUTS, gguf_tokenizer
+from tokenmill.text.gguf import PRE_TOKENIZERS, gguf_tokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.pieces import LLAMA3, NFC_SHRINKS, O200K
 from tokenmill.text.template import ChatTemplate
@@ -121,9 +121,11 @@ def wrapped(source: str) -> Callable[[Path], HuggingFaceTokenizer]:
 
 BYTES = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
 FOR_GGUF = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), special=["<|a|>", "<|b|>", "<|end|>"])
+DISTINCT = {pre: name for name, pre in PRE_TOKENIZERS.items()}.values()
+"""One name of each pre-tokenizer."""
 CUTTABLE: dict[str, Callable[[Path], HuggingFaceTokenizer]] = {
     DEFAULT_MODEL: lambda _: default_tokenizer(),
-    **{f"gguf {cut}": lambda path, cut=cut: byte_level_gguf(path, cut) for cut in CUTS},
+    **{f"gguf {name}": lambda path, name=name: byte_level_gguf(path, name) for name in DISTINCT},
     "gguf llama": sentencepiece,
     "gguf llama, no prefix": lambda path: sentencepiece(path, prefix=False),
     "bytes": wrapped(BYTES),

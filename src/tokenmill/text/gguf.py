@@ -8,6 +8,7 @@ guessing would give wrong ids without anybody noticing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,25 +17,75 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.errors import ModelLoadError
 from tokenmill.text.hf import HuggingFaceTokenizer
-from tokenmill.text.pieces import DIGIT, GPT2, LLAMA3, QWEN2, TEKKEN
+from tokenmill.text.pieces import (
+    DIGIT,
+    GPT2,
+    LLAMACPP_LLAMA3,
+    LLAMACPP_O200K,
+    LLAMACPP_QWEN2,
+    LLAMACPP_QWEN35,
+    LLAMACPP_TEKKEN,
+    NUMBER,
+    SYMBOLS,
+    SYMBOLS_AND_BACKTICK,
+    THREE_DIGITS,
+)
 
-CONTROL, USER_DEFINED = 3, 4
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Token types of the format."""
+SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+"""Where a file does not say."""
 
-CUTS: Mapping[str, Sequence[str]] = {
-    "default": [GPT2],
-    "gpt-2": [GPT2],
-    "smollm": [DIGIT, GPT2],
-    "starcoder": [DIGIT, GPT2],
-    "refact": [DIGIT, GPT2],
-    "llama-bpe": [LLAMA3],
-    "llama3": [LLAMA3],
-    "qwen2": [QWEN2],
-    "tekken": [TEKKEN],
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How texts are split into the parts that merges stay within."""
+
+    expressions: tuple[str, ...]
+    """Applied one after the other, each to the parts that the one before left."""
+    whole_tokens_first: bool = False
+    """Is a part that is a token not merged from bytes?"""
+    adds_bos: bool = False
+    """Unless the file says otherwise."""
+
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "default": PreTokenizer((SYMBOLS, GPT2, NUMBER, THREE_DIGITS)),
+    "falcon": PreTokenizer((SYMBOLS_AND_BACKTICK, GPT2, THREE_DIGITS)),
+    "tekken": PreTokenizer((LLAMACPP_TEKKEN,), whole_tokens_first=True, adds_bos=True),
+    "qwen35": PreTokenizer((LLAMACPP_QWEN35,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        PreTokenizer((LLAMACPP_LLAMA3,), whole_tokens_first=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMACPP_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), PreTokenizer((LLAMACPP_O200K,))),
+    **dict.fromkeys(
+        (
+            "gpt-2",
+            "phi-2",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "exaone4",
+        ),
+        PreTokenizer((GPT2,)),
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        PreTokenizer((DIGIT, GPT2)),
+    ),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+        PreTokenizer((LLAMACPP_QWEN2,)),
+    ),
 }
-"""Name of the cut -> the expressions that cut a text, one after the other."""
-WHOLE_TOKENS_FIRST = frozenset({"llama-bpe", "llama3", "tekken"})
-"""Cuts whose pieces are looked up whole before they are merged from bytes."""
+"""`tokenizer.ggml.pre`, as llama.cpp reads it (tests/text/test_gguf.py compares the ids)."""
 END_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>",
 })  # fmt: skip
@@ -60,23 +111,38 @@ def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
         tokenizer = _sentencepiece(file, tokens)
     else:
         raise ModelLoadError(f"{file.path} has a tokenizer of type {kind!r}; supported: 'gpt2', 'llama'")
-    tokenizer.add_special_tokens(_added(tokens, types, CONTROL))
-    tokenizer.add_tokens(_added(tokens, types, USER_DEFINED))
+    added = _added(file, tokens, types)
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])
     if tokenizer.get_vocab_size() != len(tokens):
         raise ModelLoadError(f"{file.path}: its tokenizer has {tokenizer.get_vocab_size()} tokens, not {len(tokens)}")
-    bos = _token_id(file, "bos", tokens)
-    if bos is not None and file.get("tokenizer.ggml.add_bos_token", _adds_bos(file)):
-        content = tokens[bos]
+    before = [tokens[bos]] if (bos := _bos_id(file, tokens)) is not None else []
+    eos = _token_id(file, "eos", tokens) if file.get("tokenizer.ggml.add_eos_token", False) else None
+    after = [tokens[eos]] if eos is not None else []
+    if before or after:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[content, "$A"], pair=[content, "$A", "$B"], special_tokens=[(content, bos)]
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", "$B", *after],
+            special_tokens=[(tokens[one], one) for one in {bos, eos} if one is not None],
         )
     return HuggingFaceTokenizer(tokenizer.to_str(), frozenset(_end_ids(file, tokens, types)))
 
 
-def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
+def _added(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:
     """Tokens that are never cut or merged."""
-    chosen = [token for token, its_kind in zip(tokens, types, strict=True) if its_kind == kind]
-    return [AddedToken(token, special=kind == CONTROL, normalized=False) for token in chosen]
+    name = file.get("general.name", "")
+    # The format has no such attribute: llama.cpp goes by the model's name.
+    takes_spaces = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
+    return [
+        AddedToken(
+            token,
+            special=kind != USER_DEFINED,
+            rstrip=takes_spaces and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            normalized=False,
+        )
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
 
 
 def chat_variables(file: GGUFFile) -> dict[str, Any]:
@@ -105,27 +171,31 @@ def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
+def _bos_id(file: GGUFFile, tokens: Sequence[str]) -> int | None:
+    """The token that every text begins with."""
+    adds = file.get("tokenizer.ggml.model") == "llama" or _pre_tokenizer(file).adds_bos
+    return _token_id(file, "bos", tokens) if file.get("tokenizer.ggml.add_bos_token", adds) else None
+
+
 def _token_id(file: GGUFFile, name: str, tokens: Sequence[str]) -> int | None:
-    """The number of the token that the file names so."""
+    """The number of the token that the file names so; for SentencePiece, llama.cpp's default."""
     key = f"tokenizer.ggml.{name}_token_id"
     number = file.get(key)
+    if number is None and file.get("tokenizer.ggml.model") == "llama" and len(tokens) > max(SENTENCEPIECE_IDS.values()):
+        number = SENTENCEPIECE_IDS.get(name)
     if number is not None and not (type(number) is int and 0 <= number < len(tokens)):
         raise ModelLoadError(f"{file.path}: {key} must be from 0 to {len(tokens) - 1}, not {number!r:.80}")
     return number
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Any:
-    cut = file.get("tokenizer.ggml.pre", "default")
-    if cut not in CUTS:
-        raise ModelLoadError(
-            f"{file.path}: pre-tokenizer {cut!r} is not supported; supported: {', '.join(sorted(CUTS))}"
-        )
+    pre = _pre_tokenizer(file)
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = RustTokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in WHOLE_TOKENS_FIRST))
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in CUTS[cut]]
+    tokenizer = RustTokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.whole_tokens_first))
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -158,9 +228,12 @@ def merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> l
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _adds_bos(file: GGUFFile) -> bool:
-    """What the format means when it does not say."""
-    return file.get("tokenizer.ggml.model") == "llama" or file.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
+def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
+    name = file.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelLoadError(f"{file.path}: pre-tokenizer {name!r} is not supported; supported: {known}")
+    return PRE_TOKENIZERS[name]
 
 
 def _end_ids(file: GGUFFile, tokens: list[str], types: list[int]) -> set[int]:

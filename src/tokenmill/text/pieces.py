@@ -29,22 +29,43 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DIGIT = r"\p{N}"
 
-SPLITS_AT_SPACES = frozenset({GPT2, LLAMA3, QWEN2, TEKKEN, O200K})
+
+def _tekken(upper: str, lower: str) -> str:
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def _o200k(upper: str, lower: str, ending: str) -> str:
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}?|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_CASES = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]")
+TEKKEN = _tekken(*_CASES)
+O200K = _o200k(*_CASES, "(?i:'s|'t|'re|'ve|'m|'ll|'d)")
+DIGIT, NUMBER, THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
+SYMBOLS, SYMBOLS_AND_BACKTICK = r"[\p{P}\$\+<=>\^~\|]+", r"[\p{P}\$\+<=>\^~\|`]+"
+
+# As llama.cpp has them, also where they differ from those a model was trained with: only ASCII letters have a case.
+# (To other libraries, U+017F is an "s" in a contraction.)
+_ENDING = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+LLAMACPP_LLAMA3 = _ENDING + LLAMA3.removeprefix("(?i:'s|'t|'re|'ve|'m|'ll|'d)")
+LLAMACPP_QWEN2 = LLAMACPP_LLAMA3.replace("{1,3}", "")
+LLAMACPP_QWEN35 = LLAMACPP_QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_ASCII_CASES = (r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]")
+LLAMACPP_TEKKEN = _tekken(*_ASCII_CASES)
+LLAMACPP_O200K = _o200k(*_ASCII_CASES, _ENDING)
+
+SPLITS_AT_SPACES = frozenset({GPT2, LLAMA3, QWEN2, TEKKEN, O200K, LLAMACPP_LLAMA3, LLAMACPP_QWEN2, LLAMACPP_QWEN35,
+                              LLAMACPP_TEKKEN, LLAMACPP_O200K})  # fmt: skip
 """No match has a space after another character, and `\\s+` matches every space, so a space after a letter begins
 a match. What comes before does not depend on it either: lookaheads only ask for a space or the end."""
-ONLY_SPLITS = frozenset({DIGIT, r"\p{N}{1,3}"})
+ONLY_SPLITS = frozenset({DIGIT, NUMBER, r"\p{N}{1,3}", THREE_DIGITS, SYMBOLS, SYMBOLS_AND_BACKTICK})
 """These don't split at spaces, and match nothing that has one."""
 
 # -- cutting ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ TEXT = "the cat sat on 1984 naïve mats 日本 😀 <|im_end|>"
 @pytest.fixture
 def odd(byte_level: Any, tmp_path: Path) -> Path:  # noqa: F811
     """A file that cuts text as Falcon does."""
-    metadata = {**byte_level_metadata(byte_level), "tokenizer.ggml.pre": "falcon"}
+    metadata = {**byte_level_metadata(byte_level), "tokenizer.ggml.pre": "deepseek-coder"}
     return write_attention(tmp_path / "odd.gguf", tokenizer=metadata)
 
 
@@ -30,7 +30,7 @@ def test_it_stands_in_where_ours_does_not_know_the_cut(odd: Path, caplog: pytest
     with caplog.at_level(logging.INFO):
         text = open_text(opened)
     assert isinstance(text.tokenizer, LlamaTokenizer)
-    assert "pre-tokenizer 'falcon' is not supported" in caplog.text
+    assert "pre-tokenizer 'deepseek-coder' is not supported" in caplog.text
     ids = text.tokenizer.encode(TEXT, add_special=False)
     assert text.tokenizer.decode(ids) == TEXT
     assert b"".join(text.tokenizer.token_bytes(token) for token in ids) == TEXT.encode()
@@ -80,5 +80,5 @@ def test_it_serves_an_engine(odd: Path, engine: str) -> None:
 
 def test_without_llama_cpp_such_a_file_is_refused(odd: Path) -> None:
     opened = open_model(str(odd), backend="torch", device="cpu")
-    with pytest.raises(ModelLoadError, match="pre-tokenizer 'falcon'"):
+    with pytest.raises(ModelLoadError, match="pre-tokenizer 'deepseek-coder'"):
         open_text(opened)
