@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.parity import checkpoints
 from tests.parity.checkpoints import TOKENS, logits_of
 from tests.parity.decoders import save_tiny
 from tests.parity.gguf_files import write
@@ -88,12 +89,32 @@ def test_a_difference_is_named(
     assert {one["what"]: bool(one["differences"]) for one in report["comparisons"]}[what]
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama tied", "qwen2"])
-def test_the_reference_for_a_gguf_file_is_transformers_own_model(variant: str, tmp_path: Path) -> None:
-    path = write(variant, tmp_path / "model.gguf", variant.split()[0])
+@pytest.mark.parametrize("variant", ["llama", "llama tied", "qwen2", "phi3, plain", "gemma2 as published"])
+def test_the_reference_for_a_gguf_file_is_transformers_own_model(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma has the settings of the published models: transformers does not read others."""
+    published = {"head_dim": 256, "num_attention_heads": 1, "num_key_value_heads": 1}
+    monkeypatch.setitem(checkpoints.VARIANTS, "gemma2 as published", ("Gemma2", published))
+    path = write(variant, tmp_path / "model.gguf", variant.split()[0].strip(","))
     with torch.no_grad():
         found = _from_gguf(path, torch.float32).eval()(torch.tensor([TOKENS[:40]])).logits[0]
     assert float((found - logits_of(variant, TOKENS[:40])).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("variant", "saying"),
+    [
+        ("gemma2 of a GGUF file", "attention_scale, attention_softcap, logit_softcap$"),
+        ("gemma3 of a GGUF file", "attention_scale, rope$"),
+        ("llama, llama3 rope", "rope$"),
+        ("granite", "granite is not supported"),
+    ],
+)
+def test_settings_of_a_gguf_file_that_transformers_does_not_read(variant: str, saying: str, tmp_path: Path) -> None:
+    path = write(variant, tmp_path / "model.gguf", variant.split()[0].strip(","))
+    with pytest.raises(ValueError, match=saying):
+        _from_gguf(path, torch.float32)
 
 
 def test_the_report_is_readable(models: dict[str, Path]) -> None:

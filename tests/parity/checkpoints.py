@@ -62,6 +62,7 @@ AS_IN_GGUF: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 of a GGUF file": ("Gemma2", {**UNSCALED, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}),
     "gemma3 of a GGUF file": ("Gemma3Text", {**UNSCALED, "num_hidden_layers": 7, **THETAS}),
     "smollm3 of a GGUF file": ("SmolLM3", {**ROUND, "num_hidden_layers": 5}),
+    "phi3, plain": ("Phi3", {"hidden_size": 64, "num_attention_heads": 4}),
 }
 """With those settings fixed that GGUF files do not have: the attention scale, and which layers differ."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from tokenmill.errors import ConfigError, InvalidRequest, ModelNotFound
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenmill.backends.torch.config import DecoderConfig
+    from tokenmill.backends.torch.rope import Rope
     from tokenmill.contract import ModelHandle
     from tokenmill.text.model_text import ModelText
 
@@ -312,7 +315,8 @@ def _from_gguf(path: Path, dtype: Any) -> Any:
     import transformers
 
     from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
-    from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES, in_file, shapes
+    from tokenmill.backends.torch.families import family_of
+    from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file, is_norm, shapes
     from tokenmill.backends.torch.sources import GGUFSource, config_of
 
     file = GGUFFile(path)
@@ -321,13 +325,47 @@ def _from_gguf(path: Path, dtype: Any) -> Any:
     config = config_of(file)
     source = GGUFSource(file, config)
     parsed = transformers.AutoConfig.from_pretrained(**_files(path))
-    parsed.update({"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied})  # only the tensors say
+    # The sizes that only the tensors say, and a token that matters in training alone.
+    parsed.update({"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "pad_token_id": None})
+    family = family_of(parsed.to_dict())
+    as_parsed = family.read(parsed.to_dict())
+    different = _different_settings(config, as_parsed)
+    if different:
+        raise ConfigError(f"it does not read these settings of the file: {', '.join(different)}")
     model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation="eager")
-    tensors = {in_file(own, HF_NAMES): source.load(in_file(own, GGUF_NAMES)) for own in shapes(config)}
+    tensors = {
+        in_file(own, family.names): source.load(in_file(own, GGUF_NAMES)) - as_parsed.norm_offset * is_norm(own)
+        for own in shapes(config)
+    }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    if unexpected or set(missing) - {HF_NAMES["head"]}:
+    if unexpected or set(missing) - {family.names["head"]}:
         raise ConfigError(f"other tensors than transformers': {[*missing, *unexpected][:3]}")
     return model
+
+
+def _different_settings(config: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """Names of the settings in which two readings of a model differ."""
+    names = {name for name in ("embed_scale", "logit_scale", "logit_softcap") if _differs(config, other, name)}
+    for one, two in zip(config.layers, other.layers, strict=True):
+        names |= {name for name in vars(one) if name != "rope" and _differs(one, two, name)}
+        if not _are_same_rotations(one.rope, two.rope):
+            names.add("rope")
+    return sorted(names)
+
+
+def _are_same_rotations(one: Rope | None, other: Rope | None) -> bool:
+    from tokenmill.backends.torch.rope import frequencies
+
+    if one is None or other is None:
+        return one is other
+    (first, scale), (second, other_scale) = frequencies(one), frequencies(other)
+    return first.shape == second.shape and bool(first.allclose(second)) and math.isclose(scale, other_scale)
+
+
+def _differs(one: Any, other: Any, name: str) -> bool:
+    first, second = getattr(one, name), getattr(other, name)
+    both_real = isinstance(first, float) and isinstance(second, float)
+    return not math.isclose(first, second, rel_tol=1e-6) if both_real else bool(first != second)
 
 
 def _compare_logits(answers: Answers, logits_of: Callable[[list[int]], Tensor], tolerance: Tolerance) -> Comparison:
