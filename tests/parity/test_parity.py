@@ -90,6 +90,52 @@ def test_hidden_rows_are_the_last_hidden_state(variant: str, model: TorchModel) 
         assert np.abs(backend.decode(batch.build()).hidden - wanted).max() < TOLERANCE
 
 
+NEW_LAYERS = ["gemma2", "gemma3", "granite", "olmo2", "phi3, longrope", "smollm3"]
+
+
+@pytest.mark.parametrize("variant", NEW_LAYERS, indirect=True)
+def test_deterministic_logits_are_those_of_transformers(variant: str, folders: dict[str, Path]) -> None:
+    model = open_model(str(folders[variant]), device="cpu", deterministic=True)
+    assert isinstance(model, TorchModel)
+    assert np.abs(all_logits(model, TOKENS, 31) - logits_of(variant, TOKENS).numpy()).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("variant", [*NEW_LAYERS, "llama, heads of their own size"], indirect=True)
+def test_a_sequence_that_is_moved_goes_on_as_before(
+    variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotations are relative, in each layer by its own: keys that are moved together give the same scores."""
+    family, changes = VARIANTS[variant]
+    if not variant.startswith("phi3") and "head_dim" not in changes:  # heads that the kernels can do
+        changes = {**changes, "num_attention_heads": 3, "num_key_value_heads": 1}
+    monkeypatch.setitem(VARIANTS, f"{variant}, moved", (family, changes))
+    model = open_model(str(save(f"{variant}, moved", tmp_path)), device="cpu", dtype=dtype)
+    found = []
+    with model.new_backend(LIMITS) as backend:
+        for seq, by in enumerate((0, 50)):
+            backend.decode(BatchBuilder().add_run(TOKENS[:60], 0, seq).build())
+            if by:
+                backend.kv.seq_add(seq, 0, 60, by)
+            batch = BatchBuilder().add(TOKENS[60], 60 + by, seq, Output.LOGITS)
+            found.append(backend.decode(batch.build()).logits)
+    # Keys are rounded to half precision once more there, and 8-bit activations may round the other way.
+    assert np.abs(found[0] - found[1]).max() < (TOLERANCE if dtype == "float32" else 0.1 * found[0].std())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("variant", ["gemma3"], indirect=True)
+def test_norms_are_replaced_by_the_values_of_a_file(variant: str, dtype: str, folders: dict[str, Path]) -> None:
+    model = open_model(str(folders[variant]), device="cpu", dtype=dtype)
+    assert isinstance(model, TorchModel)
+    before, state = all_logits(model, TOKENS[:20], 20), reference(variant).state_dict()
+    for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.1.post_feedforward_layernorm.weight"):
+        model.replace_weight(name, state[name] * 3)
+        assert not np.allclose(all_logits(model, TOKENS[:20], 20), before)
+        model.replace_weight(name, state[name])
+        assert (all_logits(model, TOKENS[:20], 20) == before).all()
+
+
 # -- parity can fail --------------------------------------------------------------------------------------------------
 
 BUGS = [

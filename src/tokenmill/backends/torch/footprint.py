@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,8 @@ OTHER_BYTES = 24 * MIB
 """Code, tables and bookkeeping, measured."""
 TOKEN_BYTES = 1500
 """Of a tokenizer, for each token of its vocabulary, measured."""
+SCORE_COPIES = 3
+"""Copies of attention scores that a soft cap makes on the way: torch's fused attention has none."""
 LOGITS_COPIES = 4
 """Copies of the logits that sampling makes on the way."""
 
@@ -61,7 +64,12 @@ def kv_bytes(config: DecoderSizes, dtype: torch.dtype) -> int:
 
 def plan(config: DecoderConfig, weights: int, form: Form, limits: BackendLimits, num_rows: int) -> MemoryPlan:
     """Everything, for one backend; so many rows of logits are wanted in a step."""
-    return plan_sizes(config, weights, form, limits, num_rows, _loading(config, form))
+    planned = plan_sizes(config, weights, form, limits, num_rows, _loading(config, form))
+    is_capped = any(layer.attention_softcap is not None for layer in config.layers)
+    if isinstance(form, Native) or not is_capped:
+        return planned
+    scores = SCORE_COPIES * 4 * config.num_heads * min(limits.ubatch_size, limits.num_cells) * limits.num_cells
+    return replace(planned, activations=planned.activations + scores)
 
 
 def plan_sizes(
