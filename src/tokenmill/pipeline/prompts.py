@@ -135,7 +135,7 @@ class Intake:
     ) -> tuple[SamplingParams, TurnPlan | None]:
         """How the answer to a chat is constrained and read, from the end of its prompt. Without a plan, it is text."""
         form = self.text.chat_template().turn_format
-        if form.reasoning is None and not form.is_harmony and not use.tools:
+        if not form.reasons and not use.tools:
             return params, None
         return plan_turn(form, self.text.tokenizer, prompt, params, use, thinking_budget)
 

@@ -257,10 +257,10 @@ SAME_AS_N = ("the value of `n`", _is_n)
 NEGATIVE = ("negative numbers", _is_negative)
 SPECIAL_TOKENS = ("`false` in chats, `true` elsewhere", lambda value, body: value is ("messages" not in body))
 CONSTRAINT = "constrained output is not supported yet"
-NO_CALLS = "tool calls are not supported yet"
+HAVE_TOOLS = "chats, responses and sessions have tools"
 NO_MEDIA = "there is no media input"
 PERFORMANCE = "the answer is the same"
-REASONING = "reasoning is part of the text"
+REASONING = "reasoning is told apart from the answer: `reasoning_content`"
 
 FIELDS: tuple[RequestField, ...] = (
     # OpenAI: what a request is about.
@@ -313,11 +313,12 @@ FIELDS: tuple[RequestField, ...] = (
     # Formats, tools, media.
     *_rejected(Origin.OPENAI, "response_format", CONSTRAINT, condition=ONLY_TEXT),
     *_rejected(Origin.OPENAI, "text", CONSTRAINT, condition=ONLY_TEXT_FORMAT),
-    *_rejected(Origin.OPENAI, "tools", NO_CALLS, neutral=([],), condition=NO_TOOLS, where=PROMPTED),
-    *_rejected(Origin.OPENAI, "tool_choice", NO_CALLS, neutral=("none", "auto")),
-    *_rejected(Origin.OPENAI, "functions", NO_CALLS, neutral=([],), condition=NO_FUNCTIONS),
-    *_rejected(Origin.OPENAI, "function_call", NO_CALLS, neutral=("none", "auto")),
-    *_ignored(Origin.OPENAI, "parallel_tool_calls max_tool_calls", NO_CALLS),
+    *_rejected(Origin.OPENAI, "tools", HAVE_TOOLS, neutral=([],), condition=NO_TOOLS, where=PROMPTED),
+    *_rejected(Origin.OPENAI, "tool_choice", HAVE_TOOLS, neutral=("none", "auto")),
+    *_rejected(Origin.OPENAI, "functions", "use `tools`", neutral=([],), condition=NO_FUNCTIONS),
+    *_rejected(Origin.OPENAI, "function_call", "use `tool_choice`", neutral=("none", "auto")),
+    *_ignored(Origin.OPENAI, "parallel_tool_calls", HAVE_TOOLS),
+    *_ignored(Origin.OPENAI, "max_tool_calls", "tools are called by the client, which decides how often"),
     *_rejected(Origin.OPENAI, "web_search_options", "the web is not searched", neutral=({},)),
     *_rejected(Origin.OPENAI, "modalities", "only text is generated", neutral=(["text"], [])),
     *_rejected(Origin.OPENAI, "audio", "only text is generated"),
@@ -332,8 +333,11 @@ FIELDS: tuple[RequestField, ...] = (
     *_ignored(Origin.OPENAI, "metadata", "responses and sessions have it; nothing else is stored", where=EVERYWHERE),
     *_ignored(Origin.OPENAI, "prediction", f"{PERFORMANCE}; it would only come sooner"),
     *_ignored(
-        Origin.OPENAI, "reasoning reasoning_effort verbosity", "hints; templates are told by `chat_template_kwargs`"
+        Origin.OPENAI,
+        "reasoning reasoning_effort",
+        "told to the chat template: `reasoning_effort` of chats and sessions, `reasoning.effort` of responses",
     ),
+    *_ignored(Origin.OPENAI, "verbosity", "a hint; templates are told by `chat_template_kwargs`"),
     *_ignored(Origin.OPENAI, "service_tier access_programs", "there is one tier; `priority` orders requests"),
     *_ignored(
         Origin.OPENAI,
@@ -351,7 +355,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_ignored(Origin.VLLM, "length_penalty early_stopping", "only read with `use_beam_search`, which is rejected"),
     *_rejected(Origin.VLLM, "logits_processors", neutral=([],)),
     *_rejected(Origin.VLLM, "repetition_detection", "use `repetition_penalty` or `dry_multiplier`"),
-    *_rejected(Origin.VLLM, "thinking_token_budget", "use `max_tokens`", neutral=(-1,)),
+    *_rejected(Origin.VLLM, "thinking_token_budget", "chats, responses and sessions have it", neutral=(-1,)),
     *_rejected(Origin.VLLM, "vllm_xargs", "custom extensions are not loaded", neutral=({},)),
     *_ignored(Origin.VLLM, "spaces_between_special_tokens", "tokens are joined as the tokenizer spells them"),
     # vLLM: constraints.
@@ -439,15 +443,21 @@ FIELDS: tuple[RequestField, ...] = (
         "only read with `grammar`, which is rejected",
     ),
     # llama-server: reasoning and parsing.
-    *_rejected(Origin.LLAMA, "reasoning_format", REASONING, neutral=("none", "auto")),
+    *_rejected(Origin.LLAMA, "reasoning_format", REASONING, neutral=("auto", "deepseek")),
     *_rejected(Origin.LLAMA, "reasoning_control", REASONING, neutral=(False,)),
-    *_rejected(Origin.LLAMA, "reasoning_budget_tokens thinking_budget_tokens", "use `max_tokens`", neutral=(-1,)),
+    *_rejected(
+        Origin.LLAMA, "reasoning_budget_tokens thinking_budget_tokens", "use `thinking_token_budget`", neutral=(-1,)
+    ),
     *_ignored(
         Origin.LLAMA,
         "reasoning_budget_message reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags",
         "only read with `reasoning_budget_tokens`, which is rejected",
     ),
-    *_ignored(Origin.LLAMA, "parse_tool_calls chat_format chat_parser message_delimiters", NO_CALLS),
+    *_ignored(
+        Origin.LLAMA,
+        "parse_tool_calls chat_format chat_parser message_delimiters",
+        "how calls are written follows from the chat template, or from --tool-format",
+    ),
     *_rejected(Origin.LLAMA, "generation_prompt", "use `continue_final_message`", neutral=("",)),
     # llama-server: what is told.
     *_rejected(Origin.LLAMA, "n_probs", "use `logprobs`", neutral=(0,)),
@@ -467,7 +477,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.SGLANG, "lora_path", "there are no adapters"),
     *_rejected(Origin.SGLANG, "custom_logit_processor custom_params session_params"),
     *_rejected(Origin.SGLANG, "return_hidden_states", "see /v1/embeddings", neutral=(False,)),
-    *_rejected(Origin.SGLANG, "separate_reasoning", REASONING, neutral=(False,)),
+    *_rejected(Origin.SGLANG, "separate_reasoning", REASONING, neutral=(True,)),
     *_ignored(Origin.SGLANG, "stream_reasoning", "only read with `separate_reasoning`, which is rejected"),
     *_ignored(Origin.SGLANG, "rid", "requests are named by the header `X-Request-Id`", where=EVERYWHERE),
     # Our own.

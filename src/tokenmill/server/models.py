@@ -93,6 +93,9 @@ class ServedModel:
         """What the model recommends, where a request says nothing."""
         self.chat_params = replace(self.default_params, max_tokens=None, logprobs=None)
         """The same for chats, whose answers may be as long as the context."""
+        template = llm.opened.text.template
+        self.reasons = template is not None and template.turn_format.reasons
+        """May its answers begin with thinking?"""
         self.sessions = SessionService(llm, limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()

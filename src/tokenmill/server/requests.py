@@ -6,8 +6,10 @@ ones are ignored. Types are checked here, limits come from `ServerConfig`, and v
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -38,6 +40,7 @@ from tokenmill.server.fields import (
     list_of,
 )
 from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
+from tokenmill.text.tool_grammar import Tool, ToolUse
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +185,128 @@ Length = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | None
 TopLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None
 
 
+# -- tools and reasoning ----------------------------------------------------------------------------------------------
+
+MAX_TOOLS = 1024
+NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
+Tools = Annotated[
+    Any,
+    at_most(MAX_TOOLS),
+    list_of(dict, "tools"),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+]
+Choice = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["auto", "none", "required"]},
+                {"type": "object", "description": "Names the function to call."},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+
+
+DeclaredTools = Annotated[Tools, Field(description="Functions that the model may call.")]
+Parallel = Annotated[Flag, Field(description="False: one call in an answer at most.")]
+Budget = Annotated[
+    Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)] | None,
+    Field(description="Force the end of the model's thinking after so many tokens."),
+]
+
+
+def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools in the form that chat templates take; the newer API has a function's fields beside the type."""
+    return [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        if "function" not in tool
+        else dict(tool)
+        for tool in tools
+    ]
+
+
+def tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
+    """The functions that may be called, checked: 400 for what contradicts itself."""
+    declared = [_tool(place, tool) for place, tool in enumerate(shown_tools(tools or ()))]
+    names = [tool.name for tool in declared]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(400, f"tools: the function {twice!r} is declared twice", param="tools")
+    wanted, mode = _choice(choice)
+    if not declared and (mode == "required" or wanted):
+        raise ApiError(400, "tool_choice requires tools", param="tool_choice")
+    if unknown := sorted(set(wanted or ()) - set(names)):
+        raise ApiError(400, f"tool_choice: there is no tool {unknown[0]!r}", param="tool_choice")
+    if mode == "none":
+        return ToolUse()
+    chosen = tuple(tool for tool in declared if wanted is None or tool.name in wanted)
+    return ToolUse(chosen, required=mode == "required", parallel=parallel is not False)
+
+
+def _choice(choice: Any) -> tuple[list[str] | None, str]:
+    """The functions that a `tool_choice` names (None: all), and whether one must be called."""
+    if choice is None or choice in ("auto", "none", "required"):
+        return None, choice or "auto"
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        named = choice.get("function", choice)
+        if isinstance(named, Mapping) and isinstance(named.get("name"), str):
+            return [named["name"]], "required"
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+        if isinstance(listed, list) and listed and allowed.get("mode") in ("auto", "required"):
+            names = [_choice({"type": "function", **one})[0] for one in listed if isinstance(one, Mapping)]
+            return [name for one in names if one is not None for name in one], allowed["mode"]
+    what = 'must be "auto", "none", "required", or an object that names a function'
+    raise ApiError(400, f"tool_choice {what}", param="tool_choice")
+
+
+def _tool(place: int, tool: Mapping[str, Any]) -> Tool:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        kind = tool.get("type")
+        raise ApiError(400, f"tools[{place}]: tools of type {kind!r:.40} are not supported: function", param="tools")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        what = "a name of 1 to 64 letters, digits, underscores, dashes and dots"
+        raise ApiError(400, f"tools[{place}]: a function requires {what}, not {name!r:.80}", param="tools")
+    if schema is not None and (not isinstance(schema, Mapping) or schema.get("type", "object") != "object"):
+        raise ApiError(400, f"tools[{place}]: the parameters of {name} must be a schema of an object", param="tools")
+    return Tool(name, schema or {"type": "object", "properties": {}})
+
+
+def check_calls(message: Mapping[str, Any], param: str = "messages") -> None:
+    """The tool calls of a past message: each has a name, and arguments that are a JSON object."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise ApiError(400, "tool_calls must be a list", param=param)
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ApiError(400, "a tool call requires a function with a name", param=param)
+        given = function.get("arguments")
+        try:
+            arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            what = f"the arguments of the call of {function['name'][:64]} must be a JSON object"
+            raise ApiError(400, f"{what}, not {given!r:.80}", param=param)
+
+
+def with_effort(options: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """Template options with a `reasoning_effort`: some templates know it, others whether to think at all."""
+    if effort is None:
+        return options
+    level = effort if effort in ("low", "medium", "high") else "high" if effort == "xhigh" else "low"
+    return {"reasoning_effort": level, "enable_thinking": effort != "none", **options}
+
+
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -204,6 +329,8 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             raise ApiError(400, what, param="messages")
         if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
             raise ApiError(400, "a tool message requires tool_call_id", param="messages")
+        if message.role == "assistant" and message.model_extra and "tool_calls" in message.model_extra:
+            check_calls(message.model_extra)
 
 
 def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
@@ -212,6 +339,10 @@ def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config
     if set(options) - config.template_options:
         known = ", ".join(sorted(config.template_options))
         raise ApiError(400, f"chat_template_kwargs accepts: {known}", param="chat_template_kwargs")
+    if isinstance(body, ChatFields):
+        options = with_effort(options, body.reasoning_effort)
+        if body.tools and body.tool_choice != "none":
+            options["tools"] = shown_tools(body.tools)
     if isinstance(body, CreateSession):
         return options
     # The prompt ends where an answer begins, or the last message goes on.
@@ -227,6 +358,13 @@ class ChatFields(SamplingFields):
     """What chats and answers of sessions understand."""
 
     endpoint = Endpoint.SESSIONS
+
+    tools: DeclaredTools = None
+    tool_choice: Choice = None
+    parallel_tool_calls: Parallel = None
+    thinking_token_budget: Budget = None
+
+    reasoning_effort: Effort = Field(None, description="Told to the chat template; `none` turns thinking off.")
 
     max_tokens: Length = None
     max_completion_tokens: Length = None

@@ -35,6 +35,7 @@ from tokenmill.session.answer import Answer
 from tokenmill.session.explain import message_at
 from tokenmill.session.service import SessionService
 from tokenmill.text.messages import Message
+from tokenmill.text.turn_parser import TurnPlan
 from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in used)},
     }
 
 
@@ -208,7 +209,7 @@ class Call:
         self._has_begun = False
         self._is_over = False
         self._buffered: dict[int, OutputDelta] = {}
-        """Of each choice, deltas without text: they are told with the next that has some."""
+        """Of each choice, deltas that say nothing yet: they are told with the next that does."""
 
     # -- before it runs -----------------------------------------------------------------------------------------------
 
@@ -225,8 +226,9 @@ class Call:
         params: SamplingParams,
         num_wanted: int | None,
         messages: Sequence[Message] | None = None,
+        plan: TurnPlan | None = None,
     ) -> None:
-        """Add a generation; it starts when it is read. `messages` are what the prompt was made of.
+        """Add a generation; it starts when it is read. `messages` are what the prompt was made of, `plan` reads it.
 
         A requested length must fit beside the prompt, or is clamped: then the answer ends where the context does.
         """
@@ -235,7 +237,7 @@ class Call:
             raise ContextOverflow(context_overflow(max_model_len, len(prompt), num_wanted))
         self._messages = messages
         index = sum(len(generation.choices) for generation in self.generations)
-        more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index}
+        more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index, "plan": plan}
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
 
@@ -332,7 +334,7 @@ class Call:
             for delta in deltas:
                 if delta.index in self._buffered:
                     delta = joined([self._buffered.pop(delta.index), delta])
-                if delta.finish_reason is None and not delta.text:
+                if delta.finish_reason is None and not (delta.text if delta.parts is None else delta.parts):
                     self._buffered[delta.index] = delta
                     continue
                 if delta.finish_reason is not None and delta.is_failure:

@@ -144,6 +144,11 @@ class TurnFormat:
         return self.calls is None
 
     @property
+    def reasons(self) -> bool:
+        """May a turn begin with thinking?"""
+        return self.reasoning is not None or self.is_harmony
+
+    @property
     def is_generic(self) -> bool:
         return self.name == GENERIC_NAME
 

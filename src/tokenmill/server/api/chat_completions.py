@@ -9,16 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tokenmill.outputs import OutputDelta, RequestOutput, Usage
+from tokenmill.outputs import OutputDelta, RequestOutput, TurnPart, Usage
 from tokenmill.pipeline.output import Generation
 from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatRequest, template_options
+from tokenmill.server.requests import ChatRequest, template_options, tool_use
 from tokenmill.server.served import Served
 from tokenmill.server.sse import TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, usage_of
+from tokenmill.text.tool_grammar import ToolUse
+from tokenmill.text.turn_parser import ParsedTurn
 
 
 def chat_routes(served: Served) -> APIRouter:
@@ -35,8 +37,16 @@ def chat_routes(served: Served) -> APIRouter:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if body.session_id is None:
             params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
+            use = (
+                None
+                if body.tool_choice is None and not body.tools
+                else tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+            )
             ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
-            call.generate(ids, params, params.max_tokens, messages)
+            plan = None
+            if use is not None or model.reasons:
+                params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
+            call.generate(ids, params, params.max_tokens, messages, plan)
         else:
             hints = {"timeout_s": call.timeout_s, "priority": body.priority, "request_id": f"{call.id}/0"}
             own = {"must_fit": not served.config.clamp_max_tokens, **hints, **body.changes()}
@@ -53,6 +63,29 @@ def _existing(session_id: str) -> Callable[[], Awaitable[str]]:
         return session_id
 
     return found
+
+
+def answer_message(turn: ParsedTurn) -> dict[str, Any]:
+    """An answer with reasoning or tool calls, as a message. Reasoning goes by both of its usual names."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content, "refusal": None}
+    if turn.calls:
+        message["content"] = turn.content or None
+        message["tool_calls"] = [call.to_message() for call in turn.calls]
+    if turn.reasoning:
+        message["reasoning_content"] = message["reasoning"] = turn.reasoning
+    return message
+
+
+def part_delta(part: TurnPart) -> dict[str, Any]:
+    """A part of an answer, as a chunk's delta has it."""
+    if part.kind == "content":
+        return {"content": part.text}
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+    function = {"name": part.name, "arguments": ""}
+    return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
 
 
 class ChatWriter:
@@ -84,6 +117,8 @@ class ChatWriter:
         choices = []
         for choice in output.outputs:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.parts is not None:
+                message = answer_message(ParsedTurn.of(choice.parts))
             ending = OutputDelta(
                 choice.index, "", choice.token_ids, 0, choice.logprobs, finish_reason=choice.finish_reason
             )
@@ -109,6 +144,8 @@ class ChatWriter:
 
     def delta(self, delta: OutputDelta) -> bytes:
         """Text, and at the end the finish reason in a chunk of its own, with an empty delta."""
+        if delta.parts is not None:
+            return self._parts(delta, delta.parts)
         text = delta.text
         if self._plain and delta.finish_reason is None:
             return self._plain[delta.index].encode(text)
@@ -119,6 +156,18 @@ class ChatWriter:
         if delta.finish_reason is None:
             return said
         return said + event(self._chunk(delta._replace(token_ids=(), logprobs=None), {}, used))
+
+    def _parts(self, delta: OutputDelta, parts: Sequence[TurnPart]) -> bytes:
+        """A chunk for each part; the tokens are told with the first."""
+        used = self._call.generations[0].usage
+        chunks = []
+        rest = delta._replace(finish_reason=None)
+        for part in parts:
+            chunks.append(event(self._chunk(rest, part_delta(part), used)))
+            rest = rest._replace(token_ids=(), logprobs=None if rest.logprobs is None else [])
+        if delta.finish_reason is not None:
+            chunks.append(event(self._chunk(rest._replace(finish_reason=delta.finish_reason), {}, used)))
+        return b"".join(chunks)
 
     def closing(self) -> bytes:
         """Usage, if it was asked for."""
