@@ -208,6 +208,7 @@ Choice = Annotated[
     ),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 DeclaredTools = Annotated[Tools, Field(description="Functions that the model may call.")]
@@ -276,6 +277,15 @@ def _tool(place: int, tool: Mapping[str, Any]) -> Tool:
     if schema is not None and (not isinstance(schema, Mapping) or schema.get("type", "object") != "object"):
         raise ApiError(400, f"tools[{place}]: the parameters of {name} must be a schema of an object", param="tools")
     return Tool(name, schema or {"type": "object", "properties": {}})
+
+
+def session_use(declared: Sequence[Mapping[str, Any]], body: ChatFields) -> ToolUse | None:
+    """The functions that an answer of a session may call: those that the session was created with."""
+    if body.tools:
+        raise ApiError(400, "the tools of a session are declared when it is created", param="tools")
+    if not declared and body.tool_choice is None:
+        return None
+    return tool_use(declared, body.tool_choice, body.parallel_tool_calls)
 
 
 def check_calls(message: Mapping[str, Any], param: str = "messages") -> None:
@@ -543,6 +553,11 @@ class ResponsesRequest(Shared):
     top_logprobs: TopLogprobs = None
     include: Texts = None
     metadata: Metadata = None
+    tools: DeclaredTools = None
+    tool_choice: Choice = None
+    parallel_tool_calls: Parallel = None
+    thinking_token_budget: Budget = None
+    reasoning: dict[str, Any] | None = Field(None, description="`effort` is told to the chat template.")
     previous_response_id: StrictStr | None = Field(None, max_length=256)
     store: Flag = None
 
@@ -556,6 +571,14 @@ class ResponsesRequest(Shared):
         super().check(config)
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
+        effort = (self.reasoning or {}).get("effort")
+        if effort not in (None, *EFFORTS):
+            raise ApiError(400, f"reasoning.effort must be one of {', '.join(EFFORTS)}", param="reasoning")
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told beyond the messages."""
+        options = with_effort({}, (self.reasoning or {}).get("effort"))
+        return {**options, "tools": shown_tools(self.tools)} if self.tools and self.tool_choice != "none" else options
 
     def changes(self) -> dict[str, Any]:
         given = super().changes()
@@ -616,6 +639,13 @@ class CreateSession(ChatFields):
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "smollm2-135m", "system": "Answer in one sentence."}]}
     )
+
+    def check(self, config: ServerConfig) -> None:
+        super().check(config)
+        tool_use(self.tools, None, None)
+        for name in ("tool_choice", "parallel_tool_calls", "thinking_token_budget"):
+            if getattr(self, name) is not None:
+                raise ApiError(400, f"{name} belongs to each answer of a session, not to the session", param=name)
 
 
 class AppendInput(Body):

@@ -7,9 +7,9 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -166,6 +166,7 @@ class StoredResponse:
     key: str
     namespace: Hashable
     instructions: str | None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def conversation(self) -> list[dict[str, Any]]:
         """What was said up to its end, without the instructions."""

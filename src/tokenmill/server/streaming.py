@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import ContextOverflow, IntegrityError
-from tokenmill.outputs import FinishReason, OutputDelta, RequestOutput, Usage, joined
+from tokenmill.outputs import FinishReason, OutputDelta, RequestOutput, TurnPart, Usage, joined
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.bridge import EngineStream
 from tokenmill.pipeline.output import Generation
@@ -35,7 +35,7 @@ from tokenmill.session.answer import Answer
 from tokenmill.session.explain import message_at
 from tokenmill.session.service import SessionService
 from tokenmill.text.messages import Message
-from tokenmill.text.turn_parser import TurnPlan
+from tokenmill.text.turn_parser import ParsedTurn, TurnPlan
 from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
@@ -60,6 +60,29 @@ def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in used)},
     }
+
+
+def answer_message(turn: ParsedTurn) -> dict[str, Any]:
+    """An answer with reasoning or tool calls, as a message. Reasoning goes by both of its usual names."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content, "refusal": None}
+    if turn.calls:
+        message["content"] = turn.content or None
+        message["tool_calls"] = [call.to_message() for call in turn.calls]
+    if turn.reasoning:
+        message["reasoning_content"] = message["reasoning"] = turn.reasoning
+    return message
+
+
+def part_delta(part: TurnPart) -> dict[str, Any]:
+    """A part of an answer, as a chunk's delta has it."""
+    if part.kind == "content":
+        return {"content": part.text}
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+    function = {"name": part.name, "arguments": ""}
+    return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
 
 
 # -- where deltas come from -------------------------------------------------------------------------------------------
@@ -434,7 +457,8 @@ class AnswerEvents:
         _raise_if_silent(whole)
         if (error := _answer_error(whole)) is not None:
             raise error
-        return {**self._shape(whole), "object": "session.answer"}
+        message = {} if whole.parts is None else {"message": answer_message(ParsedTurn.of(whole.parts))}
+        return {**self._shape(whole), "object": "session.answer", **message}
 
     def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
         """From a token on; None: from its end."""
@@ -471,6 +495,8 @@ class AnswerEvents:
 
     def _event(self, delta: OutputDelta) -> bytes:
         shape, place = self._shape(delta), delta.offset + len(delta.token_ids)
+        if delta.parts is not None:
+            shape["deltas"] = [part_delta(part) for part in delta.parts]
         if (error := _answer_error(delta)) is not None:  # the status has been sent
             log_failure(error, error)
             self._caller.outcome = Outcome.FAILED

@@ -7,13 +7,14 @@ nobody. An answer that nobody has read for too long is cancelled; the session ke
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from tokenmill.errors import IntegrityError, InvalidRequest
-from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs
+from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs, TurnPart
 from tokenmill.pipeline.output import Engine, Generation
 
 
@@ -36,6 +37,10 @@ class Answer:
         self._ends = array("i")
         """Characters up to the end of each token."""
         self._logprobs: list[TokenLogprobs] | None = None if generation.params.logprobs is None else []
+        self.parts: list[TurnPart] | None = None if generation.plan is None else []
+        """Its text as content, reasoning and tool calls, if it is read so..."""
+        self._part_ends = array("i")
+        """...and after how many tokens each part was known."""
         self.end: OutputDelta | None = None
         """Finish reason, usage and error, without text; there before readers may hear of it."""
         self.durable: bool | None = None
@@ -89,9 +94,13 @@ class Answer:
             self._ends.extend([self._ends[-1] if self._ends else 0] * (num_tokens - len(self._ends)))
         if self._logprobs is not None and delta.logprobs is not None:
             self._logprobs += delta.logprobs
+        if self.parts is not None and delta.parts:
+            self.parts += delta.parts
+            # An end that came without a token may still complete parts: nobody has had them with the tokens.
+            self._part_ends.extend([num_tokens if delta.token_ids else num_tokens + 1] * len(delta.parts))
         self._grown.set()
         if delta.finish_reason is not None:
-            self.end = delta._replace(text="", token_ids=(), offset=num_tokens, logprobs=None)
+            self.end = delta._replace(text="", token_ids=(), offset=num_tokens, logprobs=None, parts=None)
             return
         # Cancel it if too much of its text is unread, or for longer than `stall_timeout_s`.
         num_unread = len(self.text) - self._num_read
@@ -143,10 +152,14 @@ class Answer:
         begin = self._ends[offset - 1] if offset else 0
         ids = self.token_ids[offset:].tolist()
         logprobs = None if self._logprobs is None else self._logprobs[offset:]
+        parts = None
+        if self.parts is not None:
+            until = len(self.parts) if is_over else bisect.bisect_right(self._part_ends, len(self.token_ids))
+            parts = self.parts[bisect.bisect_right(self._part_ends, offset) : until]
         if self.end is None or not is_over:  # text before a stop string may be that of no whole token: it is told last
-            return OutputDelta(0, self.text[begin : self._ends[-1]], ids, offset, logprobs)
+            return OutputDelta(0, self.text[begin : self._ends[-1]], ids, offset, logprobs, parts=parts)
         return self.end._replace(
-            text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs, durable=self.durable
+            text=self.text[begin:], token_ids=ids, offset=offset, logprobs=logprobs, durable=self.durable, parts=parts
         )
 
     def _check_stall(self) -> None:

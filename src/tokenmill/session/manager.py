@@ -70,6 +70,8 @@ from tokenmill.session.session import (
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.messages import num_chars
+from tokenmill.text.tool_grammar import ToolUse
+from tokenmill.text.turn_parser import ParsedTurn, TurnPlan
 from tokenmill.text.workers import INLINE_BYTES, TextWorkers
 
 log = logging.getLogger(__name__)
@@ -365,17 +367,27 @@ class SessionManager:
         if must_fit and params.max_tokens is not None and len(session.log) + params.max_tokens > longest:
             raise ContextOverflow(context_overflow(longest, len(session.log), params.max_tokens))
 
+    def plan(
+        self, session: Session, params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
+    ) -> tuple[SamplingParams, TurnPlan | None]:
+        """How the answer to a session's log is constrained and read."""
+        template = self.opened.text.template
+        if template is None or (use is None and not template.turn_format.reasons):
+            return params, None
+        return self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
+
     def begin_answer(
         self,
         session: Session,
         params: SamplingParams,
+        plan: TurnPlan | None,
         hints: Hints,
         request_id: str | None,
         timeout_s: float | None,
     ) -> Answer:
         """Ask the engine for an answer to a session's log."""
         name = request_id or f"answer-{secrets.token_hex(12)}"
-        generation = self.intake.generation(session.log.tokens.array, params, name, hints, timeout_s)
+        generation = self.intake.generation(session.log.tokens.array, params, name, hints, timeout_s, plan=plan)
         live = Answer(
             generation,
             lambda done: self._finished(session, done),
@@ -412,7 +424,8 @@ class SessionManager:
         if live.undo is not None and not live.token_ids and live.end.is_failure:
             live.undo()
         ending = (live.end.finish_reason, live.end.stop_reason)
-        session.take_answer(live.token_ids, *ending, live.generation.params, self.opened.text.tokenizer)
+        turn = None if live.parts is None else ParsedTurn.of(live.parts)
+        session.take_answer(live.token_ids, *ending, live.generation.params, self.opened.text.tokenizer, turn)
         if live.token_ids:
             session.last_answer = LastAnswer(live.request_id, len(live.token_ids))
         note_cost(session, live.generation, self.opened)

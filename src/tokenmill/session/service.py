@@ -36,6 +36,8 @@ from tokenmill.session.session import (
 )
 from tokenmill.session.store import SessionStore, Stored
 from tokenmill.text.messages import num_chars
+from tokenmill.text.tool_grammar import ToolUse
+from tokenmill.text.turn_parser import TurnPlan
 from tokenmill.text.workers import TextWorkers
 
 SETTLE_S = 5.0
@@ -322,6 +324,8 @@ class SessionService:
         request_id: str | None = None,
         timeout_s: float | None = None,
         priority: int | None = None,
+        use: ToolUse | None = None,
+        thinking_budget: int | None = None,
         **changes: Any,
     ) -> Answer:
         """The answer as it grows, for any number of readers; `generate_stream` and `regenerate` are built on it.
@@ -329,7 +333,8 @@ class SessionService:
         `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
         without a word, by an error or a cancel, the session is as it was. If it `must_fit`, an answer that could
         outgrow the context is refused; else it ends there. `request_id` names it; it ends with `timeout` after
-        `timeout_s`, waiting for the session included; its `priority` is the session's, unless told.
+        `timeout_s`, waiting for the session included; its `priority` is the session's, unless told. `use` says which
+        functions it may call, `thinking_budget` for how many tokens the model may think.
         """
         loaded = self._model()
         loop = asyncio.get_running_loop()
@@ -343,7 +348,7 @@ class SessionService:
                 raise RequestFailed(LATE, finish_reason="timeout")
             return seconds
 
-        def take_in(session: Session) -> tuple[SamplingParams, tuple[Any, ...]]:
+        def take_in(session: Session) -> tuple[SamplingParams, TurnPlan | None, tuple[Any, ...]]:
             left()
             before = session.snapshot()
             if again:
@@ -355,19 +360,20 @@ class SessionService:
                 session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
             params = session.options.for_answer({"attempt": session.attempt, **changes})
             loaded.commit_prompt(session, params, must_fit)
-            return params, before
+            return *loaded.plan(session, params, use, thinking_budget), before
 
-        def operation(session: Session, prepared: tuple[SamplingParams, tuple[Any, ...]]) -> Answer:
+        def operation(session: Session, prepared: tuple[SamplingParams, TurnPlan | None, tuple[Any, ...]]) -> Answer:
             if loaded.is_leaving:
                 raise EngineDead("the model is being closed")
-            params, before = prepared
+            params, plan, before = prepared
             hints = session.hints if priority is None else replace(session.hints, priority=priority)
-            live = loaded.begin_answer(session, params, hints, request_id, left())
+            live = loaded.begin_answer(session, params, plan, hints, request_id, left())
             if given is not None or again:
                 live.undo = partial(session.restore, before)
             return live
 
-        work = loaded.text_work(num_chars(given), take_in)
+        # A grammar of tools is compiled: that is long.
+        work = loaded.text_work(max(num_chars(given), self._texts.inline_bytes if use and use.tools else 0), take_in)
         try:
             async with asyncio.timeout(timeout_s) as waiting:
                 if loaded.persistence is not None and session_id in loaded.queue.sessions:
@@ -511,6 +517,11 @@ class SessionService:
     def key_of(self, session_id: str) -> str:
         """Whose session it is."""
         return self._model().queue.find(session_id).options.key
+
+    def tools_of(self, session_id: str) -> Sequence[Mapping[str, Any]]:
+        """The functions that its chat template is told of."""
+        tools = self._model().queue.find(session_id).options.template_options.get("tools")
+        return tools if isinstance(tools, Sequence) else ()
 
     def get(self, session_id: str) -> SessionInfo:
         return self._model().queue.find(session_id).info(has_store=self.store is not None)

@@ -19,6 +19,7 @@ from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages, num_chars
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.turn_parser import ParsedTurn
 
 if TYPE_CHECKING:
     from tokenmill.session.answer import Answer
@@ -427,6 +428,9 @@ class Session:
         if log.turns[-1].kind == "input":
             return log.rebuilt(template.encode(messages, **self.options.template_options))
         *asked, answer = messages
+        if set(answer) - {"role", "content"}:  # reasoning and calls are written by the template alone
+            whole = template.encode(messages, add_generation_prompt=False, **self.options.template_options)
+            return log.rebuilt(whole)
         said = text.tokenizer.encode(str(answer["content"]), add_special=False)
         return log.rebuilt([*template.encode(asked, **self.options.template_options), *said])
 
@@ -525,8 +529,12 @@ class Session:
         stop_reason: str | int | None,
         params: SamplingParams,
         tokenizer: Tokenizer,
+        parsed: ParsedTurn | None = None,
     ) -> None:
-        """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on."""
+        """The answer is over, however it ended: its ids are part of the log. What was cut short before goes on.
+
+        `parsed`: its reasoning and tool calls, if it was read for them.
+        """
         if not token_ids:
             return  # it was ended before it said anything: its input is still to be answered
         stop = stop_reason if isinstance(stop_reason, int) else None
@@ -535,6 +543,8 @@ class Session:
         ids = [*self.log.tokens.array[begin:].tolist(), *token_ids]
         said += tokenizer.decode(ids[:-1] if stop is not None else ids)
         message: Message = {"role": "assistant", "content": said}
+        if parsed is not None and (parsed.calls or parsed.reasoning) and not self._goes_on:
+            message = parsed.to_message()
         changes = self.options.changes_of(params)
         turn = Turn("answer", (message,), begin + len(ids), stop, finish_reason, changes, is_replayable)
         if self._goes_on:
@@ -552,7 +562,7 @@ class Session:
         if not self._goes_on:
             return len(self.log), ""
         begin = self.log.begin_of(len(self.log.turns) - 1)
-        said = str(self.log.turns[-1].messages[0]["content"])
+        said = str(self.log.turns[-1].messages[0]["content"] or "")
         return (len(self.log), said) if begin is None else (begin, "")
 
     # -- going back ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tokenmill.errors import InvalidRequest, TooManyTokens
 from tokenmill.text.messages import QUESTION, Message, check_messages
 from tokenmill.text.separable import shortened
 from tokenmill.text.template import ChatTemplate
+from tokenmill.text.turn_parser import end_of_calls
 
 ANSWER = "probe of an answer"
 PROBES: dict[str, tuple[list[Message], str]] = {
@@ -84,9 +85,9 @@ class DeltaRenderer:
             return Continuation(len(log), _after(log, limit, lambda left: self.next_turn(new, ended_with, left)))
         shown, new = check_messages(self.shown(past)), check_messages(new)
         now = self._template.rendered([*shown, *new], **self._options)
-        before = self._text_of_log(shown)
-        if before is not None and now.text.startswith(before):
-            ids = _after(log, limit, lambda left: self._template.encode_rendered(now, len(before), left))
+        end = self._end_of_log(shown, now.text)
+        if end is not None:
+            ids = _after(log, limit, lambda left: self._template.encode_rendered(now, end, left))
             return Continuation(len(log), self._without_second_end(ids, ended_with))
         if not self._warned:
             self._warned = True
@@ -127,6 +128,32 @@ class DeltaRenderer:
         if replaced is None or before is None or not before.startswith(replaced):
             return None
         return self._template.encode_rendered(begun) if now == begun.text + before[len(replaced) :] else None
+
+    def _end_of_log(self, past: Sequence[Message], now: str) -> int | None:
+        """Up to where what the template writes now is what the log says; None if it says something else.
+
+        An answer with reasoning or tool calls is in the log as it was generated, which need not be how the template
+        writes it: it is enough that the template still writes all of it, and the same before it.
+        """
+        before = self._text_of_log(past)
+        if before is not None:
+            return len(before) if now.startswith(before) else None
+        answer, prompt = past[-1], self._rendered_or_none(past[:-1], "")
+        if answer["role"] != "assistant" or prompt is None or not now.startswith(prompt):
+            return None
+        end = len(prompt)
+        for said in (answer.get("reasoning_content"), answer.get("content")):
+            if said:
+                at = now.find(str(said).strip(), end)
+                if at < 0:
+                    return None
+                end = at + len(str(said).strip())
+        calls = answer.get("tool_calls")
+        if not calls:
+            return end
+        names = {call["function"]["name"] for call in calls}
+        num_chars = end_of_calls(self._template.turn_format, names, now[end:], len(calls))
+        return None if num_chars is None else end + num_chars
 
     def _text_of_log(self, past: Sequence[Message]) -> str | None:
         """What the log says: the conversation up to the last answer, and this answer. None if that can't be told."""

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -90,6 +90,8 @@ class _Pieces:
         self._parts: list[TurnPart] = []
         self._state: Callable[[], None]
         self.num_calls = 0
+        self.num_ended = 0
+        """Calls that are complete, and the list of calls if they are in one."""
         self.in_reasoning = False
 
     def push(self, text: str) -> list[TurnPart]:
@@ -413,6 +415,8 @@ class TurnParser(_Pieces):
         self._taken = ""
         self._after_call = self._drops_space = True
         self._state = self._next_call if self._format.is_list else self._content
+        if not self._format.is_list:
+            self.num_ended = self.num_calls
 
     def _next_call(self) -> None:
         """Of a list of calls: another one, or its end."""
@@ -422,12 +426,12 @@ class TurnParser(_Pieces):
             except Mismatch:
                 pass
             else:
-                self._state = self._content
+                self.num_ended, self._state = self.num_calls, self._content
                 return
         try:
             self._taken = self._take(self._match((self._format.separator or "") + self._format.head))
         except Mismatch:
-            self._state = self._content
+            self.num_ended, self._state = self.num_calls, self._content
         else:
             self._state = self._read_name
 
@@ -695,6 +699,7 @@ class HarmonyParser(_Pieces):
             found = MARKERS.match(self._text)
             self._take(len(found.group()) if found and found.group() != "<|start|>" else 0)
             self.in_reasoning, self._state = False, self._header
+            self.num_ended = self.num_calls
             return
         count = len(self._text)
         if not self._is_over:
@@ -723,6 +728,17 @@ def open_parser(
     if form.is_harmony:
         return HarmonyParser(tools, new_id=new_id)
     return TurnParser(form, tools, starts_in_reasoning=starts_in_reasoning, new_id=new_id)
+
+
+def end_of_calls(form: TurnFormat, names: Collection[str], text: str, count: int) -> int | None:
+    """How many characters of a text are up to the end of its first `count` calls; None if it has fewer."""
+    parser = open_parser(form, {name: {} for name in names})
+    for place, character in enumerate(text, 1):
+        parser.push(character)
+        if parser.num_ended >= count:
+            # What ends a harmony message is the model's end of turn, which belongs to what follows.
+            return place - parser.num_waiting - (len("<|call|>") if form.is_harmony else 0)
+    return None
 
 
 @dataclass(frozen=True)

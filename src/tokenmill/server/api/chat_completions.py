@@ -15,10 +15,10 @@ from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatRequest, template_options, tool_use
+from tokenmill.server.requests import ChatRequest, session_use, template_options, tool_use
 from tokenmill.server.served import Served
 from tokenmill.server.sse import TextEvent, event
-from tokenmill.server.streaming import Call, SessionSource, usage_of
+from tokenmill.server.streaming import Call, SessionSource, answer_message, part_delta, usage_of
 from tokenmill.text.tool_grammar import ToolUse
 from tokenmill.text.turn_parser import ParsedTurn
 
@@ -48,7 +48,13 @@ def chat_routes(served: Served) -> APIRouter:
                 params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
             call.generate(ids, params, params.max_tokens, messages, plan)
         else:
-            hints = {"timeout_s": call.timeout_s, "priority": body.priority, "request_id": f"{call.id}/0"}
+            hints: dict[str, Any] = {
+                "timeout_s": call.timeout_s,
+                "priority": body.priority,
+                "request_id": f"{call.id}/0",
+            }
+            use = session_use(model.sessions.tools_of(body.session_id), body)
+            hints |= {"use": use, "thinking_budget": body.thinking_token_budget}
             own = {"must_fit": not served.config.clamp_max_tokens, **hints, **body.changes()}
             call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **own))
         return await call.respond(ChatWriter(call, body, model), stream=bool(body.stream))
@@ -63,29 +69,6 @@ def _existing(session_id: str) -> Callable[[], Awaitable[str]]:
         return session_id
 
     return found
-
-
-def answer_message(turn: ParsedTurn) -> dict[str, Any]:
-    """An answer with reasoning or tool calls, as a message. Reasoning goes by both of its usual names."""
-    message: dict[str, Any] = {"role": "assistant", "content": turn.content, "refusal": None}
-    if turn.calls:
-        message["content"] = turn.content or None
-        message["tool_calls"] = [call.to_message() for call in turn.calls]
-    if turn.reasoning:
-        message["reasoning_content"] = message["reasoning"] = turn.reasoning
-    return message
-
-
-def part_delta(part: TurnPart) -> dict[str, Any]:
-    """A part of an answer, as a chunk's delta has it."""
-    if part.kind == "content":
-        return {"content": part.text}
-    if part.kind == "reasoning":
-        return {"reasoning_content": part.text, "reasoning": part.text}
-    if part.kind == "arguments":
-        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
-    function = {"name": part.name, "arguments": ""}
-    return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
 
 
 class ChatWriter:

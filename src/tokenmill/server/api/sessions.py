@@ -27,6 +27,8 @@ from tokenmill.server.requests import (
     RewindSession,
     SaveSession,
     UpdateSession,
+    check_calls,
+    session_use,
     template_options,
 )
 from tokenmill.server.served import Served
@@ -155,6 +157,10 @@ def session_routes(served: Served) -> APIRouter:
         model = find(http, session_id)
         given = None if body.input is None else as_input(body.input, config)
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
+        options |= {
+            "use": session_use(model.sessions.tools_of(session_id), body),
+            "thinking_budget": body.thinking_token_budget,
+        }
         live = await while_connected(http, model.sessions.answer(session_id, given=given, again=again, **options))
         stream = AnswerEvents(http, model.name, model.forms, session_id, live)
         caller = http.state.caller
@@ -247,7 +253,7 @@ def session_routes(served: Served) -> APIRouter:
         hints = served.hints(http.state.caller.key, Hinted(timeout_s=None, priority=None, cache_salt=None))
         found = await served.models.use(model)
         data = await http.body()
-        known = config.template_options
+        known = config.template_options | {"tools"}
         restoring = found.sessions.restore(data, key=hints.key, namespace=hints.namespace, template_options=known)
         session_id = await restoring
         return shown(found, session_id, 201)
@@ -303,4 +309,20 @@ def as_input(given: Any, config: ServerConfig, param: str = "input") -> Input:
         return given
     if len(given) > config.max_messages:
         raise ApiError(400, f"at most {config.max_messages} messages", param=param)
-    return [as_message(item, config.max_content_parts, param) for item in given]
+    return [_session_message(item, config, param) for item in given]
+
+
+def _session_message(item: Any, config: ServerConfig, param: str) -> dict[str, Any]:
+    """A message of any role; tool calls and their results keep what belongs to them."""
+    calls = item.get("tool_calls") if isinstance(item, dict) and item.get("role") == "assistant" else None
+    if not calls:
+        message: dict[str, Any] = dict(as_message(item, config.max_content_parts, param))
+        if message["role"] == "tool":
+            if not isinstance(item.get("tool_call_id"), str):
+                raise ApiError(400, "a tool message requires tool_call_id", param=param)
+            message["tool_call_id"] = item["tool_call_id"]
+        return message
+    check_calls(item, param)
+    content = item.get("content")
+    said = None if content is None else as_message(item, config.max_content_parts, param)["content"]
+    return {"role": "assistant", "content": said, "tool_calls": calls}
