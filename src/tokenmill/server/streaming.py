@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.entrypoints.async_llm import AsyncLLM
-from tokenmill.errors import ContextOverflow, IntegrityError
+from tokenmill.errors import ContextOverflow, IntegrityError, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, RequestOutput, TurnPart, Usage, joined
 from tokenmill.params import SamplingParams
 from tokenmill.pipeline.bridge import EngineStream
@@ -263,6 +263,15 @@ class Call:
         more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index, "plan": plan}
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
+
+    async def prepare(self, params: SamplingParams, *, has_tools: bool) -> None:
+        """Compile what constrains the answer, off the event loop; 400 if that can't be."""
+        try:
+            await self.do(self.llm.prepare(params))
+        except InvalidRequest as error:
+            if not has_tools or error.param != "structured_outputs":
+                raise
+            raise InvalidRequest(f"tools: {str(error).split(': ', 1)[-1]}", param="tools") from None
 
     def follow(self, source: SessionSource) -> None:
         """Read the answer of a session instead of generations of its own."""

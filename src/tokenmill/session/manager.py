@@ -374,7 +374,10 @@ class SessionManager:
         template = self.opened.text.template
         if template is None or (use is None and not template.turn_format.reasons):
             return params, None
-        return self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
+        params, plan = self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
+        if params.structured_outputs is not None:
+            self.intake.grammars.compile(params.structured_outputs)  # here, where it holds up no event loop
+        return params, plan
 
     def begin_answer(
         self,

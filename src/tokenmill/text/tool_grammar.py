@@ -16,6 +16,7 @@ from typing import Any
 from tokenmill.contract import IntArray
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams, StructuredOutputs
+from tokenmill.text.grammar import audit_schema
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.tool_format import (
     ID_SLOT,
@@ -103,6 +104,8 @@ def plan_turn(
     budget = thinking_budget if reasons else None
     if not use.tools and budget is None and (outputs is None or not reasons):
         return params, plan
+    for tool in use.tools:
+        _audit(tool)
     closing = () if reasoning is None else tokenizer.encode_template(reasoning.closing)
     grammar = turn_grammar(
         form,
@@ -118,6 +121,14 @@ def plan_turn(
     )
     flexible = outputs is not None and outputs.any_whitespace
     return replace(params, structured_outputs=StructuredOutputs(grammar=grammar, any_whitespace=flexible)), plan
+
+
+def _audit(tool: Tool) -> None:
+    """Raise `InvalidRequest` if a tool's schema says what a grammar can't enforce."""
+    try:
+        audit_schema("grammar", tool.closed_schema)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"tools: {tool.name}: {str(error).split(': ', 1)[-1]}", param="tools") from None
 
 
 def _as_rule(outputs: StructuredOutputs) -> str:

@@ -46,6 +46,8 @@ def chat_routes(served: Served) -> APIRouter:
             plan = None
             if use is not None or model.reasons:
                 params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
+                if params.structured_outputs is not None:
+                    await call.prepare(params, has_tools=use is not None)
             call.generate(ids, params, params.max_tokens, messages, plan)
         else:
             hints: dict[str, Any] = {

@@ -62,6 +62,8 @@ async def start_response(
         plan = None
         if use is not None or model.reasons:
             params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
+            if params.structured_outputs is not None:
+                await call.prepare(params, has_tools=use is not None)
         call.generate(ids, params, body.max_output_tokens, plan=plan)
     else:
         call.follow(_answer(call, body, model, store, messages, params, use, must_fit=not config.clamp_max_tokens))

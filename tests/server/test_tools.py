@@ -1,0 +1,310 @@
+"""Tool calls and reasoning over HTTP: chat completions, responses and sessions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conversing import Conversation, events_in
+from tests.server.rules import assert_error
+from tests.server.serving import HI, KEY, Running, running
+from tests.text.tool_templates import WRITTEN
+from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.config import EngineConfig
+from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import ChatTemplate
+from tokenmill.text.tokenizer import ByteTokenizer
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "days"],
+}
+WEATHER = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "ping"}}]
+FLAT = [{"type": "function", **WEATHER}]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ONE: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False, "max_tokens": 300, "seed": 1}
+FORCED_END = len('ing", "arguments": {}}\n</tool_call>')
+"""Tokens at the end of an answer that the grammar left no choice about: they are computed with what follows."""
+THINKS = WRITTEN["tagged JSON"].replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}",
+)
+"""Opens the thinking itself, unless told not to."""
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Running]:
+    """A server whose model reasons."""
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
+    tokenizer = ByteTokenizer(258)
+    text = ModelText(tokenizer, ChatTemplate(THINKS, tokenizer))
+    object.__setattr__(llm.opened, "text", text)
+    llm._intake.text = text
+    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
+        yield one
+
+
+def check_arguments(arguments: str) -> None:
+    given = json.loads(arguments)
+    assert set(given) == {"city", "days"}
+    assert given["city"] in ("Rome", "Oslo")
+    assert 0 <= given["days"] <= 99
+
+
+def test_a_named_function_is_called(server: Running) -> None:
+    choice = server.chat(**ONE).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+    check_arguments(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_stream_tells_the_same_in_openai_s_order(server: Running, choice: Any) -> None:
+    asked = {**ONE, "tool_choice": choice}
+    whole = server.chat(**asked).json()["choices"][0]["message"]["tool_calls"]
+    events = server.chat(**asked, stream=True).events()
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    first, *rest = [one for delta in deltas for one in delta.get("tool_calls", ())]
+    assert first["function"] == {"name": whole[0]["function"]["name"], "arguments": ""}
+    assert (first["index"], first["type"]) == (0, "function")
+    assert first["id"]
+    assert all(set(one) == {"index", "function"} and set(one["function"]) == {"arguments"} for one in rest)
+    assert "".join(one["function"]["arguments"] for one in rest) == whole[0]["function"]["arguments"]
+    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "tool_calls"
+    assert not any(delta.get("content") for delta in deltas)
+
+
+def test_each_choice_has_its_own_calls(server: Running) -> None:
+    choices = server.chat(**{**ONE, "n": 3}).json()["choices"]
+    ids = [choice["message"]["tool_calls"][0]["id"] for choice in choices]
+    assert len(set(ids)) == 3
+    for choice in choices:
+        check_arguments(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_log_probabilities_cover_every_token(server: Running) -> None:
+    asked = {**ONE, "logprobs": True, "return_token_ids": True}
+    whole = server.chat(**asked).json()["choices"][0]
+    events = server.chat(**asked, stream=True).events()
+    streamed = [event["choices"][0] for event in events if event["choices"]]
+    ids = [token for choice in streamed for token in choice.get("token_ids") or ()]
+    scores = [one for choice in streamed if choice["logprobs"] for one in choice["logprobs"]["content"]]
+    assert ids == whole["token_ids"]
+    assert len(scores) == len(whole["logprobs"]["content"]) == len(ids)
+
+
+def test_tools_that_may_be_called_leave_text_as_it_is(server: Running) -> None:
+    message = server.chat(tools=TOOLS, seed=1).json()["choices"][0]["message"]
+    assert set(message) == {"role", "content", "refusal"}
+    assert message["content"]
+
+
+def test_tools_that_must_not_be_called_are_not_shown_to_the_model(server: Running) -> None:
+    told = server.chat(tools=TOOLS, tool_choice="none", seed=1).json()
+    plain = server.chat(seed=1).json()
+    assert told["choices"] == plain["choices"]
+    assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_results_go_back_to_the_model(server: Running) -> None:
+    message = server.chat(**ONE).json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    again = server.chat(**{**ONE, "messages": [*HI, message, result]})
+    assert again.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def _past(**function: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": function}
+    return {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": TOOLS}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+        ({"tools": [5]}, "tools"),
+        ({"tools": "all"}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {"type": "null"}}}}]},
+            "tools",
+        ),
+        (_past(name="f", arguments="{"), "messages"),
+        (_past(name="f", arguments="[1]"), "messages"),
+        (_past(name=5, arguments="{}"), "messages"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": "x"}]}, "messages"),
+        ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages"),
+    ],
+)
+def test_what_can_t_be_is_rejected(server: Running, body: dict[str, Any], param: str) -> None:
+    assert_error(server.chat(**body), 400, param)
+
+
+def test_500_tools_are_answered_within_a_second(server: Running) -> None:
+    tools = [{"type": "function", "function": {**WEATHER, "name": f"tool_{i}"}} for i in range(500)]
+    began = time.monotonic()
+    reply = server.chat(tools=tools, tool_choice="required", messages=[{"role": "user", "content": "x"}])
+    assert reply.status == 400, "500 tools do not fit into this model's context"
+    assert time.monotonic() - began < 1
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_responses_have_function_call_items(server: Running) -> None:
+    asked: dict[str, Any] = {"input": "hi", "tools": FLAT, "tool_choice": "required", "max_output_tokens": 300}
+    asked |= {"parallel_tool_calls": False, "seed": 1}
+    (item,) = server.post(RESPONSES, asked).json()["output"]
+    assert (item["type"], item["name"], item["status"]) == ("function_call", "get_weather", "completed")
+    check_arguments(item["arguments"])
+    events = [event for event in server.post(RESPONSES, {**asked, "stream": True}).events() if "type" in event]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert "".join(event["delta"] for event in events if "delta" in event) == item["arguments"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_a_response_goes_on_after_the_result_of_a_call(server: Running) -> None:
+    asked: dict[str, Any] = {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    first = server.post(RESPONSES, {**asked, "input": "hi"}).json()
+    call = first["output"][0]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    second = server.post(RESPONSES, {**asked, "input": [result], "previous_response_id": first["id"]}).json()
+    assert second["output"][0]["type"] == "function_call"
+    usage = second["usage"]
+    known = first["usage"]["total_tokens"]
+    assert usage["input_tokens"] > known - 1
+    assert usage["input_tokens_details"]["cached_tokens"] >= known - 1 - FORCED_END
+    alone = [{"role": "user", "content": "hi"}, {**call, "type": "function_call"}, result]
+    third = server.post(RESPONSES, {**asked, "input": alone, "store": False}).json()
+    assert third["usage"]["input_tokens"] == usage["input_tokens"]
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def _session(server: Running) -> Conversation:
+    reply = server.post("/v1/sessions", {"tools": TOOLS, "temperature": 0})
+    assert reply.status == 201, reply.body
+    return Conversation(server, reply.json()["id"])
+
+
+def _round(talk: Conversation, given: Any) -> dict[str, Any]:
+    asked = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, "stream": False}
+    reply = talk.post("generate", input=given, **asked)
+    assert reply.status == 200, reply.body
+    return dict(reply.json())
+
+
+def test_20_rounds_of_a_session_compute_only_what_is_new(server: Running) -> None:
+    talk = _session(server)
+    given: Any = "hi"
+    known = 0
+    messages: list[Any] = [*HI]
+    for number in range(20):
+        answer = _round(talk, given)
+        (call,) = answer["message"]["tool_calls"]
+        used = answer["usage"]
+        assert used["prompt_tokens"] > known
+        assert used["prompt_tokens_details"]["cached_tokens"] >= known - 1 - FORCED_END
+        known = used["total_tokens"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"}
+        messages += [answer["message"], result]
+        given = [result]
+    # The same conversation, rendered from the beginning. This template writes no end of turn, which the log has.
+    again = server.chat(messages=messages[:-2], tools=TOOLS, tool_choice="required", max_tokens=1)
+    assert again.json()["usage"]["prompt_tokens"] == known - used["completion_tokens"] - 19
+    shown = [message for turn in talk.turns() for message in turn["messages"]]
+    assert [message.get("tool_call_id") for message in shown if message["role"] == "tool"]
+    assert all(message["tool_calls"] for message in shown if message["role"] == "assistant")
+
+
+def test_the_stream_of_a_session_tells_its_calls(server: Running) -> None:
+    talk = _session(server)
+    reply = talk.post("generate", input="hi", tool_choice=NAMED, parallel_tool_calls=False, max_tokens=200)
+    events = [event.data for event in events_in(reply.body)]
+    deltas = [one for event in events for delta in event["deltas"] for one in delta.get("tool_calls", ())]
+    assert deltas[0]["function"]["name"] == "get_weather"
+    check_arguments("".join(one["function"]["arguments"] for one in deltas))
+    assert events[-1]["finish_reason"] == "tool_calls"
+
+
+def test_chats_with_a_session_use_the_session_s_tools(server: Running) -> None:
+    talk = _session(server)
+    asked = {"session_id": talk.id, "tool_choice": NAMED, "parallel_tool_calls": False, "max_tokens": 200}
+    message = server.chat(**asked).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert_error(server.chat(**asked, tools=TOOLS), 400, "tools")
+
+
+# -- reasoning --------------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_is_told_apart_and_ends_with_its_budget(thinking: Running) -> None:
+    asked: dict[str, Any] = {"thinking_token_budget": 5, "max_tokens": 120, "seed": 3}
+    told = thinking.chat(**asked).json()
+    message = told["choices"][0]["message"]
+    assert 0 < len(message["reasoning_content"]) <= 20
+    assert message["reasoning"] == message["reasoning_content"]
+    assert message["content"]
+    assert "think>" not in message["content"] + message["reasoning"]
+    used = told["usage"]
+    num_reasoning = used["completion_tokens_details"]["reasoning_tokens"]
+    assert len("</think>") < num_reasoning < used["completion_tokens"]
+    events = thinking.chat(**asked, stream=True).events()
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+
+
+def test_thinking_without_an_end_is_no_answer(thinking: Running) -> None:
+    choice = thinking.chat(max_tokens=10, seed=3).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert choice["message"]["reasoning_content"]
+
+
+@pytest.mark.parametrize("off", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_thinking_can_be_turned_off(thinking: Running, off: dict[str, Any]) -> None:
+    message = thinking.chat(max_tokens=10, seed=3, **off).json()["choices"][0]["message"]
+    assert message["content"]
+    assert "reasoning_content" not in message
+
+
+def test_a_required_call_comes_after_the_thinking(thinking: Running) -> None:
+    message = thinking.chat(**ONE, thinking_token_budget=3).json()["choices"][0]["message"]
+    assert message["reasoning_content"]
+    check_arguments(message["tool_calls"][0]["function"]["arguments"])
+
+
+def test_responses_have_reasoning_items(thinking: Running) -> None:
+    asked = {"input": "hi", "thinking_token_budget": 3, "max_output_tokens": 100, "seed": 3}
+    told = thinking.post(RESPONSES, asked).json()
+    assert [item["type"] for item in told["output"]] == ["reasoning", "message"]
+    assert told["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    events = thinking.post(RESPONSES, {**asked, "stream": True}).events()
+    kinds = [event["type"] for event in events if "type" in event]
+    assert "response.reasoning_text.delta" in kinds
+    assert kinds[-1] in ("response.completed", "response.incomplete")
