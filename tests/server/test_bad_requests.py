@@ -161,7 +161,7 @@ def test_i13_what_does_not_go_together(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     forms = [{"type": "json_object"}, form, {}, {"type": None}, {"type": "xml"}, {"schema": 1}, 5, "text"]
     refuse(server, CHAT, *({"response_format": value} for value in forms))
-    refuse(server, CHAT, {"tools": [tool], "response_format": form})
+    refuse(server, CHAT, {"tools": [tool, tool]})
     refuse(server, CHAT, {"functions": [tool["function"]]})
     refuse(server, RESPONSES, {"tools": [{"type": "web_search"}]})
     refuse(server, RESPONSES, {"text": {"format": form}})

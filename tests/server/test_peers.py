@@ -42,11 +42,8 @@ def test_21_7_a_required_tool_call_without_tools_is_rejected(server: Running, pa
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_21_7_tools_that_must_not_be_called_are_no_obstacle(server: Running, path: str) -> None:
-    said = {"temperature": 0, "tools": [TOOL]}
-    told = answer(server, path, **said, tool_choice="none")
+    told = answer(server, path, temperature=0, tools=[TOOL], tool_choice="none")
     assert content(told) == content(answer(server, path, temperature=0))
-    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
-        check_refusal(server.post(path, {**BODIES[path], **said, **choice}), 400, "tools")
 
 
 def content(told: Any) -> Any:

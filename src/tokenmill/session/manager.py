@@ -172,6 +172,9 @@ class SessionManager:
                 self.free()
                 raise
         self.intake = Intake("session", opened.text, opened.model.info, self.client.max_model_len, seed=None)
+        template = self.opened.text.template
+        self._reasons = template is not None and template.turn_format.reasons
+        """May answers begin with thinking?"""
         try:
             self.persistence = (
                 None if store is None else Persistence(store, self.fingerprint, opened.model, self.client)
@@ -371,8 +374,7 @@ class SessionManager:
         self, session: Session, params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
         """How the answer to a session's log is constrained and read."""
-        template = self.opened.text.template
-        if template is None or (use is None and not template.turn_format.reasons):
+        if use is None and not self._reasons:
             return params, None
         params, plan = self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
         if params.structured_outputs is not None:

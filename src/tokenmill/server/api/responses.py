@@ -129,6 +129,10 @@ def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, Any]]
             _add_call(messages, item)
         elif kind == "function_call_output":
             messages.append(_call_output(item, most_parts))
+            known = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+            if body.previous_response_id is None and item["call_id"] not in known:
+                what = f"no function call found for the output with call_id {item['call_id']!r:.80}"
+                raise ApiError(400, what, param="input")
         elif kind != "reasoning":  # past thinking is the template's to show or drop: it is not sent back in the clear
             messages.append(dict(as_message(item, most_parts)))
     if not messages:
