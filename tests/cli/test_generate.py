@@ -186,3 +186,19 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     err = capsys.readouterr().err
     assert "The prompt is too long: shorten it. Start a new conversation with /new." in err
     assert len(conversation.session.log.messages) == 4
+
+
+@pytest.mark.req("R29")
+def test_an_answer_can_be_constrained(run: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type":"object","properties":{"color":{"enum":["red","blue"]}},"required":["color"]}')
+    model = ("-m", "smollm2-135m", "--device", "cpu", "--temperature", "0")
+    code, out, _ = run("generate", "A colour, as JSON.", *model, "--json-schema", str(schema))
+    assert code == 0
+    assert json.loads(out)["color"] in ("red", "blue")
+    code, _, err = run("generate", "hi", *model, "--regex", "a+", "--choice", "b")
+    assert code == 2
+    assert "--regex and --choice are mutually exclusive" in err
+    code, _, err = run("generate", "hi", *model, "--json-schema", str(tmp_path / "missing.json"))
+    assert code == 2
+    assert "missing.json cannot be read" in err

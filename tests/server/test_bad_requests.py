@@ -159,7 +159,7 @@ def test_i13_what_does_not_go_together(server: Running) -> None:
     refuse(server, CHAT, {"continue_final_message": True, "add_generation_prompt": True})
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    forms = [{"type": "json_object"}, form, {}, {"type": None}, {"type": "xml"}, {"schema": 1}, 5, "text"]
+    forms = [{}, {"type": "json_schema"}, {"type": None}, {"type": "xml"}, {"schema": 1}, 5, "text"]
     refuse(server, CHAT, *({"response_format": value} for value in forms))
     refuse(server, CHAT, {"tools": [tool, tool]})
     refuse(server, CHAT, {"functions": [tool["function"]]})

@@ -22,16 +22,6 @@ PATHS = {
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CONSTRAINTS: dict[str, Any] = {
-    "structured_outputs": {"json": SCHEMA},
-    "guided_json": SCHEMA,
-    "guided_regex": r"\d+",
-    "guided_choice": ["yes", "no"],
-    "guided_grammar": 'root ::= "yes"',
-    "json_schema": SCHEMA,
-    "grammar": 'root ::= "yes"',
-    "regex": r"\d+",
-    "ebnf": 'root ::= "yes"',
-    "response_format": {"type": "json_object"},
     "use_beam_search": True,
     "stop_regex": r"\d",
     "truncate_prompt_tokens": 4,
@@ -145,7 +135,8 @@ def test_21_5_values_that_ask_for_nothing_are_accepted(server: Running, path: st
         (COMPLETIONS, {"best_of": 2}),
         (COMPLETIONS, {"max_completion_tokens": 3, "max_tokens": 2}),
         (RESPONSES, {"max_tokens": 3}),
-        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}),
+        (RESPONSES, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}),
         (RESPONSES, {"n": 2}),
         (RESPONSES, {"prompt_logprobs": 1}),
         (CHAT, {"instructions": "be brief"}),

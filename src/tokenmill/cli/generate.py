@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,17 @@ def generate(
     min_p: shared.MinP = None,
     seed: shared.Seed = None,
     stop: shared.Stop = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="Constrain the answer to the JSON schema in this file.", show_default="none"),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Constrain the answer to this regular expression.", show_default="none")
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="Constrain the answer to one of these strings (repeatable).", show_default="none"),
+    ] = None,
     backend: shared.Backend = "auto",
     extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
@@ -56,6 +68,7 @@ def generate(
         raise typer.BadParameter("--system cannot be used with --raw")
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
     sampling.check()
+    outputs = _structured_outputs(json_schema, regex, choice)
     with open_llm(
         model,
         backend=backend,
@@ -66,11 +79,31 @@ def generate(
         max_model_len=context,
         num_threads=threads,
     ) as llm:
-        params = sampling.params(llm)
+        params = replace(sampling.params(llm), structured_outputs=outputs)
         if prompt is not None:
             _stream(llm, _prompt(llm, prompt, system, raw), params)
         else:
             _batch(llm, lines, system, raw, params)
+
+
+def _structured_outputs(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> Any:
+    """What the options ask for; a mistake shows before the model is loaded."""
+    from tokenmill.params import StructuredOutputs
+
+    given = {"--json-schema": json_schema, "--regex": regex, "--choice": choice}
+    names = [name for name, value in given.items() if value]
+    if len(names) > 1:
+        raise typer.BadParameter(f"{' and '.join(names)} are mutually exclusive")
+    if not names:
+        return None
+    try:
+        if json_schema is not None:
+            return StructuredOutputs(json=json_schema.read_text(encoding="utf-8"))
+        return StructuredOutputs(regex=regex) if regex else StructuredOutputs(choice=tuple(choice or ()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{json_schema} cannot be read: {error}") from None
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _lines(prompt: str | None, file: Path | None) -> list[str]:

@@ -16,7 +16,7 @@ from tokenmill.contract import IntArray, ModelInfo
 from tokenmill.engine.request import Hints, Limits, Request, check_request, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, RequestFailed, TooManyTokens
 from tokenmill.outputs import ENDED_WELL, EmbeddingOutput, EmbeddingRequestOutput, End, Usage
-from tokenmill.params import Pooling, SamplingParams, id_array, token_ids
+from tokenmill.params import Pooling, SamplingParams, StructuredOutputs, id_array, token_ids
 from tokenmill.pipeline.output import Generation
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
@@ -92,8 +92,12 @@ class Intake:
 
     async def prepare(self, params: SamplingParams | None) -> None:
         """Compile what the parameters ask for, off the event loop; `InvalidRequest` if that can't be."""
-        if params is not None and params.structured_outputs is not None and not self.is_prepared(params):
-            await asyncio.to_thread(self.grammars.compile, params.structured_outputs)
+        await self.compile(None if params is None else params.structured_outputs)
+
+    async def compile(self, outputs: StructuredOutputs | None) -> None:
+        """Compile them off the event loop, unless they are known."""
+        if outputs is not None and self.grammars.cached(outputs) is None:
+            await asyncio.to_thread(self.grammars.compile, outputs)
 
     def is_prepared(self, params: SamplingParams | None) -> bool:
         """Does `generation` not have to compile anything?"""

@@ -56,6 +56,27 @@ def _array(items: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": items}}, {"type": "null"}]})
 
 
+def _json_object(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        return value
+    raise ValueError("must be a JSON object")
+
+
+def _json_schema(value: Any) -> Any:
+    if value is None or isinstance(value, dict | str):
+        return value
+    raise ValueError("must be a JSON object, or its text")
+
+
+JsonObject = Annotated[
+    Any, AfterValidator(_json_object), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+]
+JsonSchema = Annotated[
+    Any,
+    AfterValidator(_json_schema),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}),
+]
+
 Ids = Annotated[Any, list_of(int, "token ids"), _array("integer")]
 Texts = Annotated[Any, list_of(str, "texts"), _array("string")]
 
@@ -256,7 +277,7 @@ ONLY_TEXT_FORMAT = ('`{"format": {"type": "text"}}`', lambda value, _: _has_text
 SAME_AS_N = ("the value of `n`", _is_n)
 NEGATIVE = ("negative numbers", _is_negative)
 SPECIAL_TOKENS = ("`false` in chats, `true` elsewhere", lambda value, body: value is ("messages" not in body))
-CONSTRAINT = "constrained output is not supported yet"
+CONSTRAINT = "[structured_output.md](structured_output.md)"
 HAVE_TOOLS = "chats, responses and sessions have tools"
 NO_MEDIA = "there is no media input"
 PERFORMANCE = "the answer is the same"
@@ -311,8 +332,15 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.OPENAI, "best_of", "answers are not ranked", condition=SAME_AS_N),
     *_rejected(Origin.OPENAI, "suffix", "text is not inserted", neutral=("",)),
     # Formats, tools, media.
-    *_rejected(Origin.OPENAI, "response_format", CONSTRAINT, condition=ONLY_TEXT),
-    *_rejected(Origin.OPENAI, "text", CONSTRAINT, condition=ONLY_TEXT_FORMAT),
+    *_rejected(
+        Origin.OPENAI, "response_format", f"{CONSTRAINT}; use `text.format` in /v1/responses", condition=ONLY_TEXT
+    ),
+    *_rejected(
+        Origin.OPENAI,
+        "text",
+        f"`format`, {CONSTRAINT}; use `response_format` outside of /v1/responses",
+        condition=ONLY_TEXT_FORMAT,
+    ),
     *_rejected(Origin.OPENAI, "tools", HAVE_TOOLS, neutral=([],), condition=NO_TOOLS, where=PROMPTED),
     *_rejected(Origin.OPENAI, "tool_choice", HAVE_TOOLS, neutral=("none", "auto")),
     *_rejected(Origin.OPENAI, "functions", "use `tools`", neutral=([],), condition=NO_FUNCTIONS),
@@ -361,11 +389,8 @@ FIELDS: tuple[RequestField, ...] = (
     # vLLM: constraints.
     *_rejected(Origin.VLLM, "structured_outputs", CONSTRAINT, neutral=({},)),
     *_rejected(Origin.VLLM, "guided_json guided_regex guided_choice guided_grammar structural_tag", CONSTRAINT),
-    *_ignored(
-        Origin.VLLM,
-        "guided_decoding_backend guided_whitespace_pattern",
-        "only read with the other `guided_` fields, which are rejected",
-    ),
+    *_rejected(Origin.VLLM, "guided_whitespace_pattern", CONSTRAINT),
+    *_ignored(Origin.VLLM, "guided_decoding_backend", "there is one backend"),
     # vLLM: prompts.
     *_rejected(
         Origin.VLLM, "add_generation_prompt continue_final_message", "of chats", where=frozenset({Endpoint.CHAT})
@@ -440,7 +465,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_ignored(
         Origin.LLAMA,
         "grammar_type grammar_lazy grammar_triggers preserved_tokens",
-        "only read with `grammar`, which is rejected",
+        "a grammar holds from the first token on",
     ),
     # llama-server: reasoning and parsing.
     *_rejected(Origin.LLAMA, "reasoning_format", REASONING, neutral=("auto", "deepseek")),

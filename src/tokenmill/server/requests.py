@@ -23,7 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from tokenmill.params import MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import CONSTRAINTS, MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams, StructuredOutputs
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import (
@@ -32,6 +33,8 @@ from tokenmill.server.fields import (
     Endpoint,
     Flag,
     Ids,
+    JsonObject,
+    JsonSchema,
     Number,
     Stop,
     Texts,
@@ -124,6 +127,18 @@ class Shared(Hinted):
     dry_allowed_length: StrictInt | None = None
     xtc_probability: Number | None = None
     xtc_threshold: Number | None = None
+    # What the output must look like: vLLM's names, those it had before, llama-server's and SGLang's.
+    structured_outputs: JsonObject = None
+    guided_json: JsonSchema = None
+    guided_regex: StrictStr | None = None
+    guided_choice: Texts = None
+    guided_grammar: StrictStr | None = None
+    guided_whitespace_pattern: StrictStr | None = None
+    structural_tag: JsonSchema = None
+    json_schema: JsonSchema = None
+    grammar: StrictStr | None = None
+    ebnf: StrictStr | None = None
+    regex: StrictStr | None = None
 
     def check(self, config: ServerConfig) -> None:
         """Limits of this server, beyond those of `SamplingParams`."""
@@ -145,10 +160,86 @@ class Shared(Hinted):
         }
         if self.seed is not None:
             given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; ours are their lower bits
-        return given
+        return given | self._constraint()
+
+    def _constraint(self) -> dict[str, Any]:
+        """`structured_outputs`, from whichever field asks for them; None if one asks for plain text."""
+        asked: dict[str, dict[str, Any] | None] = {}
+        if self.structured_outputs:
+            asked["structured_outputs"] = self.structured_outputs
+        for name, kind in GUIDED.items():
+            if getattr(self, name):
+                asked[name] = {kind: getattr(self, name)}
+        for name in type(self).model_fields:
+            if name in FORMATS and getattr(self, name) is not None:
+                wanted = format_of(name, getattr(self, name))
+                asked |= {name: wanted} if wanted or not asked else {}
+        if not asked:
+            return {}
+        (name, fields), *others = asked.items()
+        if others:
+            raise ApiError(400, f"{name} and {others[0][0]} are mutually exclusive", param=others[0][0])
+        if fields is None:
+            return {"structured_outputs": None}
+        whitespace = {"whitespace_pattern": self.guided_whitespace_pattern} if self.guided_whitespace_pattern else {}
+        return {"structured_outputs": structured_outputs(name, fields | whitespace)}
 
 
-SAME_NAMES = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "seed", "attempt"}
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+    "regex": "regex",
+}
+"""Fields that are a constraint by themselves, and which of `StructuredOutputs` it is."""
+FORMATS = frozenset({"response_format", "text"})
+NO_EFFECT = frozenset({"disable_any_whitespace", "disable_fallback", "backend", "disable_additional_properties"})
+"""Options of vLLM's `structured_outputs` that may be false."""
+
+
+def structured_outputs(name: str, fields: dict[str, Any]) -> StructuredOutputs:
+    """Of the field of this name, in vLLM's shape; a 400 if that is not one."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    if given.pop("disable_any_whitespace", False) is True and given.get("any_whitespace"):
+        raise ApiError(400, f"{name}: any_whitespace and disable_any_whitespace contradict each other", param=name)
+    given = {key: value for key, value in given.items() if key not in NO_EFFECT or value not in (False, "auto")}
+    unknown = next((key for key in given if key not in StructuredOutputs.__dataclass_fields__), None)
+    if unknown is not None:
+        known = ", ".join((*CONSTRAINTS, "any_whitespace", "whitespace_pattern"))
+        raise ApiError(400, f"{name}: {unknown!r:.60} is not supported; supported: {known}", param=name)
+    try:
+        return StructuredOutputs(**given)
+    except InvalidRequest as error:
+        raise ApiError(400, str(error).replace("structured_outputs", name, 1), param=name) from None
+
+
+def format_of(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Fields of `StructuredOutputs` for OpenAI's `response_format`, or the `text` of responses; None: plain text."""
+    form = value.get("format") if name == "text" else value
+    kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "structural_tag" and isinstance(form, Mapping):
+        return {"structural_tag": {key: form.get(key) for key in ("structures", "triggers")}}
+    if kind == "json_schema" and isinstance(form, Mapping):
+        inner = form if name == "text" else form.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if isinstance(schema, Mapping):
+            return {"json": schema}
+        raise ApiError(400, f"{name}: json_schema requires a schema, which is a JSON object", param=name)
+    raise ApiError(400, f"{name}: type must be text, json_object, json_schema or structural_tag", param=name)
+
+
+SAME_NAMES = frozenset(SamplingParams.__dataclass_fields__) - {
+    "max_tokens", "logprobs", "seed", "attempt", "structured_outputs",
+}  # fmt: skip
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
@@ -157,6 +248,7 @@ class SamplingFields(Shared):
 
     stream_options: StreamOptions | None = None
     n: StrictInt | None = None
+    response_format: JsonObject = None
     # Extensions that other servers have under these names.
     prompt_logprobs: StrictInt | None = None
     return_token_ids: Flag = None
@@ -560,6 +652,7 @@ class ResponsesRequest(Shared):
     reasoning: dict[str, Any] | None = Field(None, description="`effort` is told to the chat template.")
     previous_response_id: StrictStr | None = Field(None, max_length=256)
     store: Flag = None
+    text: JsonObject = None
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -31,7 +31,7 @@ from tokenmill import __version__
 from tokenmill.contract import IntArray, Model
 from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.files import split_parts
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.session.log import Kind, SharedList, TokenLog, Tokens, Turn
 from tokenmill.session.session import (
     OVERFLOW_KEEP,
@@ -215,7 +215,7 @@ def turn_json(turn: Turn) -> Json:
         "end": turn.end,
         "ended_with": turn.ended_with,
         "finish_reason": turn.finish_reason,
-        "changes": turn.changes,
+        "changes": None if turn.changes is None else {name: _plain_change(one) for name, one in turn.changes.items()},
         "is_replayable": turn.is_replayable,
     }
 
@@ -312,6 +312,10 @@ def _turn(turn: Mapping[str, Any]) -> Turn:
         None if turn["changes"] is None else _changes(turn["changes"]),
         _one_of("is_replayable", turn.get("is_replayable", True), (True, False)),  # older records do not say
     )
+
+
+def _plain_change(value: Any) -> Any:
+    return asdict(value) if isinstance(value, StructuredOutputs) else value
 
 
 def _changes(changes: Mapping[str, Any]) -> Json:

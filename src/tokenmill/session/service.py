@@ -254,6 +254,7 @@ class SessionService:
         """
         loaded = self._model()
         loaded.budget.check()
+        await loaded.intake.compile(None if sampling_params is None else sampling_params.structured_outputs)
         session = loaded.new_session(
             system=system,
             sampling_params=sampling_params,
@@ -341,6 +342,7 @@ class SessionService:
         asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
+        await loaded.intake.compile(changes.get("structured_outputs"))
 
         def left() -> float | None:
             seconds = None if timeout_s is None else timeout_s - (loop.time() - asked_at)

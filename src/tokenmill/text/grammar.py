@@ -27,7 +27,7 @@ from tokenmill.contract.backend import Mask
 from tokenmill.errors import ConfigError, InvalidRequest, Overloaded
 from tokenmill.params import MAX_GRAMMAR_BYTES, StructuredOutputs
 from tokenmill.text.hf import HuggingFaceTokenizer
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -264,6 +264,8 @@ def _any(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLT
 
     tokens = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, vocab_size))]
     special = sorted({*tokenizer.special_tokens.values(), *eos_ids})
+    if isinstance(tokenizer, ByteTokenizer):
+        special = list(range(256, len(tokens)))
     wrapped = TokenizerWrapper(_Wrapped(tokenizer, tokens, special, eos_ids[0]))
     return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_ids))
 

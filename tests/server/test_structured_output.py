@@ -1,0 +1,159 @@
+"""Structured output over HTTP: every name for it, streams, sessions, limits; and nothing holds up the event loop."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.server.serving import HI, Running
+from tests.server.telling import Scrape
+
+pytestmark = pytest.mark.req("R29")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+ANSWER = re.compile(r'\{"city":"(Paris|Rome)","days":([1-9]|1[0-4])\}')
+FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
+CHAT = {"model": "fake", "messages": HI, "max_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": FORMAT}, ANSWER),
+        ({"structured_outputs": {"json": SCHEMA}}, ANSWER),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": False}}, ANSWER),
+        ({"guided_json": SCHEMA}, ANSWER),
+        ({"json_schema": SCHEMA}, ANSWER),
+        ({"guided_regex": "[a-f]{3}-[0-9]{2}"}, re.compile("[a-f]{3}-[0-9]{2}")),
+        ({"regex": "(ab)+c", "max_tokens": 4000}, re.compile("(ab)+c")),
+        ({"guided_choice": ["red", "green", "bläu"]}, re.compile("red|green|bläu")),
+        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, re.compile("x[0-9]{2}")),
+        ({"grammar": 'root ::= "y" | "z"'}, re.compile("y|z")),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {}, "seed": 2, "max_tokens": 30}, None),
+        ({"response_format": {"type": "text"}, "max_tokens": 8}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_name_of_a_constraint(
+    server: Running, path: str, fields: dict[str, Any], expected: re.Pattern[str] | None
+) -> None:
+    """In chats and completions, whole and as a stream, which say the same."""
+    body = {**CHAT, "temperature": 1, "seed": 7, **fields}
+    if path == "/v1/completions":
+        body["prompt"] = body.pop("messages")[0]["content"]
+    whole = server.post(path, body).json()["choices"][0]
+    text = whole["message"]["content"] if "message" in whole else whole["text"]
+    parts = [event["choices"][0] for event in server.post(path, {**body, "stream": True}).events()]
+    pieces = [part["delta"].get("content") or "" if "delta" in part else part["text"] for part in parts]
+    assert "".join(pieces) == text
+    assert parts[-1]["finish_reason"] == whole["finish_reason"]
+    if expected is not None:
+        assert whole["finish_reason"] == "stop"
+        assert expected.fullmatch(text)
+
+
+def test_responses_and_their_text_format(server: Running) -> None:
+    form = {"format": {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}}
+    for store in (False, True):
+        body = {"model": "fake", "input": "hi", "text": form, "max_output_tokens": 100, "store": store}
+        answer = server.post("/v1/responses", body).json()
+        assert ANSWER.fullmatch(answer["output"][0]["content"][0]["text"])
+
+
+def test_sessions_take_constraints_for_all_answers_or_one(server: Running) -> None:
+    session = server.post("/v1/sessions", {"model": "fake", "guided_choice": ["yes", "no"], "max_tokens": 50}).json()
+    path = f"/v1/sessions/{session['id']}/generate"
+
+    def say(**fields: Any) -> str:
+        answer = server.post(path, {"input": "hi", "stream": False, **fields}).json()
+        return str(answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"])
+
+    assert say() in ("yes", "no")
+    assert ANSWER.fullmatch(say(response_format=FORMAT))
+    assert say() in ("yes", "no")
+    assert say(response_format={"type": "text"}, max_tokens=3) not in ("yes", "no")
+
+
+def test_an_answer_cut_by_max_tokens_ends_with_length(server: Running) -> None:
+    for max_tokens in (1, 5, 12):
+        choice = server.post("/v1/chat/completions", {**CHAT, "response_format": FORMAT, "max_tokens": max_tokens})
+        assert choice.json()["choices"][0]["finish_reason"] == "length"
+        assert choice.json()["usage"]["completion_tokens"] == max_tokens
+
+
+def test_choices_stop_strings_and_log_probabilities(server: Running) -> None:
+    body = {**CHAT, "response_format": FORMAT, "n": 3, "temperature": 1, "seed": 1}
+    texts = [one["message"]["content"] for one in server.post("/v1/chat/completions", body).json()["choices"]]
+    assert all(ANSWER.fullmatch(text) for text in texts)
+    stopped = server.post("/v1/chat/completions", {**body, "stop": ["days"]}).json()
+    assert [one["message"]["content"] for one in stopped["choices"]] == [text.split("days")[0] for text in texts]
+    scored = server.post("/v1/chat/completions", {**body, "logprobs": True}).json()["choices"]
+    assert [one["message"]["content"] for one in scored] == texts
+    assert all(len(one["logprobs"]["content"]) >= len(one["message"]["content"]) for one in scored)
+
+
+BAD = {
+    "not": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+    "uniqueItems": {"guided_json": {"type": "array", "uniqueItems": True}},
+    "oneOf": {"guided_json": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
+    "recursive": {"guided_json": {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}},
+    "bomb": {"guided_regex": "(a{1000}){1000}"},
+    "long": {"guided_grammar": "start: " + "|".join(f'"word {i}"' for i in range(400_000))},
+    "wide": {"guided_json": {"enum": [f"value {i}" for i in range(60_000)]}},
+    "deep": {"guided_json": '{"items":' * 3000 + "{}" + "}" * 3000},
+    "explodes": {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"{x}{i}": {"type": "string"}}} for x in "abc"]}
+                                           for i in range(12)]}},
+    "schema": {"response_format": {"type": "json_schema"}},
+    "type": {"response_format": {"type": "xml"}},
+    "two": {"guided_regex": "a", "guided_choice": ["b"]},
+    "field": {"structured_outputs": {"jsn": {}}},
+    "none": {"structured_outputs": {"any_whitespace": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_constraint_is_told_in_time_and_holds_up_nobody(server: Running, name: str) -> None:
+    """A 400 of OpenAI's shape within a second, and the event loop is never more than 50 ms late: a busy machine may
+    be, so the best of some attempts counts.
+    """
+    server.post("/v1/chat/completions", {**CHAT, "guided_choice": ["a"]})  # the tokenizer is there
+    body = json.dumps({**CHAT, **BAD[name]})  # writing it out takes a while, and holds the interpreter lock
+    for _ in range(6):
+        before, began = late_callbacks(server), time.monotonic()
+        reply = server.post("/v1/chat/completions", body)
+        took = time.monotonic() - began
+        assert reply.status == 400
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"]
+        assert name not in ("not", "uniqueItems", "oneOf") or name in error["message"]
+        if took < 1 and late_callbacks(server) == before:
+            return
+    raise AssertionError(f"it took {took:.2f} s, or held up the event loop for more than 50 ms")
+
+
+def late_callbacks(server: Running) -> float:
+    """Callbacks of the event loop that ran more than 50 ms late."""
+    found, name = Scrape(server), "tokenmill_event_loop_lag_seconds"
+    return found.sum(f"{name}_count") - found.sum(f"{name}_bucket", le="0.05")
+
+
+def test_compilations_and_forced_tokens_are_counted(server: Running) -> None:
+    before = Scrape(server)
+    unique = {**SCHEMA, "description": f"{threading.get_ident()}"}
+    server.post("/v1/chat/completions", {**CHAT, "guided_json": unique})
+    server.wait_until_idle()
+    after = Scrape(server)
+    for name in ("tokenmill_grammar_compile_seconds_count", "tokenmill_mask_seconds_count"):
+        assert after.sum(name) > before.sum(name)
+    assert after.sum("tokenmill_forced_tokens_total") >= before.sum("tokenmill_forced_tokens_total") + 10
