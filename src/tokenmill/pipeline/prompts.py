@@ -92,11 +92,12 @@ class Intake:
 
     async def prepare(self, params: SamplingParams | None) -> None:
         """Compile what the parameters ask for, off the event loop; `InvalidRequest` if that can't be."""
-        await self.compile(None if params is None else params.structured_outputs)
+        if params is not None and params.structured_outputs is not None:
+            await self.compile(params.structured_outputs)
 
-    async def compile(self, outputs: StructuredOutputs | None) -> None:
+    async def compile(self, outputs: StructuredOutputs) -> None:
         """Compile them off the event loop, unless they are known."""
-        if outputs is not None and self.grammars.cached(outputs) is None:
+        if self.grammars.cached(outputs) is None:
             await asyncio.to_thread(self.grammars.compile, outputs)
 
     def is_prepared(self, params: SamplingParams | None) -> bool:

@@ -160,7 +160,7 @@ class Shared(Hinted):
         }
         if self.seed is not None:
             given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; ours are their lower bits
-        return given | self._constraint()
+        return given if CONSTRAINING.isdisjoint(self.model_fields_set) else given | self._constraint()
 
     def _constraint(self) -> dict[str, Any]:
         """`structured_outputs`, from whichever field asks for them; None if one asks for plain text."""
@@ -198,6 +198,7 @@ GUIDED = {
 }
 """Fields that are a constraint by themselves, and which of `StructuredOutputs` it is."""
 FORMATS = frozenset({"response_format", "text"})
+CONSTRAINING = FORMATS | {"structured_outputs", *GUIDED}
 NO_EFFECT = frozenset({"disable_any_whitespace", "disable_fallback", "backend", "disable_additional_properties"})
 """Options of vLLM's `structured_outputs` that may be false."""
 

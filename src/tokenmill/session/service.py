@@ -254,7 +254,8 @@ class SessionService:
         """
         loaded = self._model()
         loaded.budget.check()
-        await loaded.intake.compile(None if sampling_params is None else sampling_params.structured_outputs)
+        if sampling_params is not None:
+            await loaded.intake.prepare(sampling_params)
         session = loaded.new_session(
             system=system,
             sampling_params=sampling_params,
@@ -342,7 +343,8 @@ class SessionService:
         asked_at = loop.time()
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
-        await loaded.intake.compile(changes.get("structured_outputs"))
+        if changes.get("structured_outputs") is not None:
+            await loaded.intake.compile(changes["structured_outputs"])
 
         def left() -> float | None:
             seconds = None if timeout_s is None else timeout_s - (loop.time() - asked_at)

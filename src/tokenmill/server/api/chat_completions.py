@@ -37,7 +37,8 @@ def chat_routes(served: Served) -> APIRouter:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if body.session_id is None:
             params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
-            await call.llm.prepare(params)
+            if params.structured_outputs is not None:
+                await call.do(call.llm.prepare(params))
             use = (
                 None
                 if body.tool_choice is None and not body.tools

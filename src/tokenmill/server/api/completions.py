@@ -50,7 +50,8 @@ async def start_completions(
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     params = replace(model.default_params, **more)
-    await call.llm.prepare(params)
+    if params.structured_outputs is not None:
+        await call.do(call.llm.prepare(params))
     wanted = None if body.scores_only else body.max_tokens
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         call.generate(ids, params, wanted)

@@ -51,7 +51,8 @@ async def start_response(
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
     params = replace(model.chat_params, **body.changes())
-    await call.llm.prepare(params)
+    if params.structured_outputs is not None:
+        await call.do(call.llm.prepare(params))
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     use = None
