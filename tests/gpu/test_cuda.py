@@ -45,6 +45,7 @@ def test_logits_in_float32(tmp_path: Path) -> None:
 
 FAMILIES = ["gemma2", "gemma3", "granite", "granite with biases", "olmo2", "phi3", "phi3, longrope", "phi3, window",
             "smollm3", "smollm3, window"]  # fmt: skip
+IN_FLOAT32 = ("gemma2", "gemma3", "phi3", "olmo2")
 NUM_PROMPT, NUM_SEQS = 100, 3
 
 
@@ -71,13 +72,15 @@ def prompt_and_decodes(model: TorchModel, checks_graphs: bool = False) -> np.nda
 
 
 def test_families_give_the_logits_of_the_cpu(tmp_path: Path) -> None:
-    """In bfloat16 and float32, with prompts in chunks, and decodes as graphs."""
+    """In bfloat16, and some in float32, with prompts in chunks, and decodes as graphs."""
     from tokenmill.backends.torch.cuda.model import CudaModel  # needs triton
 
     torch.backends.cuda.matmul.allow_tf32 = False
     for i, variant in enumerate(FAMILIES):
         wanted = prompt_and_decodes(opened(variant, tmp_path / f"cpu {i}", device="cpu", dtype="float32"))
         for dtype, tolerance in (("bfloat16", BFLOAT16_TOLERANCE), ("float32", 1e-4)):
+            if dtype == "float32" and variant not in IN_FLOAT32:
+                continue
             model = opened(variant, tmp_path / f"{dtype} {i}", device="cuda", dtype=dtype)
             assert isinstance(model, CudaModel)
             found = prompt_and_decodes(model, checks_graphs=True)

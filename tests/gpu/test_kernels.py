@@ -30,7 +30,7 @@ SHAPES = [
     Shape(6, 1, 16, block_size=1),
     Shape(4, 4, 96, window=70),
     Shape(8, 4, 256, block_size=64, window=100, dtype=HALF, scale=0.07, softcap=2.0),
-    Shape(4, 1, 256, block_size=64, dtype=HALF, scale=0.05),
+    Shape(4, 1, 256, block_size=64, scale=0.05),
     Shape(6, 2, 16, block_size=4, softcap=1.5),
     Shape(6, 2, 64, window=70, scale=0.3, softcap=50.0),
 ]

@@ -158,7 +158,7 @@ def decode_attention(
         group=group, group_padded=max(SMALLEST_DOT, triton.next_power_of_2(group)),
         block_size=block_size, window=window or 0, is_split=num_splits > 1, tile=TILE,
         is_fp8=keys.itemsize == 1, is_capped=softcap is not None,
-        num_warps=2 if group > WIDE_GROUP and dim <= WIDE_DIM else 4, num_stages=3 if dim <= WIDE_DIM else 2,
+        num_warps=2 if group > WIDE_GROUP and dim <= WIDE_DIM else 4, num_stages=_num_stages(dim, keys.itemsize),
     )  # fmt: skip
     if num_splits > 1:
         _combine[(num_heads, num_runs)](
@@ -172,6 +172,13 @@ def _scales(dim: int, scale: float | None, softcap: float | None) -> tuple[float
     """What scores are multiplied with for powers of two; and with a soft cap, which is that, what with before."""
     scale = dim**-0.5 if scale is None else scale
     return (scale * LOG2_E, 1.0) if softcap is None else (softcap * LOG2_E, scale / softcap)
+
+
+def _num_stages(dim: int, itemsize: int) -> int:
+    """Tiles of keys and values that are in shared memory at a time, as far as they fit."""
+    if dim <= WIDE_DIM:
+        return 3
+    return 2 if itemsize <= 2 else 1
 
 
 QUERIES = 64
@@ -306,5 +313,5 @@ def prefill_attention(
         dim=dim, dim_padded=max(SMALLEST_DOT, triton.next_power_of_2(dim)), group=num_heads // num_kv,
         block_size=block_size, window=window or 0, queries=QUERIES, tile=TILE, by_block=blocks is not None,
         is_fp8=keys.itemsize == 1, is_capped=softcap is not None,
-        num_warps=4 if dim <= WIDE_DIM else 8, num_stages=3 if dim <= WIDE_DIM else 2,
+        num_warps=4 if dim <= WIDE_DIM else 8, num_stages=_num_stages(dim, keys.itemsize),
     )  # fmt: skip
