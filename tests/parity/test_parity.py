@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_logits, logits_of, reference, save
 from tests.planting import PlantedBug, plant
@@ -136,6 +137,26 @@ def test_norms_are_replaced_by_the_values_of_a_file(variant: str, dtype: str, fo
         assert (all_logits(model, TOKENS[:20], 20) == before).all()
 
 
+def test_gemma3_with_images_is_read_as_text(tmp_path: Path) -> None:
+    """The image encoder is left out; published configurations of the text leave the usual sizes out."""
+    text = reference("gemma3").config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = {"boi_token_index": 1, "eoi_token_index": 2, "image_token_index": 3, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, **tokens)
+    whole = Gemma3ForConditionalGeneration(config).float().eval()
+    whole.model.language_model.load_state_dict(reference("gemma3").model.state_dict())
+    whole.save_pretrained(tmp_path)
+    model = open_model(str(tmp_path), device="cpu")
+    assert isinstance(model, TorchModel)
+    with torch.no_grad():
+        wanted = whole(torch.tensor([TOKENS])).logits[0].numpy()
+    assert np.abs(all_logits(model, TOKENS, 64) - wanted).max() < TOLERANCE
+    sizes = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+    read = gemma.read_gemma3_with_images({"model_type": "gemma3", "text_config": sizes})
+    assert (read.num_heads, read.num_kv_heads, read.head_dim, read.vocab_size) == (8, 4, 256, 262_208)
+    assert read.windows[:6] == (1024,) * 5 + (None,)
+
+
 # -- parity can fail --------------------------------------------------------------------------------------------------
 
 BUGS = [
@@ -144,7 +165,7 @@ BUGS = [
                           "[window if one else None for one in slides[:-1]] + [None]")),
     ("gemma2", PlantedBug("norm weights as they are stored", weights.DecoderWeights, "_shifted",
                           "value.float() + offset", "value.float()")),
-    ("gemma2", PlantedBug("usual attention scale", gemma, "_layer",
+    ("gemma2", PlantedBug("usual attention scale", gemma, "_decoder",
                           'settings.real("query_pre_attn_scalar", 256.0) ** -0.5', "None")),
     ("gemma2", PlantedBug("scores not capped", gemma, "read_gemma2",
                           'optional(settings, "attn_logit_softcapping", 50.0)', "None")),

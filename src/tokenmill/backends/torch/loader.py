@@ -232,8 +232,10 @@ def _open_directory(folder: Path, options: LoadOptions) -> NativeFiles | ModelSo
     config, choice = _read_config(folder), choose_for(folder, options.extra.get("model_impl", "auto"))
     is_dummy = options.load_format == "dummy"
     if choice.family is not None:
-        read, names = choice.family.read(config), choice.family.names
-        return NativeFiles(read, RandomSource(folder, read, names) if is_dummy else SafetensorsSource(folder), names)
+        family, read = choice.family, choice.family.read(config)
+        if is_dummy:
+            return NativeFiles(read, RandomSource(folder, read, family.names), family.names)
+        return NativeFiles(read, SafetensorsSource(folder, family.ignored), family.names)
     log.info("%s: through transformers (%s)", model_name(folder), choice.why)
     from tokenmill.backends.torch.transformers_adapter import read_source  # an extra, and slow to import
 

@@ -40,9 +40,9 @@ RANDOM_RANGE = 0.02 * math.sqrt(3)
 
 
 class SafetensorsSource:
-    """The tensors of a directory's safetensors files."""
+    """The tensors of a directory's safetensors files, but those whose names begin with one of `ignored`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ignored: tuple[str, ...] = ()) -> None:
         self.where = str(folder)
         self._file_of: dict[str, Any] = {}
         for path in weight_files(folder):
@@ -53,7 +53,8 @@ class SafetensorsSource:
             for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
                 if name in self._file_of:
                     raise ModelLoadError(f"{folder}: {name} is in two files")
-                self._file_of[name] = file
+                if not name.startswith(ignored):
+                    self._file_of[name] = file
 
     def shapes(self) -> Mapping[str, Shape]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}

@@ -26,6 +26,8 @@ class Family:
     read: Callable[[Mapping[str, Any]], DecoderConfig]
     names: Mapping[str, str] = field(default_factory=lambda: HF_NAMES)
     """The decoder's name of each tensor -> the family's."""
+    ignored: tuple[str, ...] = ()
+    """How names of tensors begin that are no part of the decoder."""
 
 
 _families: dict[str, Family] = {}
@@ -87,6 +89,7 @@ def _check_installed(what: str) -> None:
 
 for _family in (
     Family("gemma2", gemma.read_gemma2, SANDWICH_NAMES),
+    Family("gemma3", gemma.read_gemma3_with_images, gemma.NAMES_WITH_IMAGES, gemma.IMAGE_TENSORS),
     Family("gemma3_text", gemma.read_gemma3, SANDWICH_NAMES),
     Family("granite", granite.read),
     Family("llama", llama.read),
