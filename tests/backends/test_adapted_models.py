@@ -286,7 +286,7 @@ BUGS = [
                "cell_pos[:, None, :] <= query_pos[:, :, None] + 1"),
     PlantedBug("sinks take part in nothing", attention, "_attend_explicitly",
                "sinks.float().expand(*scores.shape[:-1], 1)", "sinks.float().expand(*scores.shape[:-1], 1) - 1e9"),
-    PlantedBug("KV of another call", transformers_adapter.PagedAttentionStep, "attend", "self.num_calls += 1",
+    PlantedBug("KV of another call", transformers_adapter.GatheringCalls, "attend", "self.num_calls += 1",
                "self.num_calls = 1"),
 ]  # fmt: skip
 

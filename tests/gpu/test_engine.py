@@ -10,7 +10,7 @@ import torch
 from tests.gpu.card import needs_card
 from tests.parity.checkpoints import LIMITS, reference, save
 from tokenmill import open_model
-from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
@@ -22,13 +22,13 @@ pytestmark = needs_card()
 SMALL = BackendLimits(num_cells=256, max_seqs=16)
 
 
-def opened(folder: Path, variant: str = "qwen3", **options: object) -> TorchModel:
+def opened(folder: Path, variant: str = "qwen3", **options: object) -> BaseTorchModel:
     model = open_model(str(save(variant, folder)), device="cuda", dtype="float32", **options)
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, BaseTorchModel)
     return model
 
 
-def engine_of(model: TorchModel, limits: BackendLimits = LIMITS, **config: object) -> EngineCore:
+def engine_of(model: BaseTorchModel, limits: BackendLimits = LIMITS, **config: object) -> EngineCore:
     settings = {"max_num_seqs": 8, "prefill_chunk": 16, "depth": 1, **config}
     return EngineCore(model.new_backend(limits), model.info, EngineConfig(**settings))  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from tests.gpu.test_engine import engine_of, prompts, request, run
 from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, logits_of, save
 from tokenmill import open_model
 from tokenmill.backends.torch.footprint import FP8
-from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.contract import BatchBuilder, Output
 from tokenmill.errors import ConfigError
 
@@ -23,9 +23,9 @@ TOLERANCE = 0.3
 """Of all logits together, against transformers in float32; 16 bits are allowed 0.1."""
 
 
-def opened(folder: Path, **options: object) -> TorchModel:
+def opened(folder: Path, **options: object) -> BaseTorchModel:
     model = open_model(str(save("qwen2", folder)), device="cuda", kv_cache_dtype="fp8", **options)
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, BaseTorchModel)
     return model
 
 

@@ -174,6 +174,32 @@ def turn_and_store(
 
 
 @triton.jit
+def _store(
+    key, value, slot_of, keys, values, key_row, key_head, value_row, value_head,
+    num_kv: tl.constexpr, dim: tl.constexpr, dim_padded: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_of + row).to(tl.int64)
+    d = tl.arange(0, dim_padded)
+    inside = (d < dim) & (slot >= 0)
+    to = (slot * num_kv + head) * dim + d
+    new_key = tl.load(key + row * key_row + head * key_head + d, mask=inside, other=0.0)
+    new_value = tl.load(value + row * value_row + head * value_head + d, mask=inside, other=0.0)
+    tl.store(keys + to, new_key.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + to, new_value.to(values.dtype.element_ty), mask=inside)
+
+
+def store(key: Tensor, value: Tensor, slot: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values, [tokens, KV heads, dim] each, into their slots. A slot below 0 is nowhere."""
+    num_kv, dim = keys.shape[1:]
+    key, value = (one if one.stride(2) == 1 else one.contiguous() for one in (key, value))
+    _store[(len(key), num_kv)](
+        key, value, slot, keys, values, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        num_kv=num_kv, dim=dim, dim_padded=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _activated(x, is_gelu: tl.constexpr):
     """silu(x), or gelu(x) in its tanh approximation, which is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
     slope = x

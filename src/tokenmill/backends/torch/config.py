@@ -43,6 +43,11 @@ class DecoderSizes(Protocol):
     @property
     def max_context(self) -> int: ...
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer; None: it sees everything."""
+        ...
+
     def layer_kv(self, dtype_bytes: int) -> tuple[LayerKV, ...]:
         """What each layer keeps per token."""
         ...

@@ -143,12 +143,12 @@ def cuda_step_bytes(config: DecoderConfig, num_tokens: int, num_rows: int, items
     return state + layer + logits + WORKSPACE_BYTES + more_rows + graph_bytes(config, itemsize)
 
 
-def graph_bytes(config: DecoderConfig, itemsize: int) -> int:
+def graph_bytes(config: DecoderSizes, itemsize: int) -> int:
     """Of the memory that graphs share: nothing else may use it."""
     return _layer_bytes(config, GRAPH_TOKENS, itemsize)
 
 
-def _layer_bytes(config: DecoderConfig, num_tokens: int, itemsize: int) -> int:
+def _layer_bytes(config: DecoderSizes, num_tokens: int, itemsize: int) -> int:
     """What the widest part of a layer takes, the normed state included."""
     qkv = config.query_size + 2 * config.kv_size
     widest = config.hidden_size + max(qkv + config.query_size, config.intermediate_size)
@@ -156,6 +156,6 @@ def _layer_bytes(config: DecoderConfig, num_tokens: int, itemsize: int) -> int:
     return itemsize * num_tokens * widest + gated
 
 
-def more_rows_bytes(config: DecoderConfig, num_rows: int, itemsize: int) -> int:
+def more_rows_bytes(config: DecoderSizes, num_rows: int, itemsize: int) -> int:
     """Of logits, beyond the rows of the step that is measured."""
     return itemsize * (NUM_TURNS + 1) * max(0, num_rows - NUM_ROWS) * config.vocab_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from tokenmill.files import has_tokenizer, model_name, read_json
 from tokenmill.progress import ProgressLine
 
 if TYPE_CHECKING:  # an extra
+    from tokenmill.backends.torch.cuda.model import CudaModel
     from tokenmill.backends.torch.transformers_adapter import ModelSource, TransformersDescription
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def open_path(path: Path, options: LoadOptions) -> BaseTorchModel:
     return model
 
 
-def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> TorchModel:
+def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> BaseTorchModel:
     config, source, names = files.config, files.source, files.names
     device = _device(options.device)
     form = _form(options.dtype, device, source.is_quantised, can_hold(config))
@@ -82,7 +83,8 @@ def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> TorchM
     for rope in config.ropes:
         check_rope(rope)
     decoder = _load(path, config, source, names, form, device)
-    return _model_kind(device)(
+    make: Callable[..., BaseTorchModel] = _model_kind(device)
+    return make(
         model_name(path),
         decoder,
         names,
@@ -116,7 +118,7 @@ def _adapted_form(options: LoadOptions) -> tuple[torch.dtype, torch.device]:
     return form, device
 
 
-def _model_kind(device: torch.device) -> type[TorchModel]:
+def _model_kind(device: torch.device) -> type[TorchModel] | type[CudaModel]:
     if device.type != "cuda":
         return TorchModel
     from tokenmill.backends.torch.cuda.model import CudaModel  # needs triton

@@ -23,11 +23,11 @@ import logging
 import math
 import reprlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
 from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.backends.torch.sources import SafetensorsSource
 from tokenmill.backends.torch.weights import all_finite, overwrite, some_names
-from tokenmill.contract import BackendLimits, Batch, IntArray, LayerKV, Output
+from tokenmill.contract import Backend, BackendLimits, Batch, IntArray, LayerKV, Output
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import has_tokenizer, model_name
@@ -70,17 +70,30 @@ class StepMask(Tensor):
     arguments.
     """
 
-    step: PagedAttentionStep
+    step: AttentionCalls
 
     @classmethod
-    def over(cls, num_tokens: int, step: PagedAttentionStep, device: torch.device) -> StepMask:
+    def over(cls, num_tokens: int, step: AttentionCalls, device: torch.device) -> StepMask:
         mask = torch.zeros(1, device=device).expand(1, 1, num_tokens, num_tokens).as_subclass(cls)
         mask.step = step
         return mask
 
 
-class PagedAttentionStep:
-    """The attention calls of one forward pass, in the order in which the model makes them."""
+class AttentionCalls(Protocol):
+    """The attention calls of one forward pass, in the order in which the model makes them.
+
+    KV belongs to the call, not to the layer: some models attend twice in a layer, or run a layer several times.
+    """
+
+    num_calls: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """[1, heads, tokens, dim] each, as the model computed them, to [1, tokens, heads, value dim]."""
+        ...
+
+
+class GatheringCalls:
+    """`AttentionCalls` in plain torch."""
 
     def __init__(self, kv: TorchKV, slots: Tensor, attention: GatherAttention) -> None:
         self._kv = kv
@@ -89,10 +102,6 @@ class PagedAttentionStep:
         self.num_calls = 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """[1, heads, tokens, dim] each, as the model computed them, to [1, tokens, heads, value dim].
-
-        KV belongs to the call, not to the layer: some models attend twice in a layer, or run a layer several times.
-        """
         call, dtype = self.num_calls, query.dtype
         self.num_calls += 1
         self._kv.store(call, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -419,18 +428,18 @@ class TransformersDecoder:
         """New values for one tensor, in place."""
         overwrite(self._parameters[own].data, value)
 
-    def logits(self, token: Tensor, pos: Tensor, step: PagedAttentionStep, rows: Tensor) -> Tensor:
+    def logits(self, token: Tensor, pos: Tensor, step: AttentionCalls, rows: Tensor) -> Tensor:
         """[rows, vocab] in float32: run all tokens, and the head on some of them."""
         keep: dict[str, Any] = {"logits_to_keep": rows} if self._slices_logits else {}
         logits: Tensor = self._run(self._module, token, pos, step, **keep).logits[0]
         return (logits if self._slices_logits else logits[rows]).float()
 
-    def hidden(self, token: Tensor, pos: Tensor, step: PagedAttentionStep) -> Tensor:
+    def hidden(self, token: Tensor, pos: Tensor, step: AttentionCalls) -> Tensor:
         """[tokens, hidden]: run all tokens up to the head."""
         hidden: Tensor = self._run(self._module.base_model, token, pos, step).last_hidden_state[0]
         return hidden
 
-    def _run(self, module: Any, token: Tensor, pos: Tensor, step: PagedAttentionStep, **more: Any) -> Any:
+    def _run(self, module: Any, token: Tensor, pos: Tensor, step: AttentionCalls, **more: Any) -> Any:
         mask = StepMask.over(len(token), step, token.device)
         with self._lock:
             found = module(input_ids=token[None], position_ids=pos[None], attention_mask=mask, use_cache=False, **more)
@@ -465,10 +474,10 @@ class TransformersBackend(EagerBackend[TransformersDecoder]):
         rows, hidden_rows = (np.flatnonzero(output & np.uint8(flag)) for flag in (Output.LOGITS, Output.HIDDEN))
         # Hidden states are for embeddings: a batch that wants logits as well is run twice.
         if len(hidden_rows):
-            hidden = self._decoder.hidden(tokens, positions, PagedAttentionStep(self._storage, new, attention))
+            hidden = self._decoder.hidden(tokens, positions, GatheringCalls(self._storage, new, attention))
             step.hidden_parts.append(hidden[self._to_device(hidden_rows)].float())
         if len(rows) or not len(hidden_rows):
-            attending = PagedAttentionStep(self._storage, new, attention)
+            attending = GatheringCalls(self._storage, new, attention)
             logits = self._decoder.logits(tokens, positions, attending, self._to_device(rows))
             if len(rows):
                 step.logits_parts.append(logits)
@@ -537,15 +546,26 @@ class TransformersDescription:
 
 def load(
     source: ModelSource, dtype: torch.dtype, device: torch.device, *, block_size: int | None, depth: int | None
-) -> TransformersModel:
+) -> BaseTorchModel:
     """Load the weights, and check the model against its own attention."""
     folder = source.folder
     module = (_with_weights if source.has_weights else _with_random_weights)(source, dtype).to(device)
     apart = _own_logits(module, PROMPTS)
-    decoder = TransformersDecoder(module, source.spec, dtype)
-    path = folder if source.has_weights or has_tokenizer(folder) else None
-    model = TransformersModel(model_name(folder), decoder, path, block_size=block_size, depth=depth)
-    _check_against_own_attention(model, apart)
+    name, path = model_name(folder), folder if source.has_weights or has_tokenizer(folder) else None
+    if device.type == "cuda":
+        from tokenmill.backends.torch.cuda.adapted import AdaptedCudaModel, AdaptedDecoder, check_kernels
+
+        try:
+            check_kernels(source.spec)
+            decoder = AdaptedDecoder(module, source.spec, dtype)
+            on_card = AdaptedCudaModel(name, decoder, path, block_size=block_size, depth=depth)
+            _check_against_own_attention(decoder, on_card.block_size, on_card.cold_backend, apart)
+            return on_card
+        except ModelLoadError as error:
+            log.warning("%s: attention runs in plain torch, which is slow: %s", name, error)
+    plain = TransformersDecoder(module, source.spec, dtype)
+    model = TransformersModel(name, plain, path, block_size=block_size, depth=depth)
+    _check_against_own_attention(plain, model.block_size, model.new_backend, apart)
     return model
 
 
@@ -593,9 +613,14 @@ def _own_logits(module: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     return [module(input_ids=one, use_cache=False).logits[0].float().cpu() for one in tokens]
 
 
-def _check_against_own_attention(model: TransformersModel, apart: Sequence[Tensor]) -> None:
+def _check_against_own_attention(
+    decoder: TransformersDecoder,
+    block_size: int,
+    new_backend: Callable[[BackendLimits], Backend],
+    apart: Sequence[Tensor],
+) -> None:
     num_tokens = sum(map(len, PROMPTS))
-    limits = BackendLimits(num_cells=len(PROMPTS) * (num_tokens + model.block_size), max_seqs=len(PROMPTS))
+    limits = BackendLimits(num_cells=len(PROMPTS) * (num_tokens + block_size), max_seqs=len(PROMPTS))
     seq = np.repeat(np.arange(len(PROMPTS)), [len(prompt) for prompt in PROMPTS]).astype(np.int32)
     batch = Batch(
         token=np.concatenate([np.array(prompt, dtype=np.int32) for prompt in PROMPTS]),
@@ -603,13 +628,13 @@ def _check_against_own_attention(model: TransformersModel, apart: Sequence[Tenso
         seq_ids=seq[:, None],
         output=np.full(num_tokens, Output.LOGITS, dtype=np.uint8),
     )
-    family = model.decoder.config.family
+    family = decoder.config.family
     failed = f"model_type {family!r} cannot compute a flat batch of two sequences"
-    with _as_load_error(failed), model.new_backend(limits) as backend:
+    with _as_load_error(failed), new_backend(limits) as backend:
         together = torch.from_numpy(backend.decode(batch).logits)
     found = torch.split(together, [len(prompt) for prompt in PROMPTS])
     errors = [_token_errors(ours, wanted) for ours, wanted in zip(found, apart, strict=True)]
-    is_exact = model.decoder.kv_dtype is torch.float32
+    is_exact = decoder.kv_dtype is torch.float32
     error = max(float(one.max() if is_exact else one.median()) for one in errors)
     allowed = LARGEST_ERROR if is_exact else LARGEST_ERROR_16_BITS
     if not error <= allowed:  # NaN is not, either

@@ -32,7 +32,7 @@ from tokenmill.backends.torch.cuda.inputs import (
     download,
     mixed_inputs,
 )
-from tokenmill.backends.torch.cuda.layers import CudaDecoder
+from tokenmill.backends.torch.cuda.layers import AnyCudaDecoder
 from tokenmill.backends.torch.footprint import GRAPH_TOKENS
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
@@ -126,12 +126,12 @@ class CudaStep(TorchStep):
         self._done.synchronize()
 
 
-class CudaBackend(TorchBackend[CudaDecoder, CudaStep]):
+class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
     """One KV memory over shared weights."""
 
     def __init__(
         self,
-        decoder: CudaDecoder,
+        decoder: AnyCudaDecoder,
         kv: PagedKV,
         storage: TorchKV,
         gate: WeightsGate,

@@ -20,6 +20,7 @@ from tokenmill.backends.torch.cuda.inputs import StepInputs
 from tokenmill.backends.torch.decoder import Decoder, activated, rms_norm, scaled_logits
 from tokenmill.backends.torch.footprint import GATED_BYTES
 from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.backends.torch.model import ModelDecoder
 from tokenmill.backends.torch.rope import rotate
 from tokenmill.backends.torch.weights import DecoderWeights, Linear
 from tokenmill.kernels.islands import add, embed, gate, norm, one_row_product, scale_logits, turn_and_store
@@ -40,6 +41,27 @@ class Switches:
     """Norms, rope with the KV store, and gates are one kernel each."""
     one_row: bool = True
     """A step of a single token multiplies with kernels of its own. Needs `islands`."""
+
+
+class AnyCudaDecoder(ModelDecoder, Protocol):
+    """What a backend on a card must know of its decoder."""
+
+    @property
+    def switches(self) -> Switches: ...
+
+    def run(
+        self,
+        inputs: StepInputs,
+        sampled: Tensor,
+        x: Tensor,
+        kv: TorchKV,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def normed(self, hidden: Tensor) -> Tensor: ...
+
+    def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class LayerOps(Protocol):

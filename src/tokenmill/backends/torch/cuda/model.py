@@ -1,17 +1,24 @@
-"""`CudaModel`: a model whose weights are on a card, and how much of the card its KV may take."""
+"""`CudaModel`: a model whose weights are on a card, and how much of the card its KV may take.
+
+`BaseCudaModel` is what it shares with the models that run through transformers (`adapted.py`).
+"""
 
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from tokenmill.backends.torch.cuda.backend import CudaBackend
-from tokenmill.backends.torch.cuda.layers import CudaDecoder
-from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, graph_bytes, more_rows_bytes
-from tokenmill.backends.torch.model import TorchModel
+from tokenmill.backends.torch.cuda.layers import AnyCudaDecoder, CudaDecoder
+from tokenmill.backends.torch.families.names import in_file
+from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, Form, graph_bytes, more_rows_bytes, plan
+from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.contract import BackendLimits, Batch, Output, StepSizes
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ConfigError
@@ -21,10 +28,10 @@ KV_SHARE = 0.95
 """Of what is free beside the largest step, how much KV may take by default. The rest is for what nobody has counted."""
 
 
-class CudaModel(TorchModel):
+class BaseCudaModel(BaseTorchModel):
     """A `ModelHandle`. A block of KV is a tile of our kernels, and steps are submitted ahead, by default."""
 
-    decoder: CudaDecoder
+    decoder: AnyCudaDecoder
     default_block_size = TILE
     step_sizes = StepSizes(
         max_num_seqs=256,
@@ -61,7 +68,7 @@ class CudaModel(TorchModel):
         before = torch.cuda.memory_allocated()
         num_cells = num_tokens + 2 * NUM_ROWS * self.block_size
         limits = BackendLimits(num_cells=num_cells, max_seqs=NUM_ROWS, ubatch_size=num_tokens)
-        with self._cold_backend(limits) as backend:
+        with self.cold_backend(limits) as backend:
             kv_bytes = backend.kv_bytes
             backend.decode(_largest_batch(num_tokens))
             peak = torch.cuda.max_memory_allocated()
@@ -69,10 +76,14 @@ class CudaModel(TorchModel):
         return int(peak - before - kv_bytes) + graph_bytes(self.decoder.config, self.decoder.kv_dtype.itemsize)
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
-        planned = super().memory(limits, num_rows)
+        planned = self._plan(limits, num_rows)
         kv = limits.num_cells * self.info.kv_bytes_per_token
         more_rows = more_rows_bytes(self.decoder.config, num_rows, self.decoder.kv_dtype.itemsize)
         return replace(planned, kv=kv, activations=self.step_bytes + more_rows)
+
+    @abstractmethod
+    def _plan(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        """As on the CPU; the card's own figures replace those of KV and steps."""
 
     @property
     def free_bytes(self) -> int:
@@ -81,7 +92,7 @@ class CudaModel(TorchModel):
         return super().free_bytes + cached
 
     def new_backend(self, limits: BackendLimits) -> CudaBackend:
-        backend = self._cold_backend(limits)
+        backend = self.cold_backend(limits)
         try:
             backend.warm_up()
         except BaseException:
@@ -89,7 +100,7 @@ class CudaModel(TorchModel):
             raise
         return backend
 
-    def _cold_backend(self, limits: BackendLimits) -> CudaBackend:
+    def cold_backend(self, limits: BackendLimits) -> CudaBackend:
         """A backend that compiles and captures what steps need when they need it."""
         if self._dtype is FP8 and not self.decoder.switches.attention:
             raise ConfigError("kv_cache_dtype fp8 requires the paged attention kernels")
@@ -103,6 +114,42 @@ class CudaModel(TorchModel):
             num_threads=limits.num_threads or self._num_threads,
             num_running=limits.num_running,
         )
+
+
+class CudaModel(BaseCudaModel):
+    """A model of one of our own families. `names` are what the model's files call its tensors."""
+
+    decoder: CudaDecoder
+
+    def __init__(
+        self,
+        name: str,
+        decoder: CudaDecoder,
+        names: Mapping[str, str],
+        path: Path | None = None,
+        *,
+        form: Form | None = None,
+        deterministic: bool = False,
+        block_size: int | None = None,
+        depth: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.decoder = decoder
+        own_names = {in_file(own, names): own for own in decoder.names}
+        super().__init__(
+            name,
+            decoder,
+            own_names,
+            path,
+            form=form,
+            deterministic=deterministic,
+            block_size=block_size,
+            depth=depth,
+            kv_dtype=kv_dtype,
+        )
+
+    def _plan(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
+        return plan(self.decoder.config, self.decoder.weights.num_bytes, self._form, limits, num_rows)
 
 
 def _largest_batch(num_tokens: int) -> Batch:
