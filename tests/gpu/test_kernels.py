@@ -105,6 +105,53 @@ def test_prefill_attention() -> None:
             assert error(out[rows], wanted) < TOLERANCE[shape.dtype], (shape, run)
 
 
+def test_far_attention() -> None:
+    """What lies far behind a chunk, read apart, adds up with the rest: with one piece, with two sizes of pieces."""
+    if not HAS_CARD:
+        return  # cuDNN's
+    from tokenmill.kernels.paged_attention import add_far_attention, by_block, prefill_attention
+
+    for (num_heads, num_kv, dim), before, far in (
+        ((28, 4, 128), 300, 256),
+        ((16, 8, 128), 500, 384),
+        ((4, 2, 64), 200, 128),
+    ):
+        shape = Shape(num_heads, num_kv, dim, block_size=64, dtype=torch.bfloat16)
+        memory = paged(shape, [before + 192], [0], DEVICE, seed=before)
+        q = torch.randn(192, num_heads + 2, dim, device=DEVICE).to(torch.bfloat16)[:, :num_heads]  # rows are apart
+        out, sums = (
+            torch.empty_like(q, memory_format=torch.contiguous_format),
+            torch.empty(192, num_heads, device=DEVICE),
+        )
+        blocks = by_block(memory.keys, 64), by_block(memory.values, 64)
+        tiles = ints(128, 64, 0)
+        prefill_attention(
+            q, memory.keys, memory.values, blocks, out, torch.arange(192, dtype=torch.int32, device=DEVICE), ints(0),
+            ints(192), ints(before), ints(far), ints(0, 0, 0), tiles, memory.tables, ints(memory.tables.shape[1]),
+            block_size=64, window=None, sums=sums,
+        )  # fmt: skip
+        add_far_attention(
+            q, memory.keys, memory.values, out, sums, memory.tables[0, : far // 64], block_size=64, sizes=(256, 128)
+        )
+        wanted = attended(memory, 0, q, before)
+        assert error(out, wanted) < TOLERANCE[shape.dtype], (shape, before)
+
+
+def test_store() -> None:
+    from tokenmill.kernels.islands import store
+
+    for num_kv, dim in ((4, 128), (3, 80)):
+        key, value = (torch.randn(num_kv, 4, dim, device=DEVICE).transpose(0, 1) for _ in range(2))
+        keys, values = (torch.full((12, num_kv, dim), 5.0, device=DEVICE) for _ in range(2))
+        store(key, value, ints(9, 2, -1, 0), keys, values)
+        kept = torch.tensor([0, 1, 3], device=DEVICE)
+        assert torch.equal(keys[[9, 2, 0]], key[kept])
+        assert torch.equal(values[[9, 2, 0]], value[kept])
+        others = [place for place in range(12) if place not in (9, 2, 0)]
+        assert bool((keys[others] == 5.0).all())
+        assert bool((values[others] == 5.0).all())
+
+
 def test_norm_and_gate() -> None:
     from tokenmill.kernels.islands import gate, norm
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tokenmill.backends.torch.attention import Attention, Scoring
-from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.inputs import StepInputs
 from tokenmill.backends.torch.cuda.layers import Switches
 from tokenmill.backends.torch.cuda.model import BaseCudaModel
@@ -38,6 +37,9 @@ log = logging.getLogger(__name__)
 
 class AdaptedDecoder(TransformersDecoder):
     """A module of transformers with its weights, run by `CudaBackend`."""
+
+    is_capped = True
+    """A module may cap its scores: that is known in its attention calls only."""
 
     def __init__(self, module: Any, spec: TransformersSpec, dtype: torch.dtype) -> None:
         super().__init__(module, spec, dtype)
@@ -146,15 +148,9 @@ class AdaptedCudaModel(BaseCudaModel):
         super().__init__(name, decoder, names, path, form=decoder.kv_dtype, block_size=block_size, depth=depth)
         # Saved KV is in the order of the attention calls, which need not be that of another version.
         self.info = replace(self.info, form=f"transformers {transformers.__version__} {self.info.form}")
-        self._is_tried = False
-
-    def new_backend(self, limits: BackendLimits) -> CudaBackend:
-        if not self._is_tried:
-            self._is_tried = True
-            if not self._can_be_captured():
-                log.warning("%s: steps are launched kernel by kernel: its module cannot be captured", self.info.name)
-                self.decoder.switches = replace(self.decoder.switches, graphs=False)
-        return super().new_backend(limits)
+        if not self._can_be_captured():
+            log.warning("%s: steps are launched kernel by kernel, since its module cannot be captured", name)
+            decoder.switches = replace(decoder.switches, graphs=False)
 
     def _can_be_captured(self) -> bool:
         """Capture some steps: a module whose code waits for the card cannot be a graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from tokenmill.backends.torch.cuda.graphs import (
     decode_sizes,
 )
 from tokenmill.backends.torch.cuda.inputs import (
+    FAR_CELLS,
+    FAR_ROWS,
     DecodeInputs,
     InputBuffer,
     PromptShape,
@@ -39,21 +42,45 @@ from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
 from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
 from tokenmill.kernels import drawing
-from tokenmill.kernels.paged_attention import QUERIES, by_block, decode_attention, num_splits_for, prefill_attention
+from tokenmill.kernels.paged_attention import (
+    QUERIES,
+    add_far_attention,
+    by_block,
+    decode_attention,
+    num_splits_for,
+    prefill_attention,
+)
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import WeightsGate
+
+log = logging.getLogger(__name__)
 
 
 class PagedLayers:
     """What attention reads in each layer, worked out once for a KV memory."""
 
-    def __init__(self, kv: TorchKV, windows: Sequence[int | None]) -> None:
+    def __init__(self, kv: TorchKV, windows: Sequence[int | None], *, is_capped: bool) -> None:
         self.keys, self.values = kv.keys, kv.values
         self.block_size = kv.block_size
         self.windows = windows
         self.blocks = [_blocks(*cells, kv.block_size) for cells in zip(kv.keys, kv.values, strict=True)]
         device = kv.keys[0].device
+        is_plain = all(window is None for window in windows) and not is_capped
+        self.reads_far = is_plain and kv.keys[0].itemsize == 2 and None not in self.blocks
+        """May cuDNN read what lies far behind a chunk? It knows neither windows nor soft caps."""
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def warm_up_far(self, query_size: int) -> None:
+        """Load cuDNN, which takes a second; where that fails, kernels of ours read everything."""
+        keys, values = self.keys[0], self.values[0]
+        q = torch.zeros(FAR_ROWS, query_size // keys.shape[2], keys.shape[2], dtype=keys.dtype, device=keys.device)
+        sums = torch.zeros(q.shape[:2], dtype=torch.float32, device=keys.device)
+        blocks = torch.zeros(FAR_CELLS[-1] // self.block_size, dtype=torch.int32, device=keys.device)
+        try:
+            add_far_attention(q, keys, values, q.clone(), sums, blocks, block_size=self.block_size, sizes=FAR_CELLS)
+        except RuntimeError as error:
+            log.info("cuDNN's attention is not available: %s", error)
+            self.reads_far = False
 
     def clear(self) -> None:
         """Let go of the memory."""
@@ -84,12 +111,20 @@ class PagedAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         singles, longs = self._inputs.singles, self._inputs.longs
         if longs is not None:
+            sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             prefill_attention(
                 q, keys, values, layers.blocks[layer], out,
                 longs.order, longs.begin, longs.count, longs.index, longs.first,
                 longs.tile_run, longs.tile_offset, longs.tables, longs.width,
                 block_size=block_size, window=window, scale=scoring.scale, softcap=scoring.softcap,
+                sums=sums if longs.far else None,
             )  # fmt: skip
+            for part in longs.far:
+                rows = part.tokens
+                add_far_attention(
+                    q[rows], keys, values, out[rows], sums[rows], part.blocks,
+                    block_size=block_size, sizes=FAR_CELLS, scale=scoring.scale,
+                )  # fmt: skip
         if singles is not None:
             decode_attention(
                 q, keys, values, out,
@@ -147,7 +182,7 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         self._last_sampled = torch.zeros(kv.capabilities.max_seqs, dtype=torch.int32, device=self._device)
         self._buffer = InputBuffer(capacity(ubatch_size, kv.tables, num_running, QUERIES, GRAPH_TOKENS), self._device)
         self._state = torch.empty(ubatch_size, decoder.config.hidden_size, dtype=decoder.kv_dtype, device=self._device)
-        self._layers = PagedLayers(storage, decoder.config.windows)
+        self._layers = PagedLayers(storage, decoder.config.windows, is_capped=decoder.is_capped)
         self._graphs: StepGraphs | None = None
         self._decodes: dict[int, DecodeInputs] = {}
         self._in_order = np.arange(kv.capabilities.max_seqs, dtype=np.int32)
@@ -178,6 +213,8 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         next larger size. Compilation, which happens once on a machine, does not count.
         """
         self._warm_up_sampling()
+        if self._layers.reads_far:
+            self._layers.warm_up_far(self._decoder.config.query_size)
         graphs = self._graphs
         if graphs is not None:
             for sizes, capture in (
@@ -259,7 +296,10 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         shape = None
         if self._graphs is not None and not is_decode:
             shape = self._prompt_shapes.shape_for(len(token), runs.num_singles, runs.num_longs)
-        inputs = mixed_inputs(self._buffer, self._kv.tables, token, pos, slot, runs, QUERIES, shape)
+        reads_far = shape is None and self._switches.attention and self._layers.reads_far
+        inputs = mixed_inputs(
+            self._buffer, self._kv.tables, token, pos, slot, runs, QUERIES, shape, reads_far=reads_far
+        )
         if self._graphs is not None and shape is not None:
             self._run_prompts(self._graphs, shape, inputs)
             hidden = self._state[: len(token)] if on_card is None else self._state[on_card]

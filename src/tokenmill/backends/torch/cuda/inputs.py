@@ -112,6 +112,14 @@ class SingleRuns:
 
 
 @dataclass(frozen=True)
+class FarPart:
+    """Cells far behind a run, which all its tokens see: they are read apart, see `add_far_attention`."""
+
+    tokens: slice
+    blocks: Tensor
+
+
+@dataclass(frozen=True)
 class LongRuns:
     """Runs of several tokens: prompts and chunks of them."""
 
@@ -129,6 +137,7 @@ class LongRuns:
     tables: Tensor
     width: Tensor
     """As that of `SingleRuns`."""
+    far: tuple[FarPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,10 @@ class StepInputs:
     longs: LongRuns | None
 
 
+FAR_ROWS = 1024
+"""cuDNN plans each shape anew, in 60 ms: it computes multiples of so many tokens."""
+FAR_CELLS = (8192, 4096)
+"""And pieces of so many cells. What is left over is read like the rest."""
 MOST_LONG_RUNS = 16
 """Prompts, or chunks of them, in a step that is run as a graph."""
 
@@ -188,7 +201,8 @@ def capacity(num_tokens: int, tables: BlockTables, num_running: int | None, tile
     """Numbers that the largest step sends; graphs hold up to `graph_tokens`."""
     sections, max_width = 20, int(tables.table.shape[1])
     most_runs = min(num_tokens, num_running or len(tables.table))
-    eager = 12 * (num_tokens + most_runs) + most_runs * max_width + sections * ALIGNED
+    most_parts = most_runs + num_tokens // FAR_ROWS  # of runs that are cut in two
+    eager = 12 * (num_tokens + most_parts) + most_parts * max_width + sections * ALIGNED
     graph = _Sizes.of_shape(PromptShape(graph_tokens, most_runs), tile, max_width).total + most_runs * max_width
     return max(eager, graph)
 
@@ -267,19 +281,24 @@ def mixed_inputs(
     runs: StepRuns,
     tile: int,
     shape: PromptShape | None = None,
+    *,
+    reads_far: bool = False,
 ) -> StepInputs:
     """Any tokens in any order; `tile` tokens of a long run are computed together.
+
+    With `reads_far`, what lies far behind long runs is left out of them: it is to be read apart.
 
     With a shape, everything lies where any step of that shape has it. It is filled up with tokens that leave nothing
     and with runs that read nothing.
     """
     sections = Sections(buffer)
-    tiles = _tiles(runs.longs, pos, tables, tile)
+    longs = _cut(runs.longs, pos, tables) if reads_far else _Cut(runs.longs, np.zeros_like(runs.longs.begin))
+    tiles = _tiles(longs.runs, pos, tables, tile)
     if shape is not None:
         sizes = _Sizes.of_shape(shape, tile, int(tables.table.shape[1]))
     else:
         sizes = _Sizes(
-            len(token), runs.num_singles, runs.num_longs, len(tiles.run), _widest(tables, runs.longs.seq)
+            len(token), runs.num_singles, len(longs.runs.seq), len(tiles.run), _widest(tables, runs.longs.seq)
         )  # fmt: skip
     widths = _widest(tables, runs.singles.seq), sizes.long_width
     single_width, long_width = (sections.put(np.array([width]), 1) for width in widths)
@@ -287,7 +306,7 @@ def mixed_inputs(
         token=sections.put(token, sizes.tokens),
         pos=sections.put(pos, sizes.tokens),
         slot=sections.put(slot, sizes.tokens, filler=-1),
-        longs=_long_runs(sections, tables, runs.longs, tiles, sizes, long_width) if sizes.longs else None,
+        longs=_long_runs(sections, tables, longs, tiles, sizes, long_width) if sizes.longs else None,
         singles=_single_runs(sections, tables, runs.singles, pos, sizes, single_width) if sizes.singles else None,
     )
     sections.send()
@@ -309,21 +328,53 @@ def _single_runs(
     )
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Runs, and how many cells far behind each are read apart."""
+
+    runs: Runs
+    far: NDArray[np.int64]
+
+
+def _cut(runs: Runs, pos: IntArray, tables: BlockTables) -> _Cut:
+    """Cut runs with much behind them in two, so that the first part is of a size whose far cells can be read apart."""
+    parts: list[tuple[int, int, int, int]] = []
+    first_pos = pos[runs.tokens[runs.begin]]
+    for seq, begin, count, before in zip(runs.seq, runs.begin, runs.count, first_pos, strict=True):
+        tokens = runs.tokens[begin : begin + count]
+        is_plain = tables.start[seq] == tables.base[seq] == 0 and tokens[-1] - tokens[0] == count - 1
+        num_far = before // FAR_CELLS[-1] * FAR_CELLS[-1] if is_plain and count >= FAR_ROWS else 0
+        head = count // FAR_ROWS * FAR_ROWS if num_far else count
+        parts.append((seq, begin, head, num_far))
+        if head < count:
+            parts.append((seq, begin + head, count - head, 0))
+    seqs, begins, counts, far = np.array(parts, dtype=np.int64).reshape(-1, 4).T
+    return _Cut(Runs(seqs.astype(np.int32), runs.tokens, begins, counts), far)
+
+
 def _long_runs(
-    sections: Sections, tables: BlockTables, runs: Runs, tiles: _Tiles, sizes: _Sizes, width: Tensor
+    sections: Sections, tables: BlockTables, cut: _Cut, tiles: _Tiles, sizes: _Sizes, width: Tensor
 ) -> LongRuns:
     """An unused tile is one of the last run, which has no tokens then."""
-    size = sizes.longs
+    size, runs = sizes.longs, cut.runs
+    on_card = _put_tables(sections, tables, runs.seq, sizes.long_width, size)
+    far = []
+    for run in np.flatnonzero(cut.far):
+        row = int(runs.tokens[runs.begin[run]])
+        begin = int(run) * sizes.long_width
+        blocks = on_card[begin : begin + int(cut.far[run]) // tables.block_size]
+        far.append(FarPart(slice(row, row + int(runs.count[run])), blocks))
     return LongRuns(
         order=sections.put(runs.tokens, sizes.tokens),
         begin=sections.put(runs.begin, size),
         count=sections.put(runs.count, size),
         index=sections.put(tiles.index, size),
-        first=sections.put(tables.start[runs.seq] - tables.base[runs.seq], size),
+        first=sections.put(np.maximum(tables.start[runs.seq] - tables.base[runs.seq], cut.far), size),
         tile_run=sections.put(tiles.run, sizes.tiles, filler=size - 1),
         tile_offset=sections.put(tiles.offset, sizes.tiles),
-        tables=_put_tables(sections, tables, runs.seq, sizes.long_width, size),
+        tables=on_card,
         width=width,
+        far=tuple(far),
     )
 
 

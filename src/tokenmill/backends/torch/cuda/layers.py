@@ -49,6 +49,11 @@ class AnyCudaDecoder(ModelDecoder, Protocol):
     @property
     def switches(self) -> Switches: ...
 
+    @property
+    def is_capped(self) -> bool:
+        """Does attention have soft caps in any layer?"""
+        ...
+
     def run(
         self,
         inputs: StepInputs,
@@ -235,6 +240,10 @@ class CudaDecoder(Decoder):
         turns = self._rotations.of(torch.arange(config.max_context, device=self.device))
         tables = [(cos[:, 0].contiguous(), sin[:, 0].contiguous()) for cos, sin in turns]
         self._turns: LayerTurns = [None if i is None else tables[i] for i in self._rotations.index]
+
+    @property
+    def is_capped(self) -> bool:
+        return any(layer.attention_softcap is not None for layer in self.config.layers)
 
     def run(
         self,
