@@ -267,7 +267,7 @@ def _nth(
 
 @triton.jit
 def _draw_likely(
-    logits, told, tops, places, ids, stride, num_parts,
+    logits, told, tops, places, masses, ids, stride, num_parts,
     vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -293,9 +293,14 @@ def _draw_likely(
             kept = beyond + (top_k.to(tl.float64) - count) * last
             low = tl.maximum(low, lowest)
         else:
-            kept = _total(line, top, coldness, nowhere, 0.0, vocab, chunk)
+            each = tl.arange(0, parts)
+            mass = tl.load(masses + row * num_parts + each, mask=each < num_parts, other=0.0)
+            kept = tl.sum(mass.to(tl.float64), 0)
         if top_p < 1:
             wanted = top_p * kept
+            # Were all tokens as light as this, they would not weigh what top-p cuts off: it cuts off lighter ones.
+            light = (0.5 * (1 - top_p) * kept / tl.minimum(top_k, vocab).to(tl.float64)).to(tl.float32)
+            low = tl.maximum(low, _key(top + tl.log(light) * temperature, shift).to(tl.int64) - 1)
             low, beyond = _search(line, top, coldness, 0.0, low, high, nothing, wanted, WEIGHT, vocab, shift, chunk)
             last = _weights(_value(low, shift), top, coldness).to(tl.float64)
             kept = beyond + tl.ceil((wanted - beyond) / last) * last
@@ -431,6 +436,16 @@ def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = Fals
         sizes |= {"chunk": SEARCHED}
         unused_bits = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[logits.dtype]
         _draw_likely[(rows,)](
-            logits, told, tops, places, ids, logits.stride(0), num_parts, vocab=vocab, shift=unused_bits, **sizes
+            logits,
+            told,
+            tops,
+            places,
+            masses,
+            ids,
+            logits.stride(0),
+            num_parts,
+            vocab=vocab,
+            shift=unused_bits,
+            **sizes,
         )
     return ids
