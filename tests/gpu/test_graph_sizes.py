@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from tokenmill.backends.torch.attention import runs_of
 from tokenmill.backends.torch.cuda.graphs import PromptShapes, decode_sizes
-from tokenmill.backends.torch.cuda.inputs import MOST_LONG_RUNS, PromptShape
+from tokenmill.backends.torch.cuda.inputs import FAR_CELLS, FAR_ROWS, MOST_LONG_RUNS, PromptShape, cut_far
+from tokenmill.kv.tables import BlockPool, BlockTables
 
 
 def test_a_decode_step_is_padded_by_a_quarter_at_most() -> None:
@@ -39,3 +43,24 @@ def test_a_prompt_step_finds_its_shape_unless_it_is_too_large() -> None:
     assert shapes.shape_for(2049, 0, 1) is None
     assert shapes.shape_for(600, 257, 1) is None
     assert shapes.shape_for(600, 0, MOST_LONG_RUNS + 1) is None
+
+
+def test_long_runs_are_cut_so_that_what_lies_far_behind_them_is_read_apart() -> None:
+    tables = BlockTables(BlockPool(8), 64, max_seqs=5, max_context=1 << 16)
+    before = np.array([2 * FAR_CELLS[-1] + 70, FAR_CELLS[-1] - 1, 3 * FAR_CELLS[-1], 3 * FAR_CELLS[-1]])
+    count = np.array([2 * FAR_ROWS + 9, 2 * FAR_ROWS, FAR_ROWS - 1, FAR_ROWS])
+    tables.start[3] = 64  # it has lost its beginning
+    lead = np.repeat(np.arange(4), count).astype(np.int32)
+    pos = np.concatenate([np.arange(b, b + n) for b, n in zip(before, count, strict=True)]).astype(np.int32)
+    cut = cut_far(runs_of(lead, pos), pos, tables)
+    assert cut.runs.seq.tolist() == [0, 0, 1, 2, 3]
+    assert cut.runs.count.tolist() == [2 * FAR_ROWS, 9, *count[1:]]
+    assert cut.runs.begin.tolist() == [0, 2 * FAR_ROWS, *np.cumsum(count)[:3]]
+    assert cut.far.tolist() == [2 * FAR_CELLS[-1], 0, 0, 0, 0]
+
+
+def test_runs_whose_tokens_are_scattered_are_not_cut() -> None:
+    tables = BlockTables(BlockPool(8), 64, max_seqs=2, max_context=1 << 16)
+    lead = np.tile(np.array([0, 1], dtype=np.int32), FAR_ROWS)
+    pos = np.repeat(np.arange(FAR_CELLS[-1], FAR_CELLS[-1] + FAR_ROWS), 2).astype(np.int32)
+    assert not cut_far(runs_of(lead, pos), pos, tables).far.any()

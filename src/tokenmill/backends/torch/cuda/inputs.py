@@ -292,7 +292,7 @@ def mixed_inputs(
     and with runs that read nothing.
     """
     sections = Sections(buffer)
-    longs = _cut(runs.longs, pos, tables) if reads_far else _Cut(runs.longs, np.zeros_like(runs.longs.begin))
+    longs = cut_far(runs.longs, pos, tables) if reads_far else CutRuns(runs.longs, np.zeros_like(runs.longs.begin))
     tiles = _tiles(longs.runs, pos, tables, tile)
     if shape is not None:
         sizes = _Sizes.of_shape(shape, tile, int(tables.table.shape[1]))
@@ -329,14 +329,14 @@ def _single_runs(
 
 
 @dataclass(frozen=True)
-class _Cut:
+class CutRuns:
     """Runs, and how many cells far behind each are read apart."""
 
     runs: Runs
     far: NDArray[np.int64]
 
 
-def _cut(runs: Runs, pos: IntArray, tables: BlockTables) -> _Cut:
+def cut_far(runs: Runs, pos: IntArray, tables: BlockTables) -> CutRuns:
     """Cut runs with much behind them in two, so that the first part is of a size whose far cells can be read apart."""
     parts: list[tuple[int, int, int, int]] = []
     first_pos = pos[runs.tokens[runs.begin]]
@@ -349,11 +349,11 @@ def _cut(runs: Runs, pos: IntArray, tables: BlockTables) -> _Cut:
         if head < count:
             parts.append((seq, begin + head, count - head, 0))
     seqs, begins, counts, far = np.array(parts, dtype=np.int64).reshape(-1, 4).T
-    return _Cut(Runs(seqs.astype(np.int32), runs.tokens, begins, counts), far)
+    return CutRuns(Runs(seqs.astype(np.int32), runs.tokens, begins, counts), far)
 
 
 def _long_runs(
-    sections: Sections, tables: BlockTables, cut: _Cut, tiles: _Tiles, sizes: _Sizes, width: Tensor
+    sections: Sections, tables: BlockTables, cut: CutRuns, tiles: _Tiles, sizes: _Sizes, width: Tensor
 ) -> LongRuns:
     """An unused tile is one of the last run, which has no tokens then."""
     size, runs = sizes.longs, cut.runs
