@@ -99,10 +99,16 @@ def _open_native(path: Path, files: NativeFiles, options: LoadOptions) -> BaseTo
 
 def _open_adapted(source: ModelSource, options: LoadOptions) -> BaseTorchModel:
     """Through transformers."""
-    from tokenmill.backends.torch.transformers_adapter import load
+    from tokenmill.backends.torch.transformers_adapter import load_module, open_plain
 
     dtype, device = _adapted_form(options)
-    return load(source, dtype, device, block_size=options.extra.get("block_size"), depth=options.extra.get("depth"))
+    open_loaded: Callable[..., BaseTorchModel] = open_plain
+    if device.type == "cuda":
+        from tokenmill.backends.torch.cuda.adapted import open_on_card  # needs triton
+
+        open_loaded = open_on_card
+    loaded = load_module(source, dtype, device)
+    return open_loaded(loaded, block_size=options.extra.get("block_size"), depth=options.extra.get("depth"))
 
 
 def _adapted_form(options: LoadOptions) -> tuple[torch.dtype, torch.device]:

@@ -10,7 +10,7 @@ Opening a model has four stages, each of which may refuse it by name:
    heads and windows. A window is taken from the mask that the model asks for, since not every model passes it on.
 2. Files and module are compared before memory is allocated for the weights.
 3. transformers loads the safetensors files: names and layouts of a checkpoint are not always those of the module.
-4. `_check_against_own_attention`: two sequences in one flat batch must give what each gives alone, computed with the
+4. `check_against_own_attention`: two sequences in one flat batch must give what each gives alone, computed with the
    model's own attention. State beside the KV (recurrent layers, convolutions) and unknown kinds of attention show here.
 
 Everything here needs the extra `transformers`; `loader.py` imports the module only then.
@@ -298,7 +298,7 @@ def _parse(folder: Path, config: Mapping[str, Any], most_layers: int) -> tuple[A
         raise UnsupportedModel(f"model_type {family!r} is not a decoder in transformers {transformers.__version__}")
     if getattr(kind, "_is_stateful", False):
         raise _unsupported_layers(family, "recurrent")
-    with quiet(), _as_load_error(f"{folder}: config.json is not valid for {family}"):
+    with quiet(), as_load_error(f"{folder}: config.json is not valid for {family}"):
         parsed = CONFIG_MAPPING[family].from_dict(dict(config))
     text = parsed.get_text_config()
     others = set(map(str, getattr(text, "layer_types", None) or ())) - ATTENTION_LAYERS
@@ -326,7 +326,7 @@ def _check_count(config: Any, name: str, most: int, why: str) -> None:
 def read_spec(name: str, config: Any, kind: Any) -> TransformersSpec:
     """Run the module once on the meta device, and record its attention calls."""
     family, text, calls = config.model_type, config.get_text_config(), list[AttentionCall]()
-    with quiet(), torch.device("meta"), _as_load_error(f"{name}: transformers' {kind.__name__} cannot be built"):
+    with quiet(), torch.device("meta"), as_load_error(f"{name}: transformers' {kind.__name__} cannot be built"):
         model = kind(config).to(torch.bfloat16).eval()
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     if not model._can_set_attn_implementation():
@@ -335,7 +335,7 @@ def read_spec(name: str, config: Any, kind: Any) -> TransformersSpec:
     AttentionMaskInterface.register(PROBE, _probe_mask)
     model.set_attn_implementation(PROBE)
     failed = f"model_type {family!r} cannot be run without its weights, to learn which attention it has"
-    with torch.inference_mode(), torch.device("meta"), _as_load_error(failed):
+    with torch.inference_mode(), torch.device("meta"), as_load_error(failed):
         mask, positions = ProbeMask.of((1, 2), calls, None), torch.zeros_like(tokens).as_subclass(ProbePositions)
         logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
     if not calls:
@@ -544,34 +544,42 @@ class TransformersDescription:
         return plan_sizes(self._spec, weights, self._dtype, limits, num_rows, 4 * self._spec.largest)
 
 
-def load(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, *, block_size: int | None, depth: int | None
-) -> BaseTorchModel:
-    """Load the weights, and check the model against its own attention."""
-    folder = source.folder
-    module = (_with_weights if source.has_weights else _with_random_weights)(source, dtype).to(device)
-    apart = _own_logits(module, PROMPTS)
-    name, path = model_name(folder), folder if source.has_weights or has_tokenizer(folder) else None
-    if device.type == "cuda":
-        from tokenmill.backends.torch.cuda.adapted import AdaptedCudaModel, AdaptedDecoder, check_kernels
+@dataclass(frozen=True)
+class LoadedModule:
+    """A module with its weights, not changed in any way yet."""
 
-        try:
-            check_kernels(source.spec)
-            decoder = AdaptedDecoder(module, source.spec, dtype)
-            on_card = AdaptedCudaModel(name, decoder, path, block_size=block_size, depth=depth)
-            _check_against_own_attention(decoder, on_card.block_size, on_card.cold_backend, apart)
-            return on_card
-        except ModelLoadError as error:
-            log.warning("%s: attention runs in plain torch, which is slow: %s", name, error)
-    plain = TransformersDecoder(module, source.spec, dtype)
-    model = TransformersModel(name, plain, path, block_size=block_size, depth=depth)
-    _check_against_own_attention(plain, model.block_size, model.new_backend, apart)
+    source: ModelSource
+    module: Any
+    dtype: torch.dtype
+    apart: Sequence[Tensor]
+    """[tokens, vocab] of each of `PROMPTS`, computed alone and with the model's own attention."""
+
+    @property
+    def name(self) -> str:
+        return model_name(self.source.folder)
+
+    @property
+    def path(self) -> Path | None:
+        folder = self.source.folder
+        return folder if self.source.has_weights or has_tokenizer(folder) else None
+
+
+def load_module(source: ModelSource, dtype: torch.dtype, device: torch.device) -> LoadedModule:
+    module = (_with_weights if source.has_weights else _with_random_weights)(source, dtype).to(device)
+    return LoadedModule(source, module, dtype, _own_logits(module, PROMPTS))
+
+
+def open_plain(loaded: LoadedModule, *, block_size: int | None, depth: int | None) -> TransformersModel:
+    """A model whose attention is plain torch, checked against its own attention."""
+    decoder = TransformersDecoder(loaded.module, loaded.source.spec, loaded.dtype)
+    model = TransformersModel(loaded.name, decoder, loaded.path, block_size=block_size, depth=depth)
+    check_against_own_attention(decoder, model.block_size, model.new_backend, loaded.apart)
     return model
 
 
 def _with_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     folder = source.folder
-    with quiet(), _as_load_error(f"{folder}: transformers cannot load it"):
+    with quiet(), as_load_error(f"{folder}: transformers cannot load it"):
         module, report = source.kind.from_pretrained(
             folder,
             config=source.config,
@@ -591,7 +599,7 @@ def _with_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _with_random_weights(source: ModelSource, dtype: torch.dtype) -> Any:
-    with quiet(), _as_load_error(f"{source.folder}: transformers cannot build it"):
+    with quiet(), as_load_error(f"{source.folder}: transformers cannot build it"):
         module = source.kind._from_config(source.config, dtype=dtype, attn_implementation="eager")
     return module.eval().requires_grad_(False)
 
@@ -613,12 +621,13 @@ def _own_logits(module: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     return [module(input_ids=one, use_cache=False).logits[0].float().cpu() for one in tokens]
 
 
-def _check_against_own_attention(
+def check_against_own_attention(
     decoder: TransformersDecoder,
     block_size: int,
     new_backend: Callable[[BackendLimits], Backend],
     apart: Sequence[Tensor],
 ) -> None:
+    """Raise `UnsupportedModel` unless two sequences in one flat batch give what each gives alone."""
     num_tokens = sum(map(len, PROMPTS))
     limits = BackendLimits(num_cells=len(PROMPTS) * (num_tokens + block_size), max_seqs=len(PROMPTS))
     seq = np.repeat(np.arange(len(PROMPTS)), [len(prompt) for prompt in PROMPTS]).astype(np.int32)
@@ -630,7 +639,7 @@ def _check_against_own_attention(
     )
     family = decoder.config.family
     failed = f"model_type {family!r} cannot compute a flat batch of two sequences"
-    with _as_load_error(failed), new_backend(limits) as backend:
+    with as_load_error(failed), new_backend(limits) as backend:
         together = torch.from_numpy(backend.decode(batch).logits)
     found = torch.split(together, [len(prompt) for prompt in PROMPTS])
     errors = [_token_errors(ours, wanted) for ours, wanted in zip(found, apart, strict=True)]
@@ -669,7 +678,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _as_load_error(what: str) -> Iterator[None]:
+def as_load_error(what: str) -> Iterator[None]:
     """Whatever transformers raises over a bad checkpoint, as one line."""
     try:
         yield

@@ -26,10 +26,18 @@ from tokenmill.backends.torch.cuda.layers import Switches
 from tokenmill.backends.torch.cuda.model import BaseCudaModel
 from tokenmill.backends.torch.footprint import plan_sizes
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.transformers_adapter import TransformersDecoder, TransformersSpec
+from tokenmill.backends.torch.model import BaseTorchModel
+from tokenmill.backends.torch.transformers_adapter import (
+    LoadedModule,
+    TransformersDecoder,
+    TransformersSpec,
+    as_load_error,
+    check_against_own_attention,
+    open_plain,
+)
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan
-from tokenmill.errors import UnsupportedModel
+from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.kernels.islands import store
 
 log = logging.getLogger(__name__)
@@ -167,7 +175,17 @@ class AdaptedCudaModel(BaseCudaModel):
         return plan_sizes(spec, self.decoder.num_bytes, self._form, limits, num_rows, 4 * spec.largest)
 
 
-def check_kernels(spec: TransformersSpec) -> None:
-    """Raise `UnsupportedModel` where our attention kernels cannot run a model."""
-    if any(call.key_dim != call.value_dim for call in spec.calls):
-        raise UnsupportedModel("keys and values of different sizes")
+def open_on_card(loaded: LoadedModule, *, block_size: int | None, depth: int | None) -> BaseTorchModel:
+    """A model on our attention kernels, checked against its own attention; in plain torch where they cannot run it."""
+    spec = loaded.source.spec
+    try:
+        if any(call.key_dim != call.value_dim for call in spec.calls):
+            raise UnsupportedModel("keys and values of different sizes")
+        with as_load_error("its module cannot be run in parts"):
+            decoder = AdaptedDecoder(loaded.module, spec, loaded.dtype)
+            model = AdaptedCudaModel(loaded.name, decoder, loaded.path, block_size=block_size, depth=depth)
+        check_against_own_attention(decoder, model.block_size, model.cold_backend, loaded.apart)
+        return model
+    except ModelLoadError as error:
+        log.warning("%s: attention runs in plain torch, which is slow: %s", loaded.name, error)
+        return open_plain(loaded, block_size=block_size, depth=depth)
