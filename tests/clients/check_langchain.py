@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Literal
 
 import openai
+from langchain.agents import create_agent
+from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 from tests.clients.checking import PROMPT, TOO_LONG, Target, raises, run_checks
@@ -83,6 +87,48 @@ async def check_ainvoke_and_astream(target: Target) -> None:
     whole = await model.ainvoke(PROMPT)
     text = "".join([chunk.content async for chunk in model.astream(PROMPT)])
     assert text == whole.content, (text, whole)
+
+
+@tool
+def get_weather(city: Literal["Rome", "Oslo"]) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
+
+
+@tool
+def get_time(city: Literal["Rome", "Oslo"]) -> str:
+    """The time in a city."""
+    return f"noon in {city}"
+
+
+ROUNDS = ["get_weather", "get_time"]
+
+
+@wrap_model_call
+def in_turn(request: ModelRequest, handler: Callable[[ModelRequest], Any]) -> Any:
+    """The model is too small to choose: each round names its tool, and then it answers."""
+    used = sum(isinstance(message, ToolMessage) for message in request.messages)
+    if used < len(ROUNDS):
+        one = {**request.model_settings, "parallel_tool_calls": False}
+        return handler(request.override(tool_choice=ROUNDS[used], model_settings=one))
+    return handler(request.override(tools=[]))
+
+
+def check_an_agent_calls_two_tools_in_turn(target: Target) -> None:
+    model = connect(target, max_tokens=100)
+    agent = create_agent(model, tools=[get_weather, get_time], middleware=[in_turn])
+    said = agent.invoke({"messages": [HumanMessage("What is the weather in Rome, and the time?")]})["messages"]
+    results = [message for message in said if isinstance(message, ToolMessage)]
+    assert [message.name for message in results] == ROUNDS, said
+    assert all(message.content.endswith(("in Rome", "in Oslo")) for message in results), results
+    assert said[-1].type == "ai", said[-1]
+
+
+def check_streamed_tool_calls_joined_are_the_calls(target: Target) -> None:
+    model = connect(target, max_tokens=100).bind_tools([get_weather], tool_choice="get_weather")
+    whole, streamed = model.invoke(PROMPT), reduce(add, model.stream(PROMPT))
+    assert [call["args"] for call in streamed.tool_calls] == [call["args"] for call in whole.tool_calls], streamed
+    assert whole.tool_calls, whole
 
 
 if __name__ == "__main__":

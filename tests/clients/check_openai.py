@@ -6,9 +6,10 @@ import asyncio
 import itertools
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+from pydantic import BaseModel, Field
 
 from tests.clients.checking import PROMPT, TOO_LONG, Target, raises, run_checks
 
@@ -334,6 +335,81 @@ async def check_async_cancel_frees_its_place(target: Target) -> None:
             await asyncio.wait_for(call, timeout=0.5)
         answer = await client.chat.completions.create(model=target.model, messages=ASK, n=4, max_tokens=2)
     assert len(answer.choices) == 4, answer
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Oslo"]
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+class GetTime(BaseModel):
+    """The time in a city."""
+
+    city: Literal["Rome", "Oslo"]
+
+
+TOOL_KINDS = (GetWeather, GetTime)
+TOOLS: Any = [openai.pydantic_function_tool(kind) for kind in TOOL_KINDS]
+
+
+def named(kind: type[BaseModel]) -> Any:
+    """The model is too small to choose: each round names its function."""
+    return {"type": "function", "function": {"name": kind.__name__}}
+
+
+def results(message: Any) -> list[Any]:
+    return [{"role": "tool", "tool_call_id": call.id, "content": "sunny, noon"} for call in message.tool_calls]
+
+
+def check_a_tool_loop_with_parse(target: Target) -> None:
+    messages: Any = [{"role": "user", "content": "What is the weather in Rome, and the time?"}]
+    options: Any = {"model": target.model, "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 100}
+    for kind in TOOL_KINDS:
+        answer = connect(target).chat.completions.parse(messages=messages, tool_choice=named(kind), **options)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls", choice
+        (call,) = choice.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, kind), call
+        messages += [choice.message.model_dump(exclude_none=True), *results(choice.message)]
+    last = connect(target).chat.completions.parse(messages=messages, tool_choice="none", **options)
+    assert last.choices[0].message.content, last
+
+
+def check_a_tool_loop_with_the_streaming_helper(target: Target) -> None:
+    messages: Any = [{"role": "user", "content": "What is the weather in Rome, and the time?"}]
+    options: Any = {"model": target.model, "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 100}
+    for kind in TOOL_KINDS:
+        kinds = set()
+        with connect(target).chat.completions.stream(messages=messages, tool_choice=named(kind), **options) as stream:
+            for event in stream:
+                kinds.add(event.type)
+            answer = stream.get_final_completion()
+        assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds, kinds
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, kind), call
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), *results(answer.choices[0].message)]
+
+
+def check_a_tool_loop_of_responses(target: Target) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    given: Any = "What is the weather in Rome, and the time?"
+    before = None
+    for kind in TOOL_KINDS:
+        choice: Any = {"type": "function", "name": kind.__name__}
+        answer = connect(target).responses.create(
+            model=target.model, input=given, tools=tools, tool_choice=choice, parallel_tool_calls=False,
+            max_output_tokens=100, previous_response_id=before,
+        )  # fmt: skip
+        (call,) = answer.output
+        assert (call.type, call.name) == ("function_call", kind.__name__), call
+        kind.model_validate_json(call.arguments)
+        before = answer.id
+        given = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny, noon"}]
 
 
 if __name__ == "__main__":

@@ -117,6 +117,10 @@ def serve(
     engine: shared.Engine = "auto",
     deterministic: shared.Deterministic = False,
     load_format: shared.LoadFormat = "auto",
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="Format of tool calls (see docs/tools.md).", show_default="derived from the chat template"),
+    ] = None,
     context: shared.Context = None,
     threads: shared.Threads = None,
 ) -> None:
@@ -156,6 +160,7 @@ def serve(
         "engine": engine,
         "deterministic": deterministic,
         "load_format": load_format,
+        "tool_format": tool_format,
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,

@@ -63,10 +63,14 @@ def open_process(
     """An engine process for a model, and what is known of the model here."""
     from tokenmill.entrypoints.process import ProcessClient  # with packages of the extra `server`
 
-    sent = {name: value for name, value in options.items() if name not in ("engine", "tokenizer") and value is not None}
+    sent = {
+        name: value
+        for name, value in options.items()
+        if name not in ("engine", "tokenizer", "tool_format") and value is not None
+    }
     client = ProcessClient(model, sent, num_cores=num_cores, offline=offline)
     try:
-        text = text_of(client.model, options.get("tokenizer"))
+        text = text_of(client.model, options)
     except BaseException:
         client.close()
         raise

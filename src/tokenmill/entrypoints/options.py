@@ -65,6 +65,8 @@ class EngineOptions(TypedDict, total=False):
     """CPU threads of a step; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
     """Backend-specific options, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
+    tool_format: str | None
+    """Format of tool calls by name, such as `hermes` (docs/tools.md); derived from the chat template by default."""
     config: EngineConfig | None
     """Scheduling parameters; the options above take precedence."""
 
@@ -137,16 +139,18 @@ def open_for_engine(
     handle, config, limits = load_for_engine(model, options, offline=offline)
     is_ours = isinstance(model, str)
     try:
-        return OpenedModel(handle, text_of(handle, options.get("tokenizer")), config, limits, is_ours), handle
+        return OpenedModel(handle, text_of(handle, options), config, limits, is_ours), handle
     except BaseException:
         if is_ours:
             handle.close()
         raise
 
 
-def text_of(model: Model, tokenizer: Tokenizer | None) -> ModelText:
+def text_of(model: Model, options: Mapping[str, Any]) -> ModelText:
     """A model's text side, or a tokenizer that was given instead."""
-    return open_text(model) if tokenizer is None else ModelText(tokenizer)
+    tokenizer, tool_format = options.get("tokenizer"), options.get("tool_format")
+    text = open_text(model) if tokenizer is None else ModelText(tokenizer)
+    return text if tool_format is None else text.with_tool_format(tool_format)
 
 
 def runs_in_process(model: str | ModelHandle, options: Mapping[str, Any]) -> bool:

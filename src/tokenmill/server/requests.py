@@ -330,14 +330,15 @@ def tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: b
         twice = next(name for name in names if names.count(name) > 1)
         raise ApiError(400, f"tools: the function {twice!r} is declared twice", param="tools")
     wanted, mode = _choice(choice)
-    if not declared and (mode == "required" or wanted):
+    if not declared and mode not in ("auto", "none"):
         raise ApiError(400, "tool_choice requires tools", param="tool_choice")
     if unknown := sorted(set(wanted or ()) - set(names)):
         raise ApiError(400, f"tool_choice: there is no tool {unknown[0]!r}", param="tool_choice")
     if mode == "none":
         return ToolUse()
     chosen = tuple(tool for tool in declared if wanted is None or tool.name in wanted)
-    return ToolUse(chosen, required=mode == "required", parallel=parallel is not False)
+    is_one = mode == "named" or parallel is False  # a function that is named is called once
+    return ToolUse(chosen, required=mode != "auto", parallel=not is_one)
 
 
 def _choice(choice: Any) -> tuple[list[str] | None, str]:
@@ -347,7 +348,7 @@ def _choice(choice: Any) -> tuple[list[str] | None, str]:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         named = choice.get("function", choice)
         if isinstance(named, Mapping) and isinstance(named.get("name"), str):
-            return [named["name"]], "required"
+            return [named["name"]], "named"
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.library import default_sampling
 from tokenmill.contract import Model
-from tokenmill.errors import InvalidRequest, ModelLoadError
+from tokenmill.errors import ConfigError, InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
 from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
@@ -21,6 +21,7 @@ from tokenmill.text.hf import HuggingFaceTokenizer, read_text
 from tokenmill.text.llamacpp import LlamaTokenizer, Vocab
 from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
+from tokenmill.text.tool_format import NAMED
 
 SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"})
 """What a generation_config may say about sampling, under the names of `SamplingParams`."""
@@ -54,6 +55,15 @@ class ModelText:
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling parameters, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
+
+    def with_tool_format(self, name: str) -> ModelText:
+        """The same, with tool calls in a format of this name."""
+        if name not in NAMED:
+            raise ConfigError(f"tool_format must be one of {', '.join(sorted(NAMED))}, not {name!r:.40}")
+        if self.template is None:
+            return self
+        template = ChatTemplate(self.template.source, self.tokenizer, self.variables, name)
+        return replace(self, template=template)
 
     def grammars(self, vocab_size: int) -> GrammarCompiler:
         """The compiler of structured outputs for a model with so many tokens: one for all who ask."""
