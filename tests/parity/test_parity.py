@@ -15,7 +15,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_lo
 from tests.planting import PlantedBug, plant
 from tokenmill import open_model
 from tokenmill.backends.torch import decoder, rope, weights
-from tokenmill.backends.torch.families import gemma, smollm3
+from tokenmill.backends.torch.families import gemma, phi3, smollm3
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, BatchBuilder, Output
@@ -137,6 +137,15 @@ def test_norms_are_replaced_by_the_values_of_a_file(variant: str, dtype: str, fo
         assert (all_logits(model, TOKENS[:20], 20) == before).all()
 
 
+def test_a_window_of_the_whole_context_is_none() -> None:
+    """As in Phi-4-mini, whose window is wider than its context, which longrope limits further."""
+    config = reference("phi3, longrope").config.to_dict()
+    read = phi3.read({**config, "sliding_window": 2048})
+    assert read.max_context == 2048
+    assert set(read.windows) == {None}
+    assert set(phi3.read({**config, "sliding_window": 2047}).windows) == {2047}
+
+
 def test_gemma3_with_images_is_read_as_text(tmp_path: Path) -> None:
     """The image encoder is left out; published configurations of the text leave the usual sizes out."""
     text = reference("gemma3").config
@@ -182,9 +191,8 @@ BUGS = [
     ("smollm3", PlantedBug("all layers rotated", smollm3, "_rotated_layers", "bool(one)", "True")),
     ("granite", PlantedBug("residuals not scaled", decoder.Decoder, "_added", "layer.residual_scale == 1.0", "True")),
     ("granite", PlantedBug("logits not scaled", decoder, "scaled_logits", "logits * config.logit_scale", "logits")),
-    ("olmo2", PlantedBug("no norm of queries", decoder.Decoder, "_qkv",
-                         "self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)",
-                         "q, self._norm(k, weights.k_norm)")),
+    ("olmo2", PlantedBug("no norm of queries", decoder.Decoder, "_qkv", "self._norm(parts[0], weights.q_norm)",
+                         "parts[0]")),
 ]  # fmt: skip
 
 

@@ -178,6 +178,7 @@ def decoder_config(
         of_layers = ropes(head_dim, max_context)
     else:
         of_layers = (rope_from_config(settings, head_dim, max_context),) * num_layers
+    max_context = limited_context(max_context, of_layers)
     return DecoderConfig(
         family=family,
         vocab_size=settings.number("vocab_size"),
@@ -186,14 +187,26 @@ def decoder_config(
         num_heads=num_heads,
         num_kv_heads=settings.number("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        max_context=min([max_context, *(rope.most_context for rope in of_layers if rope and rope.most_context)]),
+        max_context=max_context,
         rms_eps=settings.real("rms_norm_eps", eps),
-        layers=tuple(
-            replace(layer, window=window, rope=rope)
-            for window, rope in zip(windows or (None,) * num_layers, of_layers, strict=True)
-        ),
+        layers=layers_of(layer, windows or (None,) * num_layers, of_layers, max_context),
         tied=settings.flag("tie_word_embeddings", tied),
         **others,
+    )
+
+
+def limited_context(max_context: int, ropes: Sequence[Rope | None]) -> int:
+    """The context of a model, which some kinds of RoPE limit."""
+    return min([max_context, *(rope.most_context for rope in ropes if rope is not None and rope.most_context)])
+
+
+def layers_of(
+    layer: LayerConfig, windows: Sequence[int | None], ropes: Sequence[Rope | None], max_context: int
+) -> tuple[LayerConfig, ...]:
+    """All layers, from what they have in common. A window of the whole context is none, and costs no mask."""
+    return tuple(
+        replace(layer, window=None if window is None or window >= max_context else window, rope=rope)
+        for window, rope in zip(windows, ropes, strict=True)
     )
 
 

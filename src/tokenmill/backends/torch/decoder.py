@@ -79,12 +79,14 @@ class Decoder:
     def _qkv(self, layer: LayerConfig, weights: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, qkv = self.config, weights.qkv(x)
         if layer.qk_norm == "projection":
-            q, k, v = torch.split(qkv, [config.query_size, config.kv_size, config.kv_size], dim=1)
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
-            return tuple(one.view(len(x), -1, config.head_dim) for one in (q, k, v.contiguous()))  # type: ignore[return-value]
+            parts = torch.split(qkv, [config.query_size, config.kv_size, config.kv_size], dim=1)
+            normed = self._norm(parts[0], weights.q_norm), self._norm(parts[1], weights.k_norm), parts[2]
+            qkv = torch.cat(normed, dim=1)
         heads = qkv.view(len(x), -1, config.head_dim)
         q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        return self._norm(q, weights.q_norm), self._norm(k, weights.k_norm), v
+        if layer.qk_norm == "head":
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        return q, k, v
 
     def _mlp(self, layer: LayerConfig, weights: LayerWeights, x: Tensor) -> Tensor:
         gate, up = weights.gate_up(x).chunk(2, dim=-1)

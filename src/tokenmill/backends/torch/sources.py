@@ -19,7 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTensor
-from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS, DecoderConfig, LayerConfig
+from tokenmill.backends.torch.config import (
+    MOST_CONTEXT,
+    MOST_LAYERS,
+    DecoderConfig,
+    LayerConfig,
+    layers_of,
+    limited_context,
+)
 from tokenmill.backends.torch.families.names import (
     GGUF_NAMES,
     ROPE_FACTORS_SHORT,
@@ -268,6 +275,7 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     if arch in GEMMA:
         layer = replace(layer, attention_scale=_gemma_scale(arch, num_layers, hidden_size // num_heads, head_dim))
     ropes = _ropes(arch, _rope(file, metadata, head_dim, max_context), metadata, windows)
+    max_context = limited_context(max_context, ropes)
     return DecoderConfig(
         family=arch,
         vocab_size=embed.shape[0],
@@ -276,9 +284,9 @@ def config_of(file: GGUFFile) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=metadata.per_layer("attention.head_count_kv", num_layers, num_heads),
         head_dim=head_dim,
-        max_context=min([max_context, *(rope.most_context for rope in ropes if rope and rope.most_context)]),
+        max_context=max_context,
         rms_eps=metadata.real("attention.layer_norm_rms_epsilon"),
-        layers=tuple(replace(layer, window=one, rope=rope) for one, rope in zip(windows, ropes, strict=True)),
+        layers=layers_of(layer, windows, ropes, max_context),
         embed_scale=math.sqrt(hidden_size) if arch in GEMMA else metadata.factor("embedding_scale", arch),
         logit_scale=1.0 / metadata.factor("logit_scale", arch),
         logit_softcap=metadata.cap("final_logit_softcapping", 30.0 if arch == "gemma2" else 0.0),
