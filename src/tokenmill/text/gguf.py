@@ -11,11 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.errors import ModelLoadError
+from tokenmill.text.conversion import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    add_around,
+    merges_by_score,
+    metaspace_decoder,
+)
 from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.pieces import (
     DIGIT,
@@ -31,8 +39,6 @@ from tokenmill.text.pieces import (
     THREE_DIGITS,
 )
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Token types of the format."""
 SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 """Where a file does not say."""
 
@@ -116,15 +122,8 @@ def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
     tokenizer.add_tokens([token for token in added if not token.special])
     if tokenizer.get_vocab_size() != len(tokens):
         raise ModelLoadError(f"{file.path}: its tokenizer has {tokenizer.get_vocab_size()} tokens, not {len(tokens)}")
-    before = [tokens[bos]] if (bos := _bos_id(file, tokens)) is not None else []
     eos = _token_id(file, "eos", tokens) if file.get("tokenizer.ggml.add_eos_token", False) else None
-    after = [tokens[eos]] if eos is not None else []
-    if before or after:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=[*before, "$A", "$B", *after],
-            special_tokens=[(tokens[one], one) for one in {bos, eos} if one is not None],
-        )
+    add_around(tokenizer, _bos_id(file, tokens), eos)
     return HuggingFaceTokenizer(tokenizer.to_str(), frozenset(_end_ids(file, tokens, types)))
 
 
@@ -202,30 +201,17 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Any:
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Any:
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = merges_by_score(vocabulary, file.get("tokenizer.ggml.scores", []))
+    scores = file.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise ModelLoadError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} scores")
+    merges = merges_by_score(tokens, scores)
     unknown = tokens[_token_id(file, "unknown", tokens) or 0]
     tokenizer = RustTokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    tokenizer.decoder = metaspace_decoder(has_prefix=has_prefix)
     return tokenizer
-
-
-def merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the two pieces whose union has the best score: as merges, every union in that order."""
-    if len(scores) != len(vocabulary):
-        raise ModelLoadError(f"{len(vocabulary)} tokens, but {len(scores)} scores")
-    found = []
-    for token, number in vocabulary.items():
-        for cut in range(1, len(token)):
-            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((-scores[number], left, right, token[:cut], token[cut:]))
-    return [(left, right) for *_, left, right in sorted(found)]
 
 
 def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.errors import ModelLoadError, TokenizeFailed, TooManyTokens
 from tokenmill.files import read_json
+from tokenmill.text.conversion import ConvertedTokenizer, convert_directory
 from tokenmill.text.pieces import BYTE_OF, joins_texts, length_bound, safe_cuts
 from tokenmill.text.tokenizer import InnerTexts, Places, to_utf8
 
@@ -31,7 +32,8 @@ class HuggingFaceTokenizer:
     The interpreter lock is released while a text is tokenized, and long texts are tokenized in pieces.
     """
 
-    def __init__(self, tokenizer_json: str, eos_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, tokenizer_json: str, eos_ids: frozenset[int] = frozenset(), prefix: str = "") -> None:
+        """`prefix` is put before every text that does not begin with a special token."""
         # Two of them, since how special tokens in a text are read is a setting of the whole tokenizer.
         self._for_users = RustTokenizer.from_str(tokenizer_json)
         self._for_users.encode_special_tokens = True
@@ -42,6 +44,7 @@ class HuggingFaceTokenizer:
         added = self._for_templates.get_added_tokens_decoder()
         self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._eos_ids = eos_ids
+        self._prefix = prefix
         self._stand_ins = _add_stand_ins(self._for_users, added)
         """Text of each special token -> a text that is the same token to `_for_users`."""
         self._meant = {
@@ -57,16 +60,20 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def from_directory(cls, folder: Path) -> HuggingFaceTokenizer:
-        """Read tokenizer.json, and every place where a model names its end-of-sequence tokens."""
+        """Read tokenizer.json or another format, and every place where a model names its end-of-sequence tokens."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelLoadError(f"{folder} has no tokenizer.json")
-        text = read_text(path)
+        if path.is_file():
+            found = ConvertedTokenizer(read_text(path))
+        elif (converted := convert_directory(folder)) is not None:
+            found = converted
+        else:
+            raise ModelLoadError(f"{folder} has no tokenizer.json, tokenizer.model or tekken.json")
         try:
-            tokenizer = cls(text)
+            tokenizer = cls(found.tokenizer_json, prefix=found.prefix)
         except Exception as error:  # the package raises plain Exception
             raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
-        tokenizer._eos_ids = frozenset(_eos_ids(folder, tokenizer._for_templates))
+        own = set() if found.eos_id is None else {found.eos_id}
+        tokenizer._eos_ids = frozenset(_eos_ids(folder, tokenizer._for_templates) or own)
         return tokenizer
 
     def to_json(self) -> str:
@@ -92,13 +99,15 @@ class HuggingFaceTokenizer:
     def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:
         """A user's text: special tokens in it stay text; `add_special` puts BOS and the like around it."""
         before, after = self._around if add_special else ([], [])
+        text = self._prefix + text if text else text
         return [*before, *self._encode(self._for_users, text, limit), *after]
 
     def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:
         """What a chat template wrote: special tokens in it are meant (with `special`, only those at these places)."""
         if special is None:
-            return self._encode(self._for_templates, text, limit)
-        pieces, at = [], 0
+            begins_special = not text or text.startswith(tuple(self._special_tokens))
+            return self._encode(self._for_templates, text if begins_special else self._prefix + text, limit)
+        pieces, at = [self._prefix] if text and (not special or special[0][0] > 0) else [], 0
         for start, end in special:
             pieces += [text[at:start], self._stand_ins[text[start:end]]]
             at = end

@@ -15,6 +15,7 @@ from tokenmill.contract import Model
 from tokenmill.errors import ConfigError, InvalidRequest, ModelLoadError
 from tokenmill.files import read_json
 from tokenmill.params import SamplingParams
+from tokenmill.text.conversion import tekken_template
 from tokenmill.text.gguf import chat_source, chat_variables, gguf_tokenizer
 from tokenmill.text.grammar import GrammarCompiler
 from tokenmill.text.hf import HuggingFaceTokenizer, read_text
@@ -140,7 +141,9 @@ def _error_of(name: str, value: Any) -> str | None:
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own, else in tokenizer_config.json: one template, or several of which `default` is meant."""
+    """A file of its own, else in tokenizer_config.json: one template, or several of which `default` is meant; else that
+    of Mistral's tekken.json.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         return read_text(path)
@@ -148,7 +151,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")
-    return source if isinstance(source, str) else None
+    return source if isinstance(source, str) else tekken_template(folder)
 
 
 def _content(token: Any) -> str:
