@@ -169,6 +169,33 @@ def test_500_tools_are_answered_within_a_second(server: Running) -> None:
     assert time.monotonic() - began < 1
 
 
+def test_structured_output_applies_to_the_answer_after_the_thinking(thinking: Running) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    message = thinking.chat(response_format=form, thinking_token_budget=4, max_tokens=100).json()["choices"][0][
+        "message"
+    ]
+    assert message["reasoning_content"]
+    assert set(json.loads(message["content"])) == {"ok"}
+
+
+def test_an_answer_with_tools_is_a_call_or_what_the_format_says(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    found = set()
+    for seed in range(8):
+        asked = {"tools": TOOLS, "response_format": form, "max_tokens": 300, "seed": seed}
+        choice = server.chat(**asked).json()["choices"][0]
+        found.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["message"]["content"]) in ("yes", "no")
+    assert found == {"stop", "tool_calls"}
+
+
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +264,8 @@ def test_20_rounds_of_a_session_compute_only_what_is_new(server: Running) -> Non
     # The same conversation, rendered from the beginning. This template writes no end of turn, which the log has.
     again = server.chat(messages=messages[:-2], tools=TOOLS, tool_choice="required", max_tokens=1)
     assert again.json()["usage"]["prompt_tokens"] == known - used["completion_tokens"] - 19
+    causes = [turn["cause"] for turn in talk.get("explain").json()["turns"]]
+    assert set(causes[1:]) == {"new_input"}
     shown = [message for turn in talk.turns() for message in turn["messages"]]
     assert [message.get("tool_call_id") for message in shown if message["role"] == "tool"]
     assert all(message["tool_calls"] for message in shown if message["role"] == "assistant")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.tool_templates import HARMONY, PLAIN, WRITTEN, stored_templates
+from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 from tokenmill.text.tool_format import NAMED, CallFormat, JsonArguments, TurnFormat
@@ -331,6 +332,29 @@ def test_markers_that_are_special_tokens_are_tokens_in_the_grammar() -> None:
     assert "<[256]>" in grammar
     assert _accepts(grammar, _encoded(text, special), tokenizer)
     assert _accepts(grammar, "<|calls|> as text", tokenizer)
+
+
+FORGETS = ("DeepSeek-R1", "gemma-4")
+"""Stored templates that write a past turn differently from the prompt that it answered."""
+ADDS = ("GLM-4.6",)
+"""One that writes empty thinking into a past turn."""
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "no tools", "harmony", *STORED])
+def test_the_log_keeps_a_call_as_it_was_generated_and_only_the_result_is_added(name: str) -> None:
+    template, form = _format_of(name)
+    question = {"role": "user", "content": "hello"}
+    result = {"role": "tool", "tool_call_id": "call00000", "name": "get_weather", "content": "sunny"}
+    call = (
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{json.dumps(NESTED[0][1], ensure_ascii=False)}"
+    )
+    answer = call if form.calls is None else form.calls.write(NESTED)
+    log = [*template.encode([question], tools=DECLARED), *answer.encode()]
+    past = [question, _message(NESTED)]
+    step = DeltaRenderer(template, tools=DECLARED).extend(log, past, [result], None)
+    assert (step.keep == len(log)) == (not any(part in name for part in FORGETS))
+    if not any(part in name for part in ADDS):
+        assert [*log[: step.keep], *step.ids] == template.encode([*past, result], tools=DECLARED)
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------------

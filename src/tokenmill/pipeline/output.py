@@ -358,7 +358,9 @@ class Generation:
     def usage(self) -> Usage:
         first = self.choices[0].request
         num_reasoning = 0 if self.plan is None else sum(choice.num_reasoning for choice in self.choices)
-        return Usage(first.num_prompt, self.num_generated, first.num_cached, num_reasoning)
+        # A prefix hit may go on into what a grammar forces the output to begin with.
+        num_cached = min(first.num_cached, first.num_prompt)
+        return Usage(first.num_prompt, self.num_generated, num_cached, num_reasoning)
 
     @property
     def cache(self) -> CacheVerdict | None:

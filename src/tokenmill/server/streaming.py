@@ -35,6 +35,7 @@ from tokenmill.session.answer import Answer
 from tokenmill.session.explain import message_at
 from tokenmill.session.service import SessionService
 from tokenmill.text.messages import Message
+from tokenmill.text.tool_grammar import ToolUse
 from tokenmill.text.turn_parser import ParsedTurn, TurnPlan
 from tokenmill.text.workers import TextWorkers
 
@@ -264,14 +265,19 @@ class Call:
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
 
-    async def prepare(self, params: SamplingParams, *, has_tools: bool) -> None:
-        """Compile what constrains the answer, off the event loop; 400 if that can't be."""
-        try:
-            await self.do(self.llm.prepare(params))
-        except InvalidRequest as error:
-            if not has_tools or error.param != "structured_outputs":
-                raise
-            raise InvalidRequest(f"tools: {str(error).split(': ', 1)[-1]}", param="tools") from None
+    async def plan(
+        self, prompt: list[int], params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
+    ) -> tuple[SamplingParams, TurnPlan | None]:
+        """How the answer to a chat is constrained and read. Its grammar is compiled, off the event loop."""
+        params, plan = self.llm.plan(prompt, params, use or ToolUse(), thinking_budget)
+        if params.structured_outputs is not None:
+            try:
+                await self.do(self.llm.prepare(params))
+            except InvalidRequest as error:
+                if use is None or error.param != "structured_outputs":
+                    raise
+                raise InvalidRequest(f"tools: {str(error).split(': ', 1)[-1]}", param="tools") from None
+        return params, plan
 
     def follow(self, source: SessionSource) -> None:
         """Read the answer of a session instead of generations of its own."""

@@ -114,7 +114,9 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
         asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.request_id, *asked)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
-        session.mark = KVMark(len(session.log), session.core, weights, now)
+        # Tokens that a grammar forced at the end of an answer are computed with what follows.
+        num_known = len(session.log) if generation.params.structured_outputs is None else len(prompt)
+        session.mark = KVMark(num_known, session.core, weights, now)
         session.log = session.log.marked()
 
 

@@ -374,9 +374,9 @@ class SessionManager:
         self, session: Session, params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
         """How the answer to a session's log is constrained and read."""
-        if use is None and not self._reasons:
-            return params, None
-        params, plan = self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
+        plan = None
+        if use is not None or self._reasons:
+            params, plan = self.intake.plan(session.log.tokens.array, params, use or ToolUse(), thinking_budget)
         if params.structured_outputs is not None:
             self.intake.grammars.compile(params.structured_outputs)  # here, where it holds up no event loop
         return params, plan

@@ -376,8 +376,9 @@ class SessionService:
                 live.undo = partial(session.restore, before)
             return live
 
-        # A grammar of tools is compiled: that is long.
-        work = loaded.text_work(max(num_chars(given), self._texts.inline_bytes if use and use.tools else 0), take_in)
+        # Where a grammar has to be compiled, that is long.
+        compiles = bool(use and use.tools) or thinking_budget is not None or changes.get("structured_outputs")
+        work = loaded.text_work(max(num_chars(given), self._texts.inline_bytes if compiles else 0), take_in)
         try:
             async with asyncio.timeout(timeout_s) as waiting:
                 if loaded.persistence is not None and session_id in loaded.queue.sessions:

@@ -33,7 +33,14 @@ from tokenmill.text.messages import (
 )
 from tokenmill.text.separable import is_separable
 from tokenmill.text.tokenizer import Places, Tokenizer, check_text
-from tokenmill.text.tool_format import NAMED, TurnFormat, generic_messages, turn_format, with_short_ids
+from tokenmill.text.tool_format import (
+    NAMED,
+    TurnFormat,
+    calls_in_content,
+    generic_messages,
+    turn_format,
+    with_short_ids,
+)
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Rendered", "check_messages"]
 
@@ -275,6 +282,8 @@ class ChatTemplate:
         if form.is_generic and (tools or "tool_calls" not in self.source):
             others = {name: value for name, value in options.items() if name != "tools"}
             return generic_messages(messages, tools if isinstance(tools, list) else ()), others
+        if form.calls is not None and "tool_calls" not in self.source:  # tools are listed, but past calls are not shown
+            messages = calls_in_content(messages, form.calls)
         return messages if form.long_ids else [with_short_ids(message) for message in messages], options
 
     @cached_property

@@ -535,26 +535,31 @@ def _short(call_id: str) -> str:
 # -- templates without tools ------------------------------------------------------------------------------------------
 
 
+def calls_in_content(messages: Sequence[Message], calls: CallFormat) -> list[Message]:
+    """Messages whose tool calls are part of their text, as the model has written them."""
+    written: list[Message] = []
+    for message in messages:
+        past = message.get("tool_calls")
+        if isinstance(past, list) and past:
+            said = (message.get("content"), _past_calls(past, calls))
+            message = {"role": message["role"], "content": "\n".join(one for one in said if one)}
+        written.append(message)
+    return written
+
+
 def generic_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """A conversation for a template that knows no tools: they go into the system message, and calls into content."""
-    written: list[dict[str, Any]] = []
-    for message in messages:
-        role = message["role"]
-        if role == "tool":
-            result = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-            if written and written[-1].get("is_result"):
-                written[-1]["content"] += f"\n{result}"
-            else:
-                written.append({"role": "user", "content": result, "is_result": True})
-        elif isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
-            said = [message.get("content"), *map(_generic_call, message["tool_calls"])]
-            written.append({"role": "assistant", "content": "\n".join(one for one in said if one)})
-        else:
-            written.append(dict(message))
-    for one in written:
-        one.pop("is_result", None)
+    written: list[Message] = []
+    for place, message in enumerate(calls_in_content(messages, _TAGGED_JSON)):
+        if message["role"] != "tool":
+            written.append(message)
+            continue
+        result = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        if place and messages[place - 1]["role"] == "tool":  # the results of one turn are one message
+            result = f"{written.pop()['content']}\n{result}"
+        written.append({"role": "user", "content": result})
     if not tools:
-        return list(written)
+        return written
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     example = '<tool_call>\n{"name": <function name>, "arguments": <arguments as JSON>}\n</tool_call>'
     text = f"You may call these functions:\n{lines}\n\nTo call a function, answer in this form:\n{example}"
@@ -563,15 +568,18 @@ def generic_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, A
     return [{"role": "system", "content": text}, *written]
 
 
-def _generic_call(call: Any) -> str:
-    """A past call as text; nothing, if it is none."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return ""
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return f"{_TAGGED_JSON.head}{function['name']}{_TAGGED_JSON.name_end}{arguments}{_TAGGED_JSON.tail}"
-    return _TAGGED_JSON.write([(function["name"], arguments)])
+def _past_calls(past: Sequence[Any], calls: CallFormat) -> str:
+    """Past calls as text; what is no call is left out."""
+    pairs: list[tuple[str, Mapping[str, Any]]] = []
+    for call in past:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        pairs.append((function["name"], arguments if isinstance(arguments, Mapping) else {}))
+    return calls.write(pairs) if pairs else ""

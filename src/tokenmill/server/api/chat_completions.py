@@ -19,7 +19,6 @@ from tokenmill.server.requests import ChatRequest, session_use, template_options
 from tokenmill.server.served import Served
 from tokenmill.server.sse import TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, answer_message, part_delta, usage_of
-from tokenmill.text.tool_grammar import ToolUse
 from tokenmill.text.turn_parser import ParsedTurn
 
 
@@ -39,17 +38,12 @@ def chat_routes(served: Served) -> APIRouter:
             params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
             if params.structured_outputs is not None:
                 await call.do(call.llm.prepare(params))
-            use = (
-                None
-                if body.tool_choice is None and not body.tools
-                else tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-            )
+            use = plan = None
+            if body.tools or body.tool_choice is not None:
+                use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
             ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
-            plan = None
             if use is not None or model.reasons:
-                params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
-                if params.structured_outputs is not None:
-                    await call.prepare(params, has_tools=use is not None)
+                params, plan = await call.plan(ids, params, use, body.thinking_token_budget)
             call.generate(ids, params, params.max_tokens, messages, plan)
         else:
             hints: dict[str, Any] = {

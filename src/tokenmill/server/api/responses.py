@@ -63,9 +63,7 @@ async def start_response(
         ids = await call.tokens(lambda: call.llm.chat_ids([*system, *messages], **options))
         plan = None
         if use is not None or model.reasons:
-            params, plan = call.llm.plan(ids, params, use or ToolUse(), body.thinking_token_budget)
-            if params.structured_outputs is not None:
-                await call.prepare(params, has_tools=use is not None)
+            params, plan = await call.plan(ids, params, use, body.thinking_token_budget)
         call.generate(ids, params, body.max_output_tokens, plan=plan)
     else:
         call.follow(_answer(call, body, model, store, messages, params, use, must_fit=not config.clamp_max_tokens))
