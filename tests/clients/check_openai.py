@@ -366,6 +366,13 @@ def results(message: Any) -> list[Any]:
     return [{"role": "tool", "tool_call_id": call.id, "content": "sunny, noon"} for call in message.tool_calls]
 
 
+def check_parse_with_a_pydantic_model(target: Target) -> None:
+    answer = connect(target).chat.completions.parse(
+        model=target.model, messages=ASK, response_format=GetWeather, max_tokens=100, temperature=0
+    )
+    assert isinstance(answer.choices[0].message.parsed, GetWeather), answer
+
+
 def check_a_tool_loop_with_parse(target: Target) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Rome, and the time?"}]
     options: Any = {"model": target.model, "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 100}

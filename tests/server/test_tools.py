@@ -177,9 +177,8 @@ def test_structured_output_applies_to_the_answer_after_the_thinking(thinking: Ru
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-    message = thinking.chat(response_format=form, thinking_token_budget=4, max_tokens=100).json()["choices"][0][
-        "message"
-    ]
+    asked = {"response_format": form, "thinking_token_budget": 4, "max_tokens": 100, "seed": 1}
+    message = thinking.chat(**asked).json()["choices"][0]["message"]
     assert message["reasoning_content"]
     assert set(json.loads(message["content"])) == {"ok"}
 

@@ -87,6 +87,8 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = Field(None, description="The model's thinking; also as `reasoning`.")
 
 
 class ChatChoice(BaseModel):
@@ -214,6 +216,7 @@ class SessionAnswer(BaseModel):
     finish_reason: str
     usage: Usage
     durable: bool | None
+    message: AssistantMessage | None = Field(None, description="Where an answer may have tool calls or thinking.")
 
 
 class Piece(BaseModel):

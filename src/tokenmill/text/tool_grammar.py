@@ -257,7 +257,7 @@ class _Grammar:
         else:
             most = min(CHARS_PER_TOKEN * budget, MAX_THINKING_CHARS)
             thought = self._rule("thinking[lazy]", rf"/(.|\n){{0,{most}}}/ {_quoted(reasoning.closing)}")
-        space = r"/\s*/"
+        space = r"/[ \n]{0,4}/"
         if is_open:
             return f"{thought} {space}"
         return f"({self._literal(reasoning.opening)} {thought} {space})?"
