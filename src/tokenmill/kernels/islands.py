@@ -110,8 +110,10 @@ def _turn_and_store(
     inside = (d < dim // 2)[None, :] & (head < num_heads + 2 * num_kv)[:, None]
     is_query, is_value = head < num_heads, head >= num_heads + num_kv
     # Pairs (i, i + turned / 2) of the first dimensions are turned; the others are pairs that stay as they are.
-    one = tl.where(d < turned // 2, d, d + turned // 2)
-    other = tl.where(d < turned // 2, d + turned // 2, d + dim // 2)
+    one, other = d, dim // 2 + d  # without a choice, so that the compiler sees that they are contiguous
+    if turned > 0 and turned < dim:
+        one = tl.where(d < turned // 2, d, d + turned // 2)
+        other = tl.where(d < turned // 2, d + turned // 2, d + dim // 2)
     at = qkv + token * ((num_heads + 2 * num_kv) * dim) + head[:, None] * dim
     first = tl.load(at + one[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + other[None, :], mask=inside, other=0.0).to(tl.float32)
