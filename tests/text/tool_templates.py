@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import ChatTemplate
+from tokenmill.text.tokenizer import ByteTokenizer
 
 HEAD = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ think(m) }}{{ m.content or '' }}"
@@ -119,3 +124,11 @@ def stored_templates() -> dict[str, str]:
     """Templates of real models, where a folder of them is named."""
     folder = os.environ.get("TOKENMILL_TEMPLATES")
     return {} if folder is None else {path.stem: path.read_text() for path in sorted(Path(folder).glob("*.jinja"))}
+
+
+def use_template(llm: Any, source: str) -> None:
+    """Let an `LLM` or `AsyncLLM` over the fake model write its chats with another template."""
+    tokenizer = ByteTokenizer(258)
+    text = ModelText(tokenizer, ChatTemplate(source, tokenizer))
+    object.__setattr__(llm.opened, "text", text)
+    llm._intake.text = text

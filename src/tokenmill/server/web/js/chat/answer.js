@@ -2,8 +2,8 @@
 import { ServerError, Unreachable, ask, events } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
 import { explain } from "../shared/words.js";
-import { abandon, isAnswerLost, isKnown, isLost, isOff, noteAnswer, sessionAfter, sessionAt, takeBack } from "./sessions.js";
-import { children } from "./tree.js";
+import { abandon, isAnswerLost, isKnown, isLost, isOff, noteAnswer, sessionAfter, sessionAt, takeBack, told } from "./sessions.js";
+import { children, isSaid } from "./tree.js";
 
 const FRAME_MS = 50;
 const CHARS_A_MS = 100; // long answers take longer to draw, and are drawn less often
@@ -22,9 +22,13 @@ const CUT_SHORT = ["length", "cancelled", "timeout"];
 /** The finish reason of an answer that a restart of the server cut off: it goes on, whatever the server has kept of it. */
 export const RESTARTED = "restarted";
 
-/** Can more be had of an answer? It must have been cut short, the server must have it or be told, and nothing may follow it. */
-export const canGoOn = (conversation, { id, content, finish }) =>
-  (finish === RESTARTED || (CUT_SHORT.includes(finish) && isKnown(conversation, id))) && content !== "" && !children(conversation, id).length;
+/**
+ * Can more be had of an answer? It must have been cut short, the server must have it or be told, and nothing may follow it.
+ * Calls and thoughts are read from their beginning, and a schema describes whole answers: those do not go on.
+ */
+export const canGoOn = (conversation, { id, content, calls, finish }) =>
+  (finish === RESTARTED || (CUT_SHORT.includes(finish) && isKnown(conversation, id)))
+  && content !== "" && !calls?.length && !conversation.schema && !children(conversation, id).length;
 
 export class Answering extends Emitter {
   #abort = new AbortController();
@@ -48,7 +52,7 @@ export class Answering extends Emitter {
     const { content, finish, stats } = this.message;
     Object.assign(this.message, { status: "waiting", error: null, finish: null, stats: null, asked: Date.now(), firstAt: null });
     this.changed();
-    await this.#guarded(() => (content === "" ? this.#generate() : this.#goOn(finish === RESTARTED)), { content, finish, stats });
+    await this.#guarded(() => (isSaid(this.message) ? this.#goOn(finish === RESTARTED) : this.#generate()), { content, finish, stats });
   }
 
   /** Take up an answer that was on its way when the page was left. */
@@ -82,11 +86,13 @@ export class Answering extends Emitter {
     for (;;) {
       const isHeard = isKnown(conversation, question.id);
       this.#use(await sessionAfter(conversation, isHeard ? question.id : question.parent, this.#model, signal));
-      const body = isHeard ? conversation.sampling : { ...conversation.sampling, input: question.content };
+      const body = { ...conversation.sampling };
+      if (conversation.schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: conversation.schema } };
+      if (!isHeard) body.input = question.role === "user" ? question.content : told(question);
       try {
         return await this.#read(this.#stream(body), { question: isHeard ? null : question.id });
       } catch (error) {
-        const isTriedAgain = message.content === "" && (isHeard ? isOff(error) : isLost(error));
+        const isTriedAgain = !isSaid(message) && (isHeard ? isOff(error) : isLost(error));
         if (!isTriedAgain) throw error;
         abandon(conversation, this.#session.id);
         this.#session = null;
@@ -118,7 +124,7 @@ export class Answering extends Emitter {
     const { signal } = this.#abort;
     const question = conversation.messages[message.parent];
     this.#use(await sessionAfter(conversation, question.parent, this.#model, signal));
-    const input = [question, message].map(({ role, content }) => ({ role, content }));
+    const input = [question, message].flatMap(told);
     const body = { input, continue_final_message: true };
     await ask(`/v1/sessions/${this.#session.id}/append`, { method: "POST", body, signal });
     noteAnswer(this.#session.record, question.id, message.id);
@@ -175,17 +181,43 @@ export class Answering extends Emitter {
 
   #take(chunk, eventId) {
     const { message } = this;
-    message.content += chunk.text;
+    if (chunk.deltas) this.#addParts(chunk);
+    else message.content += chunk.text;
     message.status = "streaming";
     message.resume = { session: this.#session.id, eventId };
     if (chunk.token_ids.length) message.firstAt ??= Date.now();
     if (chunk.finish_reason !== null) {
       message.finish = chunk.finish_reason;
       message.stats = this.#stats(chunk.usage);
+      if (message.thinking) this.#endThinking(chunk.usage.completion_tokens_details.reasoning_tokens);
     }
-    const isCutShort = CUT_SHORT.includes(chunk.finish_reason) && message.content !== "";
+    const isCutShort = CUT_SHORT.includes(chunk.finish_reason) && isSaid(message);
     if (chunk.error && !isCutShort) throw new ServerError(500, chunk.error);
     this.#redraw();
+  }
+
+  /** Of a model that thinks or calls tools: what it says comes as the server has told it apart. */
+  #addParts({ deltas, token_ids: ids }) {
+    const { message } = this;
+    for (const { content, reasoning_content: reasoning, tool_calls: calls = [] } of deltas) {
+      if (reasoning) {
+        message.thinking ??= { tokens: 0, from: Date.now(), seconds: null };
+        message.reasoning = (message.reasoning ?? "") + reasoning;
+      } else if (message.thinking) this.#endThinking(message.thinking.tokens);
+      message.content += content ?? "";
+      for (const { index, id, function: { name, arguments: given } } of calls) {
+        if (id) (message.calls ??= [])[index] = { id, name, arguments: "" };
+        message.calls[index].arguments += given;
+      }
+    }
+    if (message.thinking?.seconds === null) message.thinking.tokens += ids.length;
+  }
+
+  /** Their number is told at the end of the answer; none, if it only went on. */
+  #endThinking(tokens) {
+    const { thinking } = this.message;
+    thinking.tokens = tokens || thinking.tokens;
+    thinking.seconds ??= (Date.now() - thinking.from) / 1000;
   }
 
   #stats(usage) {
@@ -208,7 +240,7 @@ export class Answering extends Emitter {
       this.#frame = 0;
       this.changed();
       this.onChange(false);
-    }, Math.max(FRAME_MS, this.message.content.length / CHARS_A_MS));
+    }, Math.max(FRAME_MS, (this.message.content.length + (this.message.reasoning ?? "").length) / CHARS_A_MS));
   }
 
   /** Do it, and note how it ended. If nothing was added to an answer, it ended as it had `before`. */

@@ -3,9 +3,9 @@ import { Unreachable, ask } from "../shared/api.js";
 import { Emitter } from "../shared/emitter.js";
 import { explain } from "../shared/words.js";
 import { Answering } from "./answer.js";
-import { abandon, abandonAll, forkInto } from "./sessions.js";
+import { abandon, abandonAll, forkInto, told } from "./sessions.js";
 import * as storage from "./storage.js";
-import { add, choose, copyUpTo, newConversation, pathTo, remove } from "./tree.js";
+import { add, choose, copyUpTo, isSaid, newConversation, pathTo, remove } from "./tree.js";
 
 const SAVE_MS = 500;
 const LOOK_AGAIN_MS = 1500;
@@ -177,15 +177,17 @@ export class Chat extends Emitter {
     }
   }
 
-  /** Another system prompt, model or other sampling. What the model was told before, it must be told anew. */
-  configure(conversation, { model = conversation.model, system = conversation.system, sampling = conversation.sampling }, isDefault = false) {
-    if (model !== conversation.model || system !== conversation.system) {
+  /** Other settings. Where they change what the model was told before, it must be told anew. */
+  configure(conversation, changes, isDefault = false) {
+    const { model, system, sampling, tools = null, schema = null } = { ...conversation, ...changes };
+    const isSame = JSON.stringify(tools) === JSON.stringify(conversation.tools ?? null);
+    if (model !== conversation.model || system !== conversation.system || !isSame) {
       if (this.answering(conversation)) this.#stale.add(conversation.id); // the answer on its way is not disturbed
       else abandonAll(conversation);
       conversation.context = null;
     }
-    Object.assign(conversation, { model, system, sampling });
-    if (isDefault) localStorage.setItem(DEFAULTS, JSON.stringify({ model, system, sampling }));
+    Object.assign(conversation, { model, system, sampling, tools, schema });
+    if (isDefault) localStorage.setItem(DEFAULTS, JSON.stringify({ model, system, sampling, tools, schema }));
     this.#changed(conversation);
   }
 
@@ -202,7 +204,8 @@ export class Chat extends Emitter {
     const { leaf, system } = conversation;
     const model = this.modelOf(conversation)?.id;
     if (leaf === null || !model || conversation.context?.leaf === leaf) return;
-    const said = pathTo(conversation, leaf).filter(({ content }) => content !== "").map(({ role, content }) => ({ role, content }));
+    if (conversation.tools) return; // their declarations are in the prompt, too: only the server knows how
+    const said = pathTo(conversation, leaf).filter(isSaid).flatMap(told);
     const messages = system.trim() ? [{ role: "system", content: system }, ...said] : said;
     let tokens;
     try {
@@ -225,12 +228,18 @@ export class Chat extends Emitter {
 
   /** A question at the end of the branch that is shown. */
   send(conversation, text) {
-    this.#ask(conversation, conversation.leaf, text);
+    this.#ask(conversation, conversation.leaf, "user", text);
   }
 
   /** Another question in place of one: a branch of its own. */
   edit(conversation, message, text) {
-    this.#ask(conversation, message.parent, text);
+    this.#ask(conversation, message.parent, "user", text);
+  }
+
+  /** What the calls of an answer have returned, in their order: the model goes on from there. */
+  answerCalls(conversation, message, contents) {
+    const results = message.calls.map(({ id, name }, i) => ({ id, name, content: contents[i] }));
+    this.#ask(conversation, message.id, "tool", "", { results });
   }
 
   /** Other words for an answer: a branch of its own. */
@@ -243,7 +252,7 @@ export class Chat extends Emitter {
   /** Another answer to the same question; one that never came is tried again in its place. */
   regenerate(conversation, message) {
     if (this.answering(conversation)) return;
-    if (message.content === "") remove(conversation, message.id);
+    if (!isSaid(message)) remove(conversation, message.id);
     this.#answer(conversation, add(conversation, message.parent, "assistant"));
   }
 
@@ -271,9 +280,9 @@ export class Chat extends Emitter {
     this.show(copy.id);
   }
 
-  #ask(conversation, parent, text) {
+  #ask(conversation, parent, role, text, more = {}) {
     if (this.answering(conversation)) return;
-    const question = add(conversation, parent, "user", text);
+    const question = Object.assign(add(conversation, parent, role, text), more);
     const isNew = !this.conversations.has(conversation.id);
     this.conversations.set(conversation.id, conversation);
     if (this.#blank === conversation) this.#blank = null;

@@ -82,10 +82,11 @@ function conversationOf({ session, turns }, { id, model }, maxTokens) {
 }
 
 /** The name of a message of the session's here: messages of one role after another are one. */
-function take(made, { role, content }, finish) {
+function take(made, { role, content, tool_calls: calls }, finish) {
   if (!["user", "assistant"].includes(role) || typeof content !== "string") {
     throw new Error(`this session has messages of other roles (${role}), which can't be shown here`);
   }
+  if (calls) throw new Error("this session has calls of tools, which can't be shown here");
   const last = made.messages[made.leaf] ?? null;
   if (last === null && role === "assistant") throw new Error("this session begins with an answer, which can't be shown here");
   if (last?.role === role) {

@@ -5,6 +5,7 @@
 // a fork of one that has come past it, if there is one; or else in a new one that is told the history. So a new question is
 // all that is sent and computed, wherever in the tree it is asked, and a session that the server has lost is made again.
 import { ServerError, ask } from "../shared/api.js";
+import { isObject } from "./json.js";
 import { history, lastSaid } from "./tree.js";
 
 /** Does the server not know the session (any more)? */
@@ -53,11 +54,30 @@ function find(conversation, message) {
   return best;
 }
 
+/** A message as the API has it; results of tools are one each. */
+export function told({ role, content, calls, results }) {
+  if (role === "tool") return results.map((result) => ({ role, tool_call_id: result.id, content: result.content }));
+  const complete = (calls ?? []).filter(isComplete);
+  if (!complete.length) return [{ role, content }];
+  const shaped = complete.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  return [{ role, content: content || null, tool_calls: shaped }];
+}
+
+/** Has a call all of its arguments? One that was cut short is not told. */
+function isComplete({ arguments: given }) {
+  try {
+    return isObject(JSON.parse(given));
+  } catch {
+    return false;
+  }
+}
+
 async function create(conversation, place, model, signal) {
   const said = place === null ? [] : history(conversation, place);
   const body = { model };
   if (conversation.system.trim()) body.system = conversation.system;
-  if (said.length) body.messages = said.map(({ role, content }) => ({ role, content }));
+  if (conversation.tools) body.tools = conversation.tools;
+  if (said.length) body.messages = said.flatMap(told);
   const { id } = await ask("/v1/sessions", { method: "POST", body, signal });
   return keep(conversation, id, { turns: [], pending: said.map((message) => message.id) });
 }

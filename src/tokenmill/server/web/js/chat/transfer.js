@@ -1,6 +1,7 @@
 // Conversations as files: JSON, which can be taken back in, and Markdown, to read. Session files: session_files.js.
+import { isObject } from "./json.js";
 import { usable } from "./sampling.js";
-import { newConversation, newId, pathTo, titleOf } from "./tree.js";
+import { SPEAKERS, newConversation, newId, pathTo, textOf, titleOf } from "./tree.js";
 
 const FORMAT = "tokenmill.conversations";
 const VERSION = 1;
@@ -21,8 +22,8 @@ export function toMarkdown(conversation) {
   const parts = [`# ${titleOf(conversation)}`];
   if (conversation.system.trim()) parts.push(`**System:** ${conversation.system.trim()}`);
   if (conversation.leaf !== null) {
-    for (const { role, content } of pathTo(conversation, conversation.leaf)) {
-      parts.push(`## ${role === "user" ? "You" : "Model"}`, content.trim() || "(no answer)");
+    for (const message of pathTo(conversation, conversation.leaf)) {
+      parts.push(`## ${SPEAKERS[message.role]}`, textOf(message).trim() || "(no answer)");
     }
   }
   return `${parts.join("\n\n")}\n`;
@@ -56,25 +57,42 @@ function statsOf(given) {
 
 /** A conversation of our own making, with what can be used of another. It and its messages get names of their own. */
 function taken(given) {
-  const made = newConversation({ model: text(given?.model, null), system: text(given?.system), sampling: usable(given?.sampling) });
+  const made = newConversation({
+    model: text(given?.model, null), system: text(given?.system), sampling: usable(given?.sampling),
+    tools: Array.isArray(given?.tools) ? given.tools.filter(isObject) : null, schema: isObject(given?.schema) ? given.schema : null,
+  });
   made.title = text(given?.title) || null;
   made.created = time(given?.created);
   made.updated = time(given?.updated);
   const entries = Object.entries(given?.messages ?? {});
   const names = new Map(entries.map(([id]) => [id, newId()]));
   for (const [id, message] of entries) {
-    if (!["user", "assistant"].includes(message?.role)) throw new Error("a message has no role that is known");
+    if (!Object.hasOwn(SPEAKERS, message?.role)) throw new Error("a message has no role that is known");
     const parent = message.parent ?? null;
     made.messages[names.get(id)] = {
       id: names.get(id), parent: parent === null ? null : names.get(parent), role: message.role,
-      content: text(message.content), at: time(message.at),
-      ...(message.role === "assistant" ? { status: "done", finish: text(message.finish, null), stats: statsOf(message.stats) } : {}),
+      content: text(message.content), at: time(message.at), ...partsOf(message),
     };
   }
   check(made);
   made.leaf = names.get(given?.leaf) ?? [...names.values()].at(-1) ?? null;
   return made;
 }
+
+/** What a message of its role has beside its content. */
+function partsOf({ role, finish, stats, reasoning, thinking, calls, results }) {
+  if (role === "user") return {};
+  if (role === "tool") return { results: listOf(results, "content") };
+  const made = { status: "done", finish: text(finish, null), stats: statsOf(stats) };
+  if (text(reasoning)) made.reasoning = reasoning;
+  const { tokens, seconds } = thinking ?? {};
+  if (Number.isFinite(tokens) && Number.isFinite(seconds)) made.thinking = { tokens, seconds };
+  return Array.isArray(calls) ? { ...made, calls: listOf(calls, "arguments") } : made;
+}
+
+/** Calls, or their results: each has an id, a name and a text of this name. */
+const listOf = (given, field) =>
+  (Array.isArray(given) ? given : []).map((one) => ({ id: text(one?.id), name: text(one?.name), [field]: text(one?.[field]) }));
 
 /** Every message must follow one that is there, of the other role, and lead back to the beginning. */
 function check({ messages }) {
@@ -85,6 +103,7 @@ function check({ messages }) {
       way.push(at);
       const parent = at.parent === null ? null : messages[at.parent];
       if (parent === undefined || way.length > Object.keys(messages).length) throw new Error("a message follows one that is not there");
+      if (at.role === "tool" && !parent?.calls) throw new Error("results of tools follow no call");
       if ((parent?.role ?? "assistant") === at.role) throw new Error("two messages of the same role follow one another");
       if (parent === null) break;
     }

@@ -3,12 +3,16 @@
 
 const TITLE_CHARS = 60;
 
+/** Who says a message, by its role. */
+export const SPEAKERS = { user: "You", assistant: "Model", tool: "Tool results" };
+
 export const newId = () => crypto.randomUUID?.() ?? Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
-export function newConversation({ model = null, system = "", sampling = {} } = {}) {
+export function newConversation({ model = null, system = "", sampling = {}, tools = null, schema = null } = {}) {
   const now = Date.now();
   return {
     id: newId(), title: null, created: now, updated: now, model, system, sampling,
+    tools, schema, // functions that the model may call, as the API takes them; the JSON schema of its answers
     messages: {}, leaf: null, removed: [],
     sessions: {}, // what the server's sessions have taken in: see sessions.js
     context: null, // { leaf, tokens }: length of the branch up to a message; null tokens: more than the context
@@ -68,7 +72,14 @@ export function merged(conversation, other) {
 }
 
 /** Was anything said? A question whose answer never came was not heard by the model, either. */
-const isSaid = (message) => message.role !== "assistant" || message.content !== "";
+export const isSaid = ({ role, content, reasoning, calls }) => role !== "assistant" || content !== "" || Boolean(reasoning || calls?.length);
+
+/** Does an answer wait for what its calls return? */
+export const isPending = (conversation, { id, calls, finish }) => finish === "tool_calls" && Boolean(calls?.length) && !children(conversation, id).length;
+
+/** A message in words: what tools were called with and have returned, too. */
+export const textOf = ({ content, calls = [], results = [] }) =>
+  [content, ...calls.map((call) => `${call.name}(${call.arguments})`), ...results.map((result) => result.content)].filter((part) => part !== "").join("\n\n");
 
 /** The last message up to `id` that the model knows of; null if there is none. */
 export function lastSaid(conversation, id) {
@@ -95,8 +106,8 @@ export function titleOf(conversation) {
 
 /** A conversation of its own with everything up to a message; ids of messages stay, so sessions can follow. */
 export function copyUpTo(conversation, id) {
-  const { model, system, sampling } = conversation;
-  const copy = newConversation({ model, system, sampling: { ...sampling } });
+  const { model, system, sampling, tools, schema } = conversation;
+  const copy = newConversation({ model, system, sampling: { ...sampling }, tools, schema });
   for (const { chosen, ...message } of pathTo(conversation, id)) copy.messages[message.id] = message;
   copy.leaf = id;
   copy.title = `${titleOf(conversation)} (fork)`;
@@ -105,6 +116,6 @@ export function copyUpTo(conversation, id) {
 
 /** Does the title or any message have all of these words? */
 export function matches(conversation, words) {
-  const text = [titleOf(conversation), ...Object.values(conversation.messages).map((message) => message.content)].join("\n").toLowerCase();
+  const text = [titleOf(conversation), ...Object.values(conversation.messages).map(textOf)].join("\n").toLowerCase();
   return words.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }

@@ -4,7 +4,7 @@ import { KeyDialog } from "../../shared/key_dialog.js";
 import { THEMES, setTheme, theme } from "../../shared/theme.js";
 import { html, useEffect, useState } from "../../shared/view.js";
 import { withoutThoughts } from "../thoughts.js";
-import { titleOf } from "../tree.js";
+import { textOf, titleOf } from "../tree.js";
 import { Composer } from "./composer.js";
 import { Shortcuts } from "./dialogs.js";
 import { IconButton, Tooltip } from "./icons.js";
@@ -103,8 +103,8 @@ function Announcer({ answering }) {
     if (!answering) return undefined;
     setWords("Generating an answer");
     return () => {
-      const { status, error, content } = answering.message; // an error says itself, and one that goes on elsewhere says nothing
-      setWords(status === "done" && !error ? withoutThoughts(content).trim() || "Stopped" : "");
+      const { status, error } = answering.message; // an error says itself, and one that goes on elsewhere says nothing
+      setWords(status === "done" && !error ? withoutThoughts(textOf(answering.message)).trim() || "Stopped" : "");
     };
   }, [answering]);
   return html`<div class="visually-hidden" aria-live="polite">${words}</div>`;

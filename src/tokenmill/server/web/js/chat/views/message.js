@@ -4,9 +4,10 @@ import { html, useEffect, useRef, useState } from "../../shared/view.js";
 import { count, duration, rate } from "../../shared/words.js";
 import { RESTARTED, canGoOn } from "../answer.js";
 import { copy } from "../copying.js";
-import { siblings } from "../tree.js";
+import { SPEAKERS, isSaid, siblings, textOf } from "../tree.js";
+import { Calls, Results } from "./calls.js";
 import { IconButton } from "./icons.js";
-import { Prose } from "./prose.js";
+import { Prose, Thoughts } from "./prose.js";
 
 const QUIET = new Emitter();
 const ENDINGS = {
@@ -31,10 +32,12 @@ export function Message({ chat, conversation, message, answering }) {
   };
   const body = isEdited
     ? html`<${Editor} text=${message.content} label=${isUser ? "Your question" : "The answer"} action=${isUser ? "Send" : "Save"} isBusy=${chat.answering(conversation) !== null} onSave=${save} onCancel=${close} />`
-    : isUser || isRaw ? html`<p class="plain">${message.content}</p>` : html`<${Prose} text=${message.content} isLive=${isLive} />`;
+    : message.role === "tool" ? html`<${Results} message=${message} />`
+    : isUser || isRaw ? html`<p class="plain">${textOf(message)}</p>`
+    : html`<${Answer} chat=${chat} conversation=${conversation} message=${message} isLive=${isLive} />`;
 
   return html`
-    <article ref=${article} class="message ${message.role}" aria-label=${isUser ? "You" : "Model"} aria-busy=${isLive} data-id=${message.id}>
+    <article ref=${article} class="message ${message.role}" aria-label=${SPEAKERS[message.role]} aria-busy=${isLive} data-id=${message.id}>
       ${body}
       ${isLive && html`<${Progress} answering=${answering} message=${message} />`}
       ${!isLive && message.error && html`<${Problem} chat=${chat} conversation=${conversation} message=${message} />`}
@@ -49,8 +52,17 @@ export function Message({ chat, conversation, message, answering }) {
     </article>`;
 }
 
+function Answer({ chat, conversation, message, isLive }) {
+  const { content, reasoning, thinking, calls } = message;
+  const isThinking = isLive && content === "" && !calls;
+  return html`
+    ${reasoning && html`<${Thoughts} text=${reasoning} isLive=${isThinking} ...${thinking} />`}
+    <${Prose} text=${content} isLive=${isLive && !calls} />
+    ${calls && html`<${Calls} chat=${chat} conversation=${conversation} message=${message} isLive=${isLive} />`}`;
+}
+
 function Progress({ answering, message }) {
-  const words = answering.isStopped ? "Stopping…" : answering.isReconnecting ? "The connection was lost; trying again…" : message.content === "" ? "Waiting for the first token…" : "";
+  const words = answering.isStopped ? "Stopping…" : answering.isReconnecting ? "The connection was lost; trying again…" : !isSaid(message) ? "Waiting for the first token…" : "";
   return html`<p class="progress"><span class="cursor" aria-hidden="true"></span>${words}</p>`;
 }
 
@@ -95,8 +107,9 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
   const [isCopied, setCopied] = useState(false);
   const isBusy = chat.answering(conversation) !== null;
   const isUser = message.role === "user";
+  const isAnswer = message.role === "assistant";
   const copyIt = async () => {
-    await copy(message.content);
+    await copy(textOf(message));
     setCopied(true);
     setTimeout(() => setCopied(false), 1500);
   };
@@ -110,11 +123,11 @@ function Actions({ chat, conversation, message, isLive, onEdit, isRaw, onRaw }) 
   return html`
     <span class="actions">
       ${action("copy", isCopied ? "Copied" : "Copy", copyIt, false)}
-      ${action("edit", isUser ? "Edit and ask again" : "Edit the answer", onEdit)}
-      ${!isUser && action("again", "Another answer", another)}
-      ${!isUser && !message.error && canGoOn(conversation, message) && action("forward", "Continue", () => chat.goOn(conversation, message))}
-      ${!isUser && action("fork", "Fork to a new conversation", () => chat.fork(conversation, message))}
-      ${!isUser && action("code", isRaw ? "Show it formatted" : "Show it as it was written", onRaw, false)}
+      ${message.role !== "tool" && action("edit", isUser ? "Edit and ask again" : "Edit the answer", onEdit)}
+      ${isAnswer && action("again", "Another answer", another)}
+      ${isAnswer && !message.error && canGoOn(conversation, message) && action("forward", "Continue", () => chat.goOn(conversation, message))}
+      ${isAnswer && action("fork", "Fork to a new conversation", () => chat.fork(conversation, message))}
+      ${isAnswer && action("code", isRaw ? "Show it formatted" : "Show it as it was written", onRaw, false)}
     </span>`;
 }
 

@@ -1,7 +1,9 @@
 // A model's words, as they grow: only blocks that have changed are made anew.
 import { useChanges } from "../../shared/emitter.js";
 import { html, useEffect, useMemo, useRef } from "../../shared/view.js";
+import { count, duration } from "../../shared/words.js";
 import { copy } from "../copying.js";
+import { jsonIn } from "../json.js";
 import { blocks, colours, setFormulas } from "../markdown.js";
 import { partsOf } from "../thoughts.js";
 
@@ -10,16 +12,19 @@ export function Prose({ text, isLive }) {
   const parts = partsOf(text, isLive);
   return parts.map(({ isThought, content }, i) => {
     const isOpen = isLive && i === parts.length - 1;
-    return isThought ? html`<${Thoughts} key=${i} text=${content} isLive=${isOpen} />` : html`<${Blocks} key=${i} text=${content} isLive=${isOpen} />`;
+    if (isThought) return html`<${Thoughts} key=${i} text=${content} isLive=${isOpen} />`;
+    const json = jsonIn(content, isOpen);
+    return html`<${Blocks} key=${i} text=${json === null ? content : `\`\`\`json\n${json}\n\`\`\``} isLive=${isOpen} />`;
   });
 }
 
-/** Folded until the reader opens it. */
-function Thoughts({ text, isLive }) {
+/** Folded until the reader opens it. What it took, if that is known: `tokens` and `seconds`. */
+export function Thoughts({ text, isLive, tokens = 0, seconds = null }) {
   if (!isLive && text.trim() === "") return null; // a model that was told not to think
+  const took = [tokens && `${count(tokens)} tokens`, seconds !== null && duration(seconds)].filter(Boolean).join(", ");
   return html`
     <details class="thoughts">
-      <summary>${isLive ? "Thinking…" : "Thoughts"}</summary>
+      <summary>${isLive ? "Thinking…" : "Thoughts"}${took && ` (${took})`}</summary>
       <${Blocks} text=${text} isLive=${isLive} />
     </details>`;
 }
