@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tokenmill import LLM, SamplingParams
+from tests.text.tool_templates import WRITTEN, use_template
+from tokenmill import LLM, SamplingParams, StructuredOutputs
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.cli.chat import Conversation, talk
 from tokenmill.cli.main import main
 
@@ -186,6 +188,32 @@ def test_a_full_context_is_told_and_the_conversation_stays(
     err = capsys.readouterr().err
     assert "The prompt is too long: shorten it. Start a new conversation with /new." in err
     assert len(conversation.session.log.messages) == 4
+
+
+NO_THINKING = WRITTEN["tagged JSON"].replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+"""Ends the thinking before an answer: so a constraint applies to all of it."""
+SCRIPT = (
+    "<think>\ndeep thought\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize("show_thinking", [False, True])
+def test_thinking_is_collapsed_and_calls_are_shown_as_calls(
+    capsys: pytest.CaptureFixture[str], show_thinking: bool
+) -> None:
+    with LLM(FakeModel(FakeConfig(vocab_size=258))) as llm:
+        use_template(llm, NO_THINKING)
+        params = SamplingParams(max_tokens=300, structured_outputs=StructuredOutputs(choice=[SCRIPT]))
+        made = Conversation(llm, params)
+        talk(lambda _: made, None, reader("one", "two"), show_thinking=show_thinking)
+        out, err = capsys.readouterr()
+        answer = 'Let me see.\n[call, not run: get_weather({"city": "Rome"})]\n[call, not run: ping({})]\n'
+        assert out == 2 * (f"deep thought\n\n{answer}" if show_thinking else answer)
+        assert err.count("thinking… (") == (0 if show_thinking else 2)
+        assert show_thinking or "thinking… (23 tokens)\n" in err, "up to the closing marker"
+        assert [message["role"] for message in made.session.log.messages] == ["user", "assistant"] * 2
 
 
 @pytest.mark.req("R29")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from tokenmill.cli import arguments as shared
 from tokenmill.cli.arguments import SamplingOptions, open_llm, read_extra
@@ -15,8 +18,24 @@ from tokenmill.errors import ContextOverflow, InvalidRequest
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
-    from tokenmill.outputs import RequestOutput
+    from tokenmill.outputs import RequestOutput, TurnPart
     from tokenmill.params import SamplingParams
+
+
+class AnyTool(Mapping[str, Mapping[str, Any]]):
+    """Schemas of functions of any name: what looks like a call is read as one, though no tools were declared."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __getitem__(self, _: str) -> Mapping[str, Any]:
+        return {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Conversation:
@@ -31,18 +50,26 @@ class Conversation:
 
     def ask(self, question: str) -> Iterator[RequestOutput]:
         """The answer as it grows. Leaving the loop ends the answer; the conversation goes on with what was said."""
+        from tokenmill.text.tool_grammar import ToolUse, plan_turn
+        from tokenmill.text.turn_parser import ParsedTurn
+
         text = self._llm.text
         self.session.append(question, text, self._llm.engine.max_model_len, raw=False)
         self.session.commit_input(text)
         output: RequestOutput | None = None
         try:
-            for output in self._llm.stream(self.session.log.tokens.tolist(), self._params):
+            ids = self.session.log.tokens.tolist()
+            params, plan = plan_turn(text.chat_template().turn_format, text.tokenizer, ids, self._params, ToolUse())
+            for output in self._llm.stream(ids, params, plan=replace(plan, tools=AnyTool())):
                 yield output
         finally:
             if output is not None:
                 said = output.outputs[0]
                 ending = (said.finish_reason, said.stop_reason)
-                self.session.take_answer(said.token_ids, *ending, self._params, text.tokenizer)
+                turn = ParsedTurn.of(said.parts or ())
+                # Nothing has checked the arguments of a call: it stays in the conversation as it was written.
+                parsed = None if turn.calls else turn
+                self.session.take_answer(said.token_ids, *ending, self._params, text.tokenizer, parsed)
 
 
 HELP = """  /new     start a new conversation
@@ -55,6 +82,9 @@ COMMAND = re.compile(r"/[a-z]+")
 """What looks like a command; a path is a message like any other."""
 Read = Callable[[], str]
 """The next thing the user says; `EOFError` when there is nothing more, `KeyboardInterrupt` to be asked again."""
+
+
+ShowThinking = Annotated[bool, typer.Option("--show-thinking", help="Print the model's thinking, not only its length.")]
 
 
 def chat(
@@ -74,6 +104,7 @@ def chat(
     deterministic: shared.Deterministic = False,
     context: shared.Context = None,
     threads: shared.Threads = None,
+    show_thinking: ShowThinking = False,
 ) -> None:
     """Chat with a model in the terminal. The KV cache is kept between turns."""
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
@@ -94,10 +125,12 @@ def chat(
         if is_terminal:
             print(f"{model}. /help for help.")
         read = _terminal_reader() if is_terminal else _line_reader
-        talk(lambda prompt: Conversation(llm, params, prompt), system, read)
+        talk(lambda prompt: Conversation(llm, params, prompt), system, read, show_thinking=show_thinking)
 
 
-def talk(begin: Callable[[str | None], Conversation], system: str | None, read: Read) -> None:
+def talk(
+    begin: Callable[[str | None], Conversation], system: str | None, read: Read, *, show_thinking: bool = False
+) -> None:
     """Questions and answers until there is nothing more to read."""
     conversation = begin(system)
     while True:
@@ -120,7 +153,7 @@ def talk(begin: Callable[[str | None], Conversation], system: str | None, read: 
         elif COMMAND.fullmatch(command):
             print(f"unknown command {command}; see /help")
         elif said:
-            _answer(conversation, said)
+            _answer(conversation, said, show_thinking=show_thinking)
 
 
 def _system(
@@ -134,19 +167,80 @@ def _system(
     return new, begin(new)
 
 
-def _answer(conversation: Conversation, question: str) -> None:
+CONTINUED = frozenset(
+    {("content", "content"), ("reasoning", "reasoning"), ("arguments", "arguments"), ("call", "arguments")}
+)
+"""Kinds of parts that belong together, in this order."""
+
+
+class AnswerPrinter:
+    """Prints an answer as it grows: its text, its thinking (or how long that is), and calls that nobody runs."""
+
+    def __init__(self, *, show_thinking: bool) -> None:
+        self._show_thinking = show_thinking
+        self._is_live = sys.stderr.isatty()
+        """Is there a line that can be written over?"""
+        self._num_shown = 0
+        """Parts that were printed."""
+        self._kind = "content"
+        """Of the last of them."""
+        self._num_reasoning = 0
+        """Tokens."""
+        self._is_in_line = True
+        """Is the end of what was printed not the beginning of a line? An answer without text is an empty line."""
+
+    def show(self, parts: Sequence[TurnPart], num_reasoning: int) -> None:
+        """Print what is new."""
+        self._num_reasoning = num_reasoning
+        new, self._num_shown = parts[self._num_shown :], len(parts)
+        for part in new:
+            if (self._kind, part.kind) not in CONTINUED:
+                self._end_part()
+            if part.kind == "call":
+                self._print("\n" if self._is_in_line else "", f"[call, not run: {part.name}(")
+            elif part.kind != "reasoning" or self._show_thinking:
+                self._print(part.text)
+            self._kind = part.kind
+        if self._kind == "reasoning" and not self._show_thinking and self._is_live:
+            print(f"\r{self._thinking}", end="", file=sys.stderr, flush=True)
+
+    def close(self, ending: str = "\n") -> None:
+        """The answer has ended."""
+        self._end_part()
+        print(end=ending if self._is_in_line or ending.strip() else "", flush=True)
+
+    def _print(self, *texts: str) -> None:
+        print(*texts, sep="", end="", flush=True)
+        self._is_in_line = not "".join(texts).endswith("\n")
+
+    @property
+    def _thinking(self) -> str:
+        return f"thinking… ({self._num_reasoning} tokens)"
+
+    def _end_part(self) -> None:
+        """Another kind of part follows, or none."""
+        if self._kind == "reasoning":
+            if self._show_thinking:
+                self._print("\n\n")
+            else:
+                print(f"\r{self._thinking}" if self._is_live else self._thinking, file=sys.stderr, flush=True)
+        elif self._kind in ("call", "arguments"):
+            self._print(")]\n")
+        self._kind = "content"
+
+
+def _answer(conversation: Conversation, question: str, *, show_thinking: bool) -> None:
     """Stream an answer. Ctrl-C ends it; what was said so far stays in the conversation."""
-    watch, shown, answer, output = Stopwatch(), 0, conversation.ask(question), None
+    watch, answer, output = Stopwatch(), conversation.ask(question), None
+    printer = AnswerPrinter(show_thinking=show_thinking)
     try:
         for output in answer:
             watch.note_token()
-            text = output.outputs[0].text
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-        print()
+            printer.show(output.outputs[0].parts or (), output.usage.reasoning_tokens)
+        printer.close()
     except KeyboardInterrupt:
         answer.close()  # type: ignore[attr-defined]
-        print(" ...", flush=True)
+        printer.close(" ...\n")
     except ContextOverflow as error:
         print(f"tokenmill: {error} Start a new conversation with /new.", file=sys.stderr)
         return

@@ -22,6 +22,7 @@ from tokenmill.progress import ProgressLine
 from tokenmill.text.messages import Message
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.turn_parser import TurnPlan
 
 
 class LLM:
@@ -118,12 +119,15 @@ class LLM:
         prompts: list[Prompt] = [self._intake.chat_ids(one, chat_template, **options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, plan: TurnPlan | None = None
+    ) -> Iterator[RequestOutput]:
         """One prompt; the output so far after every step that added to it, one object that grows.
 
-        Leaving the loop cancels the request.
+        With a `plan`, reasoning and tool calls are told apart (`CompletionOutput.parts`). Leaving the loop cancels the
+        request.
         """
-        generation = self._intake.generation(prompt, sampling_params)
+        generation = self._intake.generation(prompt, sampling_params, plan=plan)
         with self._lock:
             self._check_open()
             output = self._start(generation)

@@ -19,9 +19,9 @@ export function Prose({ text, isLive }) {
 }
 
 /** Folded until the reader opens it. What it took, if that is known: `tokens` and `seconds`. */
-export function Thoughts({ text, isLive, tokens = 0, seconds = null }) {
+export function Thoughts({ text, isLive, tokens = 0, seconds = 0 }) {
   if (!isLive && text.trim() === "") return null; // a model that was told not to think
-  const took = [tokens && `${count(tokens)} tokens`, seconds !== null && duration(seconds)].filter(Boolean).join(", ");
+  const took = [tokens && `${count(tokens)} tokens`, seconds > 0 && duration(seconds)].filter(Boolean).join(", ");
   return html`
     <details class="thoughts">
       <summary>${isLive ? "Thinking…" : "Thoughts"}${took && ` (${took})`}</summary>
