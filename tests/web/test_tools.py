@@ -143,8 +143,9 @@ def test_a_call_is_answered_in_its_card_and_the_answer_goes_on(visit: Visit, thi
         const { fromJson, toJson } = await import("/web/js/chat/transfer.js");
         const one = await load(location.hash.slice(1));
         const [other] = fromJson(toJson([one]));
-        const parts = ({ messages, tools }) => [tools, Object.values(messages).map(({ calls, results, reasoning }) => [calls, results, reasoning])];
-        return JSON.stringify(parts(one)) === JSON.stringify(parts(other));
+        const partsOf = ({ calls, results, reasoning }) => [calls, results, reasoning];
+        const all = ({ messages, tools }) => JSON.stringify([tools, Object.values(messages).map(partsOf)]);
+        return all(one) === all(other);
     }"""
     assert page.evaluate(again), "a file of the conversation has the calls and their results"
 
@@ -166,9 +167,12 @@ def test_indented_json_is_the_same_json_at_any_length(visit: Visit) -> None:
     text = '{"n":12345678901234567890.10,"s":"a\\"]}{,: \\u00e9","e":[[],{},[1,-2e5,null]],"t":{"deep":[true]}}'
     script = """async (text) => {
         const { indented, jsonIn } = await import("/web/js/chat/json.js");
-        const bare = (json) => json.replace(/"(?:[^"\\\\]|\\\\.)*"?|\\s+/g, (part) => (part.startsWith('"') ? part : ""));
-        const wrong = Array.from(text, (_, end) => text.slice(0, end)).filter((cut) => bare(indented(cut)) !== bare(cut));
-        return [indented(text), wrong, [jsonIn("[1] is a list"), jsonIn("{x"), jsonIn('{"a', true), jsonIn("[link](x)", true)]];
+        const token = /"(?:[^"\\\\]|\\\\.)*"?|\\s+/g;
+        const bare = (json) => json.replace(token, (part) => (part.startsWith('"') ? part : ""));
+        const cuts = Array.from(text, (_, end) => text.slice(0, end));
+        const wrong = cuts.filter((cut) => bare(indented(cut)) !== bare(cut));
+        const others = [jsonIn("[1] is a list"), jsonIn("{x"), jsonIn('{"a', true), jsonIn("[link](x)", true)];
+        return [indented(text), wrong, others];
     }"""
     whole, wrong, others = visit.page.evaluate(script, text)
     assert wrong == []
