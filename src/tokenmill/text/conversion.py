@@ -271,9 +271,8 @@ def metaspace_decoder(*, has_prefix: bool) -> Any:
 
 
 def _never_whole(pieces: Sequence[str], types: Sequence[int]) -> Any:
-    """Splits texts that spell a control token, or one for a byte: to the package's Unigram, these are words as well."""
-    never = (CONTROL, UNKNOWN, UNUSED, BYTE)
-    spelled = [piece for piece, kind in zip(pieces, types, strict=True) if kind in never and len(piece) > 1]
+    """Splits texts that spell the token of a byte: to the package's Unigram, such tokens are words as well."""
+    spelled = [piece for piece, kind in zip(pieces, types, strict=True) if kind in (UNUSED, BYTE) and len(piece) > 1]
     first = "|".join(f"{re.escape(piece[0])}(?={re.escape(piece[1:])})" for piece in spelled)
     return pre_tokenizers.Split(Regex(first), "merged_with_previous") if spelled else None
 

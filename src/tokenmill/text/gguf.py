@@ -59,12 +59,13 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((SYMBOLS, GPT2, NUMBER, THREE_DIGITS)),
     "falcon": PreTokenizer((SYMBOLS_AND_BACKTICK, GPT2, THREE_DIGITS)),
     "tekken": PreTokenizer((LLAMACPP_TEKKEN,), whole_tokens_first=True, adds_bos=True),
+    "glm4": PreTokenizer((LLAMACPP_LLAMA3,), whole_tokens_first=True),
     "qwen35": PreTokenizer((LLAMACPP_QWEN35,)),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         PreTokenizer((LLAMACPP_LLAMA3,), whole_tokens_first=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMACPP_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((LLAMACPP_LLAMA3,))),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), PreTokenizer((LLAMACPP_O200K,))),
     **dict.fromkeys(
         (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,17 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer_json: str, eos_ids: frozenset[int] = frozenset(), prefix: str = "") -> None:
         """`prefix` is put before every text that does not begin with a special token."""
         # Two of them, since how special tokens in a text are read is a setting of the whole tokenizer.
-        self._for_users = RustTokenizer.from_str(tokenizer_json)
-        self._for_users.encode_special_tokens = True
         self._for_templates = RustTokenizer.from_str(tokenizer_json)
+        added = self._for_templates.get_added_tokens_decoder()
+        self._special_tokens = {token.content: number for number, token in added.items() if token.special}
+        self._stand_ins = _stand_ins(self._special_tokens)
+        """Text of each special token -> a text that is the same token to `_for_users`."""
+        self._for_users = _tokenizer_for_users(tokenizer_json, added, self._stand_ins)
         for one in (self._for_users, self._for_templates):  # settings of whoever saved the file, not of the model
             one.no_truncation()
             one.no_padding()
-        added = self._for_templates.get_added_tokens_decoder()
-        self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._eos_ids = eos_ids
         self._prefix = prefix
-        self._stand_ins = _add_stand_ins(self._for_users, added)
-        """Text of each special token -> a text that is the same token to `_for_users`."""
         self._meant = {
             self._for_users.token_to_id(new): self._special_tokens[old] for old, new in self._stand_ins.items()
         }
@@ -184,20 +184,28 @@ def _eos_ids(folder: Path, tokenizer: Any) -> set[int]:
     return found | ({named} if named is not None else set())
 
 
-def _add_stand_ins(tokenizer: Any, added: Mapping[int, AddedToken]) -> dict[str, str]:
-    """Give a tokenizer that takes special tokens as text another text for each, which it takes as a token.
-
-    These texts begin with eight random characters, so nobody can type them.
-    """
+def _stand_ins(special: Iterable[str]) -> dict[str, str]:
+    """Another text for each special token. These begin with eight random characters, so nobody can type them."""
     nonce = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(8))
-    special = [token for token in added.values() if token.special]
-    texts = {token.content: f"{nonce}{chr(0xF0000 + place)}" for place, token in enumerate(special)}
+    return {content: f"{nonce}{chr(0xF0000 + place)}" for place, content in enumerate(special)}
+
+
+def _tokenizer_for_users(tokenizer_json: str, added: Mapping[int, AddedToken], stand_ins: Mapping[str, str]) -> Any:
+    """A tokenizer that takes special tokens as text, and the texts that stand in for them as those tokens."""
+    content = json.loads(tokenizer_json) if '"Unigram"' in tokenizer_json else {}
+    if content.get("model", {}).get("type") == "Unigram":  # to which special tokens in its vocabulary are words, too
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        model = content["model"]
+        model["vocab"] = [[stand_ins.get(piece, piece), score] for piece, score in model["vocab"]]
+        tokenizer_json = json.dumps(content)
+    tokenizer = RustTokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True
     tokenizer.add_tokens([
-        AddedToken(texts[token.content], single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+        AddedToken(stand_ins[token.content], single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
                    normalized=False, special=False)
-        for token in special
+        for token in added.values() if token.special
     ])  # fmt: skip
-    return texts
+    return tokenizer
 
 
 def read_text(path: Path) -> str:
