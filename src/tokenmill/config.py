@@ -27,6 +27,9 @@ class EngineConfig:
     """Maximum total prompt tokens of queued requests; None for no limit."""
     queue_timeout_s: float | None = None
     """Maximum time in the queue (s), then the request ends with `timeout`."""
+    hang_timeout_s: float | None = 60.0
+    """Abandon a core whose step has not returned for this long (s), or for ten times the predicted duration if that is
+    longer; None: never."""
     target_tick_ms: float = 100.0
     """Target step latency (ms) while requests are decoding; bounds prefill chunks."""
     max_wait_ticks: int = 256
@@ -54,7 +57,7 @@ class EngineConfig:
         for name in ("max_queue", "admission_margin", "min_shared_prefix"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be non-negative, not {getattr(self, name)}")
-        for name in ("max_model_len", "max_queue_tokens", "queue_timeout_s"):
+        for name in ("max_model_len", "max_queue_tokens", "queue_timeout_s", "hang_timeout_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive or None, not {value}")

@@ -125,20 +125,17 @@ def test_two_bad_requests_with_a_good_one_between_them_are_their_own_failure(dep
 
 @pytest.mark.req("G5")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_stalled_step_hurts_nobody_and_its_heartbeat_shows(depth: int) -> None:
+def test_a_stalled_step_hurts_nobody(depth: int) -> None:
     fault = Fault(FaultKind.STALL, after=2)
     engine = engine_with(depth, fault)
     transcript = Transcript()
     owner = threading.Thread(target=run, args=(engine, transcript))
     owner.start()
     assert fault.stalled.wait(timeout=30)
-    first = engine.heartbeat
     assert engine.has_work
-    assert engine.heartbeat == first, "the heartbeat goes on while the engine hangs"
     fault.release.set()
     owner.join(timeout=30)
     assert not owner.is_alive()
-    assert engine.heartbeat > first
     assert_healthy(transcript)
     assert_clean(engine)
 

@@ -16,7 +16,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
-from tokenmill.engine.pool import EnginePool
+from tokenmill.engine.pool import EnginePool, RestartLimit
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
@@ -45,9 +45,10 @@ class Listener:
         return [output.token_id for output in self.outputs if output.token_id is not None], endings[0]
 
 
-def make_pool(depth: int = 1, num_cores: int = 2, **options: int) -> EnginePool:
+def make_pool(depth: int = 1, num_cores: int = 2, hang_timeout_s: float | None = None, **options: Any) -> EnginePool:
     model = FakeModel(FakeConfig(vocab_size=VOCAB, max_context=256, depth=depth))
-    return EnginePool(model, EngineConfig(max_num_seqs=8), BackendLimits(num_cells=512), num_cores=num_cores, **options)
+    config = EngineConfig(max_num_seqs=8, hang_timeout_s=hang_timeout_s)
+    return EnginePool(model, config, BackendLimits(num_cells=512), num_cores=num_cores, **options)
 
 
 def backend(pool: EnginePool, core: int = 0) -> FakeBackend:
@@ -200,6 +201,100 @@ def test_a_hanging_core_shows_in_its_heartbeat() -> None:
         assert pool.cores[0].seconds_since_heartbeat() > first > 0
         fault.release.set()
         assert listener.result()[1] is FinishReason.LENGTH
+
+
+@pytest.mark.req("G13")
+def test_a_hanging_core_is_abandoned_and_its_requests_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Those in the step, those in the inbox, and questions; the other core goes on. What comes back is not believed."""
+    ended: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, RequestEvent) and event.phase is Phase.ENDED:
+            ended.append(event.request_id)
+
+    pool = make_pool(num_cores=2, hang_timeout_s=0.2)
+    hold = Fault(FaultKind.STALL)
+    backend(pool).faults.add(hold)
+    pool.subscribe(listen)
+    running, waiting = Listener(), Listener()
+    pool.submit(request("running", (1,), max_new_tokens=3), running, core=0)
+    assert hold.stalled.wait(WAIT_S)
+    pool.submit(request("waiting", (2,), max_new_tokens=3), waiting, core=0)
+    question = pool.cores[0].call(lambda engine: engine.stats())
+    idle_question = pool.cores[0].call(lambda engine: engine.stats(), when_idle=True)
+    for listener in (running, waiting):
+        assert listener.result() == ([], FinishReason.ERROR)
+        assert "has not returned" in (listener.outputs[-1].error or "")
+    for asked in (question, idle_question):
+        with pytest.raises(EngineDead, match="hangs"):
+            asked.result(WAIT_S)
+    with pytest.raises(EngineDead, match="hangs"):
+        pool.submit(request("more", (1,)), Listener(), core=0)
+    assert (pool.cores[0].is_hung, pool.cores[0].load, pool.cores[0].seconds_since_heartbeat()) == (True, 0, 0.0)
+    assert ended == ["running"], "the other one never reached the core"
+    assert "Stacks of all threads" in caplog.text
+    assert "in _wait" in caplog.text
+    good = Listener()
+    assert pool.submit(request("good", (4, 5), max_new_tokens=5), good) == 1
+    assert good.result() == (alone((4, 5), 5), FinishReason.LENGTH)
+    assert not pool.close(WAIT_S), "a core that hangs has not stopped"
+    hold.release.set()
+    pool.cores[0]._thread.join(WAIT_S)
+    assert not pool.cores[0]._thread.is_alive()
+    for listener in (running, waiting):
+        assert len(listener.outputs) == 1
+    assert ended == ["running", "good"]
+
+
+@pytest.mark.req("G13")
+def test_a_command_that_hangs_is_a_hang_too() -> None:
+    pool = make_pool(num_cores=1, hang_timeout_s=0.1)
+    begun, release = threading.Event(), threading.Event()
+
+    def block(_: EngineCore) -> None:
+        begun.set()
+        release.wait(WAIT_S)
+
+    pool.cores[0].post(block)
+    assert begun.wait(WAIT_S)
+    listener = Listener()
+    pool.submit(request("r", (1,), max_new_tokens=3), listener)
+    assert listener.result()[1] is FinishReason.ERROR
+    release.set()
+    pool.close(WAIT_S)
+
+
+def test_a_step_that_is_expected_to_take_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_pool(num_cores=1) as pool:
+        fault, listener = stall(pool)
+        core = pool.cores[0]
+        monkeypatch.setattr(EngineCore, "expected_step_s", property(lambda _: 1000.0))
+        assert 9_000 < core.supervise(1e-6) <= 10_000
+        monkeypatch.setattr(EngineCore, "expected_step_s", property(lambda _: 1e-6))
+        assert core.supervise(100.0) > 50
+        assert not core.is_hung
+        fault.release.set()
+        assert listener.result()[1] is FinishReason.LENGTH
+
+
+def test_the_duration_of_a_step_is_predicted_from_its_plan() -> None:
+    with make_pool(num_cores=1, depth=0) as pool:
+        core = pool.cores[0]
+        assert core.core.expected_step_s == 0.0
+        listener = Listener()
+        pool.submit(request("r", (1,), max_new_tokens=20), listener)
+        listener.result()
+        assert core.call(lambda engine: engine.expected_step_s).result(WAIT_S) > 0.0
+
+
+def test_restarts_are_counted_within_a_window() -> None:
+    now = 0.0
+    limit = RestartLimit(2, window_s=100.0, clock=lambda: now)
+    assert [limit.take() for _ in range(3)] == [True, True, False]
+    now = 99.0
+    assert not limit.take()
+    now = 100.0
+    assert [limit.take() for _ in range(3)] == [True, True, False]
 
 
 def test_a_subscription_that_took_too_long_does_not_begin_later() -> None:

@@ -315,7 +315,7 @@ class Tree:
 
     def die(self) -> None:
         """The next steps but one kill the core; a new one takes its place."""
-        if self.core()._restarts_left > 1:
+        if self.core().num_restarts < 2:
             self.note("die")
             fault = Fault(FaultKind.FATAL, after=self.choose.between(0, 3))
             self.core().call(lambda core: core._executor.backend.faults.add(fault)).result(30)

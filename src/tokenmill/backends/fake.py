@@ -7,6 +7,8 @@ so a test that compares ids sees it. It needs no model, runs thousands of steps 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -128,6 +130,10 @@ class FakeConfig:
     shift: bool = True
     state_bytes: bool = True
     parked_cells: int | None = None
+    hang_file: str | None = None
+    """When this file exists, a step removes it and never returns: a fault that reaches an engine process, too."""
+    hang_holds_gil: bool = False
+    """Does that step keep the interpreter lock?"""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -188,6 +194,11 @@ class FakeBackend(PagedBackend[FakeForward]):
         return sampled
 
     def _wait(self, step: FakeForward) -> None:
+        if self.config.hang_file is not None and os.path.exists(self.config.hang_file):
+            os.unlink(self.config.hang_file)
+            never, _ = os.pipe()
+            library = ctypes.PyDLL(None) if self.config.hang_holds_gil else ctypes.CDLL(None)
+            library.read(never, ctypes.create_string_buffer(1), 1)
         if FaultKind.STALL in step.struck:
             fault, _ = step.struck[FaultKind.STALL]
             fault.stalled.set()

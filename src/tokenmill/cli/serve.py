@@ -91,6 +91,18 @@ def serve(
     ] = 2,
     queue_timeout: Annotated[float, typer.Option(help="Maximum time in the queue (s), then 503.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Maximum total time of a request (s).")] = 600.0,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Abandon an engine whose step has not returned for this long (s); an engine process is replaced."
+        ),
+    ] = 60.0,
+    exit_on_hang: Annotated[
+        bool,
+        typer.Option(
+            "--exit-on-hang", help="Exit with code 4 when an engine thread hangs, so that a service manager restarts."
+        ),
+    ] = False,
     session_ttl: Annotated[float, typer.Option(help="End a session after this many idle seconds.")] = 86_400.0,
     store: Annotated[
         Path | None,
@@ -151,6 +163,7 @@ def serve(
         max_request_s=request_timeout,
         tokenizer_threads=tokenizer_threads,
         drain_s=drain,
+        exit_on_hang=exit_on_hang,
     )
     options: dict[str, Any] = {
         "backend": backend,
@@ -168,6 +181,7 @@ def serve(
         "target_tick_ms": target_tick_ms,
         "max_queue": max_queue,
         "queue_timeout_s": queue_timeout,
+        "hang_timeout_s": hang_timeout,
         "num_threads": threads,
     }
     specs = [] if config is None else read_catalogue(config, options, keep_alive)

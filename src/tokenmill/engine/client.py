@@ -62,6 +62,11 @@ class EngineClient(RequestClient, Protocol):
         """How long the slowest core has been inside one step; 0 when all are idle. Grows when one hangs."""
         ...
 
+    @property
+    def is_hung(self) -> bool:
+        """Was a core abandoned that can't be replaced here? Its step may still use the model, which must stay open."""
+        ...
+
     def release(self, owner: str) -> None:
         """A session has ended: KV that is parked for it is free."""
         ...
@@ -116,6 +121,10 @@ class InlineClient:
     @property
     def seconds_silent(self) -> float:
         return 0.0  # it is the caller's own thread
+
+    @property
+    def is_hung(self) -> bool:
+        return False
 
     def release(self, owner: str) -> None:
         with deferred_interrupts():
@@ -236,6 +245,10 @@ class ThreadClient:
     @property
     def seconds_silent(self) -> float:
         return max(core.seconds_since_heartbeat() for core in self.pool.cores)
+
+    @property
+    def is_hung(self) -> bool:
+        return any(core.is_hung for core in self.pool.cores)
 
     def release(self, owner: str) -> None:
         self.pool.release(owner)

@@ -77,9 +77,12 @@ class Executor:
     def __init__(self, backend: Backend, sampling: SamplingState) -> None:
         self.backend = backend
         self._sampling = sampling
+        self.awaited: StepPlan | None = None
+        """The plan that the backend was last given, or asked for the results of."""
 
     def submit(self, plan: StepPlan) -> Submitted:
         """Launch the forward pass; returns at once. Raises what `Backend.forward` raises."""
+        self.awaited = plan
         return Submitted(plan, self.backend.forward(plan.batch))
 
     def draw(self, step: Submitted, plan: StepPlan, masks: Mask | None = None) -> Submitted:
@@ -106,6 +109,7 @@ class Executor:
 
     def collect(self, step: Submitted) -> Sampled:
         """Wait for what the step drew, one id for each of the plan's sampled rows."""
+        self.awaited = step.plan
         if step.sampling is None:
             self.backend.collect(step.forward)
             return NOTHING
@@ -209,12 +213,10 @@ class EngineCore:
         self.failure: BaseException | None = None
         """Why the engine is dead, if it is."""
         self.closed = False
-        self.heartbeat = self.events.clock()
-        """When a step last began or ended, or work last came. If it stands still while there is work, a step hangs."""
         self._executor = Executor(backend, self.scheduler.sampling)
         self._in_flight: deque[InFlight] = deque()
         self._isolation = Isolation()
-        self._last_collect = self.heartbeat
+        self._last_collect = self.events.clock()
         self._last_tick = 0
         self._told_cells = self.kv.free()
         self._names = itertools.count()
@@ -225,8 +227,6 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take a request in. `InvalidRequest` if it can never run; one too many for the queue ends with `overload`."""
         self._check_alive()
-        if not self.has_work:
-            self.heartbeat = self.events.clock()
         self.scheduler.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> bool:
@@ -284,7 +284,6 @@ class EngineCore:
     def step(self) -> StepResult:
         """One tick: submit a step, collect the oldest one in flight. The tokens and endings it brought."""
         self._check_alive()
-        self.heartbeat = self.events.clock()
         try:
             suspect = self._isolation.next()
             if suspect is not None:
@@ -294,8 +293,14 @@ class EngineCore:
         except Exception as error:
             self.die(error)
         self._tell_cells()
-        self.heartbeat = self.events.clock()
         return self.scheduler.results.take()
+
+    @property
+    def expected_step_s(self) -> float:
+        """How long the step that the backend was last given should take; 0 if that is not known. Safe on any thread."""
+        plan = self._executor.awaited
+        predicted = plan and self.scheduler.cost.predict(plan.num_tokens, plan.attention, plan.num_prefill)
+        return predicted or 0.0
 
     @property
     def has_work(self) -> bool:

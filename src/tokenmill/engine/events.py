@@ -300,7 +300,14 @@ class EventBus:
                 log.exception("a subscriber failed and is dropped: %r", subscriber)
                 self._subscribers.remove(subscriber)
 
-    def phase(self, request: Request, phase: Phase, tick: int, num_computed: int = 0) -> None:
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self._subscribers = []
+
+    def phase(
+        self, request: Request, phase: Phase, tick: int, num_computed: int = 0, reason: FinishReason | None = None
+    ) -> None:
+        """A request entered a phase; `reason` is given where it ends without its core's doing."""
         if self._subscribers:
             self.emit(
                 RequestEvent(
@@ -310,7 +317,7 @@ class EventBus:
                     phase,
                     len(request.tokens),
                     request.num_cached,
-                    request.finish_reason,
+                    reason or request.finish_reason,
                     request.num_prompt,
                     num_computed,
                     request.row,

@@ -2,27 +2,30 @@
 
 Everybody else talks to a core through its inbox; step results go from the core's thread straight to the callers' sinks.
 A sink is called on that thread and must not block: it may set an event or fill a queue. When a core dies its requests
-get their terminal events, and the thread builds a new core on the same model.
+get their terminal events, and the thread builds a new core on the same model. A core whose step does not return is
+abandoned by the pool's supervisor thread: its requests get their terminal events, and it takes no others.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
 from tokenmill.engine.core import EngineCore, check_cancel
-from tokenmill.engine.events import CoreSnapshot, CoreStats, EventBus, Subscriber
+from tokenmill.engine.events import CoreSnapshot, CoreStats, EventBus, Phase, Subscriber
 from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
@@ -40,6 +43,13 @@ BUSY_S = 1.0
 """How long a command for an idle core waits for it to be idle: a busy server may never be."""
 ANSWER_S = 10.0
 """How long a core may take to answer: it does so between two steps."""
+RESTART_WINDOW_S = 600.0
+"""Restarts of a core are counted over this long."""
+HANG_FACTOR = 10.0
+"""A step hangs when it takes this many times as long as predicted, and at least `hang_timeout_s`."""
+MIN_LOOK_S = 0.02
+"""Between two looks of the supervisor at a core that is about to be abandoned."""
+CLOSED = "the engine was closed"
 
 
 class Sinks:
@@ -73,6 +83,10 @@ class Sinks:
             self._remove(result.request_ids[place])
         return parts
 
+    def each(self) -> list[tuple[str, Sink]]:
+        """All requests that have not ended, each with its sink."""
+        return list(self._sink_of.items())
+
     def drop(self, request_ids: Sequence[str]) -> None:
         """Discard further results of these requests; their ids stay reserved until they end."""
         for request_id in request_ids:
@@ -103,6 +117,47 @@ def _ignore(result: StepResult) -> None:
     """The sink of requests that have lost their listener."""
 
 
+def _ignore_reason(why: str) -> None:
+    """Refuses a command that nobody waits for."""
+
+
+def stack_dump() -> str:
+    """The stacks of all threads. Works while a thread is inside native code, as long as that releases the GIL."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+class RestartLimit:
+    """At most so many restarts within a window, so that a failure of last week does not count against today's."""
+
+    def __init__(self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._window_s = window_s
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Is another restart allowed now? Then it is counted."""
+        now = self._clock()
+        while self._times and self._times[0] <= now - self._window_s:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return False
+        self._times.append(now)
+        return True
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A command in an inbox."""
+
+    run: Command
+    refuse: Callable[[str], None]
+    """Called instead, with the reason, if there is no core any more to run it."""
+
+
 class CoreThread:
     """A thread, the core it owns, and the sinks of the core's requests."""
 
@@ -111,7 +166,7 @@ class CoreThread:
         name: str,
         make_core: Callable[[EventBus], EngineCore],
         events: EventBus,
-        max_restarts: int,
+        restarts: RestartLimit,
         on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._on_end = on_end
@@ -121,14 +176,21 @@ class CoreThread:
         self.num_restarts = 0
         self.core = make_core(events)
         self._make_core = make_core
-        self._restarts_left = max_restarts
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._restarts = restarts
+        self._inbox: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._sinks = Sinks()
-        self._idle_commands: deque[tuple[float, Command]] = deque()
+        """Of all requests that have not ended, those in the inbox included. Under the lock."""
+        self._idle_commands: deque[tuple[float, _Posted]] = deque()
         """Commands to run while the core is idle, or at the latest at some time."""
         self._lock = threading.Lock()
         self._gone: str | None = None
         """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
+        self._busy_since: float | None = None
+        """When it last began to run commands and a step; None while it waits for its inbox."""
+        self.is_hung = False
+        """Was it abandoned? Set under the lock: from then on its thread tells nobody anything."""
+        self._stopped = threading.Event()
+        """The thread has ended, or was abandoned."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -138,7 +200,14 @@ class CoreThread:
         """Hand a request over. `InvalidRequest` at once if it can't run; everything else comes through the sink."""
         check_request(request, self.core.model, self.core.max_model_len)
         request.arrived_at = self.events.clock()
-        self.post(lambda core: self._add(core, request, sink))
+        with self._lock:
+            self._check_alive()
+            if is_new := request.request_id not in self._sinks:
+                self._sinks.add(request.request_id, sink)
+                self._inbox.put(_Posted(lambda core: self._add(core, request), _ignore_reason))
+        if not is_new:
+            taken = f"request {request.request_id} is already running"
+            tell(sink, StepResult.of_end(request.request_id, FinishReason.ERROR, taken))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         check_cancel(reason)
@@ -169,17 +238,25 @@ class CoreThread:
             except Exception as error:
                 future.set_exception(error)
 
-        def wait_for_idle(_: EngineCore) -> None:
-            self._idle_commands.append((self.events.clock() + BUSY_S, answer))
+        def refuse(why: str) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDead(why))
 
-        self.post(wait_for_idle if when_idle else answer)
+        def wait_for_idle(_: EngineCore) -> None:
+            self._idle_commands.append((self.events.clock() + BUSY_S, _Posted(answer, refuse)))
+
+        self.post(wait_for_idle if when_idle else answer, refuse)
         return future
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command, refuse: Callable[[str], None] = _ignore_reason) -> None:
+        """Run a command on the core's thread, between two steps; or call `refuse` if the core is gone by then."""
         with self._lock:
-            if self._gone is not None:
-                raise EngineDead(self._gone)
-            self._inbox.put(command)
+            self._check_alive()
+            self._inbox.put(_Posted(command, refuse))
+
+    def _check_alive(self) -> None:
+        if self._gone is not None:
+            raise EngineDead(self._gone)
 
     @property
     def is_alive(self) -> bool:
@@ -189,31 +266,67 @@ class CoreThread:
     @property
     def load(self) -> int:
         """Requests in this core, those in its inbox included."""
-        return len(self._sinks) + self._inbox.qsize()
+        return len(self._sinks)
 
     def seconds_since_heartbeat(self) -> float:
-        """How long the core has been inside one step; 0 when it is idle. Grows when it hangs."""
-        core = self.core
-        return max(0.0, core.events.clock() - core.heartbeat) if core.has_work else 0.0
+        """How long the core has been inside one step, or a command; 0 when it is idle. Grows when it hangs."""
+        since = self._busy_since
+        return 0.0 if since is None or self._stopped.is_set() else time.monotonic() - since
+
+    @property
+    def has_stopped(self) -> bool:
+        """Has its thread ended, or was it abandoned?"""
+        return self._stopped.is_set()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the step in flight; False if that takes longer than the timeout."""
+        """Stop after the step in flight; False if that takes longer than the timeout, or for ever."""
         self.stop()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._stopped.wait(timeout_s) and not self.is_hung
 
     def stop(self) -> None:
         """Take nothing more, and stop after the step in flight; does not wait."""
         with self._lock:
             if self._gone is None:
-                self._gone = "the engine was closed"
+                self._gone = CLOSED
                 self._inbox.put(None)
+
+    # -- the supervisor -----------------------------------------------------------------------------------------------
+
+    def supervise(self, hang_timeout_s: float) -> float:
+        """Abandon the core if its step hangs; returns the seconds after which to look again."""
+        silent_s, bound_s = self.seconds_since_heartbeat(), hang_timeout_s
+        if silent_s >= bound_s:  # then its thread computes, and does not change what the cost model has learnt
+            bound_s = max(bound_s, HANG_FACTOR * self.core.expected_step_s)
+        if silent_s < bound_s:
+            return max(MIN_LOOK_S, bound_s - silent_s)
+        self._abandon(silent_s)
+        return hang_timeout_s
+
+    def _abandon(self, silent_s: float) -> None:
+        """End all requests in the name of a core that does not answer. Its thread can't be stopped, so it is left."""
+        why = f"engine core {self._thread.name} hangs: a step has not returned for {silent_s:.1f} s"
+        log.critical("%s; it is abandoned. Stacks of all threads:\n%s", why, stack_dump())
+        with self._lock:
+            if self._stopped.is_set():  # it came back just now, and has ended
+                return
+            self.is_hung, self._gone = True, why
+        for request in list(self.core.scheduler.requests.values()):
+            self.events.phase(request, Phase.ENDED, self.core.scheduler.tick, reason=FinishReason.ERROR)
+        self.events.close()
+        self._refuse_all(FinishReason.ERROR, why)
+        self._stopped.set()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_core()
+        finally:
+            self._stopped.set()
+
+    def _run_core(self) -> None:
         going = True
-        while going:
+        while going and not self.is_hung:
             try:
                 going = self._run_commands()
                 if going and self.core.has_work:
@@ -222,10 +335,10 @@ class CoreThread:
                 log.exception("engine core %s failed", self._thread.name)
                 self.core.die(error)
                 self._dispatch(self.core.scheduler.results.take())
-            if self.core.failure is not None and not self._restart():
+            if self.core.failure is not None and not self.is_hung and not self._restart():
                 return
         self._close_core()
-        self._drain()
+        self._refuse_all(FinishReason.SHUTDOWN, CLOSED)
 
     def _close_core(self) -> None:
         """Close the core and tell its requests; a backend that fails to close keeps nobody waiting."""
@@ -238,25 +351,24 @@ class CoreThread:
 
     def _run_commands(self) -> bool:
         """Run what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
+        waits = not self.core.has_work and not self._idle_commands
+        self._busy_since = None if waits else time.monotonic()
         for i in range(max(1, self._inbox.qsize())):
             try:
-                command = self._inbox.get(block=i == 0 and not self.core.has_work and not self._idle_commands)
+                posted = self._inbox.get(block=waits and i == 0)
             except queue.Empty:
                 break
-            if command is None:
+            if waits and i == 0:
+                self._busy_since = time.monotonic()
+            if posted is None:
                 return False
-            command(self.core)
+            posted.run(self.core)
         idle = self._idle_commands
         if idle and (not self.core.has_work or idle[0][0] <= self.events.clock()):
-            idle.popleft()[1](self.core)
+            idle.popleft()[1].run(self.core)
         return True
 
-    def _add(self, core: EngineCore, request: Request, sink: Sink) -> None:
-        if request.request_id in self._sinks:
-            taken = f"request {request.request_id} is already running"
-            tell(sink, StepResult.of_end(request.request_id, FinishReason.ERROR, taken))
-            return
-        self._sinks.add(request.request_id, sink)
+    def _add(self, core: EngineCore, request: Request) -> None:
         try:
             core.add(request)
         except TokenmillError as error:
@@ -266,21 +378,25 @@ class CoreThread:
     def _dispatch(self, result: StepResult) -> None:
         if not result.request_ids:
             return
+        with self._lock:
+            if self.is_hung:  # its requests have had their ends
+                return
+            parts = self._sinks.route(result)
         for place in result.ends:
             self._on_end(result.request_ids[place])
-        for sink, part in self._sinks.route(result):
+        for sink, part in parts:
             if unheard := tell(sink, part):
-                self._sinks.drop(unheard)
+                with self._lock:
+                    self._sinks.drop(unheard)
                 for request_id in unheard:
                     self.core.cancel(request_id)
 
     def _restart(self) -> bool:
-        """Build a new core in place of a dead one. False if it died too often or can't be built."""
+        """Build a new core in place of a dead one. False if it died too often of late, or can't be built."""
         failure = self.core.failure
         log.error("engine core %s died: %s", self._thread.name, failure)
         self._close_core()
-        if self._restarts_left > 0:
-            self._restarts_left -= 1
+        if self._restarts.take():
             try:
                 self.core = self._make_core(self.events)
                 self.num_restarts += 1
@@ -290,20 +406,24 @@ class CoreThread:
                 log.exception("engine core %s could not be built again", self._thread.name)
         with self._lock:
             self._gone = f"the engine failed: {failure}"
-        self._drain()
+        self._refuse_all(FinishReason.SHUTDOWN, self._gone)
         return False
 
-    def _drain(self) -> None:
-        """No core will come: whoever is still in the inbox hears it from the closed one."""
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            if command is not None:
-                command(self.core)
-        while self._idle_commands:
-            self._idle_commands.popleft()[1](self.core)
+    def _refuse_all(self, reason: FinishReason, why: str) -> None:
+        """No core will come: refuse the commands that wait, and end the requests that have not ended."""
+        waiting = [posted for _, posted in self._idle_commands]
+        with suppress(queue.Empty):
+            while True:
+                if (posted := self._inbox.get_nowait()) is not None:
+                    waiting.append(posted)
+        self._idle_commands.clear()
+        for posted in waiting:
+            posted.refuse(why)
+        with self._lock:
+            sinks, self._sinks = self._sinks, Sinks()
+        for request_id, sink in sinks.each():
+            self._on_end(request_id)
+            tell(sink, StepResult.of_end(request_id, reason, why))
 
 
 class EnginePool:
@@ -328,12 +448,25 @@ class EnginePool:
 
         self.cores: list[CoreThread] = []
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         try:
             for i in range(num_cores):
-                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), max_restarts, on_end))
+                restarts = RestartLimit(max_restarts, RESTART_WINDOW_S, clock)
+                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), restarts, on_end))
         except BaseException:
             self.close()
             raise
+        if config.hang_timeout_s is not None:
+            supervise = threading.Thread(
+                target=self._supervise, args=(config.hang_timeout_s,), name="tokenmill-supervisor", daemon=True
+            )
+            supervise.start()
+
+    def _supervise(self, hang_timeout_s: float) -> None:
+        """Abandon cores whose step does not return. Sleeps until one of them could hang: no step is disturbed."""
+        look_in_s = hang_timeout_s
+        while not self._closed.wait(look_in_s):
+            look_in_s = min(core.supervise(hang_timeout_s) for core in self.cores)
 
     def submit(
         self, request: Request, sink: Sink, core: int | None = None, on_core: Callable[[int], None] = lambda _: None
@@ -412,6 +545,8 @@ class EnginePool:
         stopped = [
             core.close(None if deadline is None else max(0.0, deadline - time.monotonic())) for core in self.cores
         ]
+        if all(core.has_stopped for core in self.cores):  # else the supervisor is still needed
+            self._closed.set()
         return all(stopped)
 
     def __enter__(self) -> EnginePool:

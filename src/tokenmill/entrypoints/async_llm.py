@@ -119,6 +119,11 @@ class AsyncLLM:
         return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
 
     @property
+    def is_hung(self) -> bool:
+        """Was an engine core abandoned that can't be replaced? Only a restart of this process helps."""
+        return self._client.is_hung
+
+    @property
     def num_cores(self) -> int:
         return self._client.num_cores
 
@@ -299,7 +304,8 @@ class AsyncLLM:
         self._closed = True
         self.bridge.end_all()
         await asyncio.to_thread(self._client.close)
-        self.opened.close()
+        if not self._client.is_hung:
+            self.opened.close()
 
     async def __aenter__(self) -> Self:
         return self

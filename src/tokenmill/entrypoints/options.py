@@ -57,6 +57,8 @@ class EngineOptions(TypedDict, total=False):
     """Maximum number of queued requests; unlimited for `LLM`."""
     queue_timeout_s: float | None
     """Maximum time in the queue (s), then the request ends with `timeout`."""
+    hang_timeout_s: float | None
+    """Abandon an engine whose step has not returned for this long (s); an engine process is replaced."""
     kv_cache_tokens: int | None
     """Size of the KV cache in tokens; by default a fraction of free memory."""
     forced_tokens: bool | None
@@ -75,7 +77,7 @@ __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "
 
 CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
-    "target_tick_ms", "max_queue", "queue_timeout_s", "forced_tokens",
+    "target_tick_ms", "max_queue", "queue_timeout_s", "forced_tokens", "hang_timeout_s",
 )  # fmt: skip
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "extra")
 

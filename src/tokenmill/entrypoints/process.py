@@ -12,6 +12,7 @@ child ends the request it is about; a sink that raises loses the request it list
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
@@ -38,7 +39,7 @@ from tokenmill.engine.client import ThreadClient
 from tokenmill.engine.core import check_cancel
 from tokenmill.engine.events import CoreSnapshot, CoreStats, Event, Phase, RequestEvent, StartEvent, Subscriber
 from tokenmill.engine.pool import ANSWER_S, MakeSubscriber, Sink, Sinks, tell
-from tokenmill.engine.request import Hints, Request, check_request
+from tokenmill.engine.request import Hints, Request, RequestState, check_request
 from tokenmill.entrypoints import wire
 from tokenmill.entrypoints.fit import plan_one_session
 from tokenmill.entrypoints.options import load_for_engine
@@ -59,6 +60,12 @@ IPC = "ipc://"
 HEARTBEAT_S = 0.25
 """How often each side looks whether the other one is there."""
 CLOSE_S = 5.0
+GRACE_S = 1.0
+"""How much later than its hang timeout a process is killed that abandons no core by itself: it can't run Python."""
+STACKS = "stacks"
+"""File in the folder of a child to which it writes its stacks on SIGUSR1; works while a step holds the GIL."""
+STACKS_S = 1.0
+"""How long that may take."""
 MAX_FAILED_STARTS, RETRY_S = 3, 1.0
 """Restarts in a row that may fail to load the model before the engine is given up, and the pause after each."""
 
@@ -149,6 +156,18 @@ class _Child:
             undo.pop_all()
         return cls(process, mail, folder)
 
+    def stacks(self) -> str:
+        """Have it write the stacks of its threads, which needs no GIL, and read them."""
+        path, deadline = self.folder / STACKS, time.monotonic() + STACKS_S
+        self.process.send_signal(signal.SIGUSR1)
+        found, before = "", None
+        while found != before or not found:  # until it has written all, or can't
+            if time.monotonic() > deadline:
+                break
+            time.sleep(STACKS_S / 20)
+            before, found = found, path.read_text(errors="replace") if path.exists() else ""
+        return found or "(none: it does not react to signals)"
+
     def end(self) -> None:
         """Kill it if it is still running, wait for it, and leave nothing of it behind."""
         if self.process.poll() is None:
@@ -191,6 +210,7 @@ class ProcessClient:
         """Why no request can be sent now."""
         self._cores_alive: list[int] = []
         self._silent_s, self._pulse_at = 0.0, time.monotonic()
+        self._hang_timeout_s: float | None = None
         self._num_failed_starts = 0
         self._ready: Future[wire.Ready] = Future()
         self._child = self._new_child()
@@ -228,6 +248,10 @@ class ProcessClient:
     def seconds_silent(self) -> float:
         """What the process last said, and how much longer than a heartbeat it has said nothing."""
         return self._silent_s + max(0.0, time.monotonic() - self._pulse_at - 2 * HEARTBEAT_S)
+
+    @property
+    def is_hung(self) -> bool:
+        return False  # it is killed and replaced
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         check_request(request, self.model.info, self.max_model_len)
@@ -365,18 +389,28 @@ class ProcessClient:
         """Carry messages, from one child after the other. Whatever ends this, it leaves no child and nobody waiting."""
         goes_on = True
         while goes_on:
-            child = self._child
+            child, why = self._child, ""
             try:
-                while child.process.poll() is None:
+                while child.process.poll() is None and not why:
                     self._read(child, HEARTBEAT_S)
+                    why = self._why_hung(child)
                 self._read(child, 0)
             except Exception:
                 log.exception("the messages of engine process %d failed; the process is ended", child.process.pid)
                 self._num_failed_starts = MAX_FAILED_STARTS  # a bug, which another process would meet again
             finally:
                 child.end()
-                self._end_all(child.process.returncode)
+                self._end_all(why or f"the engine process ended with exit code {child.process.returncode}")
             goes_on = self._start_again()
+
+    def _why_hung(self, child: _Child) -> str:
+        """Nothing unless the child has stopped to run Python; while it does, it abandons its own cores."""
+        silent_s = time.monotonic() - self._pulse_at
+        if self._gone is not None or self._hang_timeout_s is None or silent_s < self._hang_timeout_s + GRACE_S:
+            return ""
+        why = f"engine process {child.process.pid} hangs: no sign of life for {silent_s:.1f} s"
+        log.critical("%s; it is killed. Stacks of all its threads:\n%s", why, child.stacks())
+        return why
 
     def _start_again(self) -> bool:
         """Start another child. False if the engine is closed or given up."""
@@ -415,6 +449,11 @@ class ProcessClient:
         elif isinstance(message, wire.Pulse):
             self._cores_alive, self._silent_s = message.cores_alive, message.seconds_silent
             self._pulse_at = time.monotonic()
+            if not message.cores_alive:  # it is about to end
+                with self._lock:
+                    self._gone = self._gone or "all cores of the engine process have failed"
+            for request_id in message.started:
+                self._note_started(request_id)
         elif isinstance(message, wire.Answer):
             with self._lock:
                 take = self._questions.pop(message.number, None)
@@ -434,6 +473,7 @@ class ProcessClient:
     def _begin(self, ready: wire.Ready) -> None:
         """A child has loaded the model: requests may come, after whoever follows its cores."""
         self._cores_alive, self._silent_s, self._pulse_at = list(range(self._num_cores)), 0.0, time.monotonic()
+        self._hang_timeout_s = ready.config.hang_timeout_s
         with self._lock:
             for number, following in self._following.items():
                 self._questions[number] = partial(self._follow_again, number, following)
@@ -457,12 +497,19 @@ class ProcessClient:
             log.exception("a subscriber failed and is dropped")
             self._unfollow(number)
 
+    def _note_started(self, request_id: str) -> None:
+        """A request has left the queue in the child: its queue timeout is over here, too."""
+        request = self._requests.get(request_id)
+        if request is not None and request.state is RequestState.WAITING:
+            request.become(RequestState.RUNNING)
+
     def _hear(self, message: wire.Step) -> None:
         """Hand a step result to the sinks of its requests."""
         result = message.result()
         with self._lock:
             for request_id, facts in message.facts.items():
                 if (request := self._requests.get(request_id)) is not None:
+                    self._note_started(request_id)
                     request.num_cached, request.verdict = facts.num_cached, facts.verdict
                     if facts.prompt_logprobs is not None:
                         request.prompt_logprobs = facts.prompt_logprobs
@@ -477,12 +524,12 @@ class ProcessClient:
                 for request_id in unheard:
                     self.cancel(request_id)
 
-    def _end_all(self, code: int) -> None:
+    def _end_all(self, why: str) -> None:
         """Tell every caller that the child is gone."""
         with self._lock:
             closed = self._is_closed.is_set()
             if not closed:
-                self._gone = f"the engine process ended with exit code {code}"
+                self._gone = why
             gone = self._gone or ""
             reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
             ends = [StepResult.of_end(request_id, reason, gone) for request_id in self._requests]
@@ -526,20 +573,29 @@ class EngineProcess:
 
     def run(self) -> None:
         pulse_at = 0.0
-        while self._going:
-            for message in self._mail.receive(int(1000 * HEARTBEAT_S)):
-                self._obey(message)
-            if self._going and self._client is not None and time.monotonic() >= pulse_at:
-                pulse_at = time.monotonic() + HEARTBEAT_S
-                self._pulse(self._client)
-        self._mail.close()
+        try:
+            while self._going:
+                for message in self._mail.receive(int(1000 * HEARTBEAT_S)):
+                    self._obey(message)
+                if self._going and self._client is not None and time.monotonic() >= pulse_at:
+                    pulse_at = time.monotonic() + HEARTBEAT_S
+                    self._pulse(self._client)
+        finally:
+            self._mail.close()  # sends what was posted: why it ends is among it
 
     def _pulse(self, client: ThreadClient) -> None:
         """Tell how the cores are. With none left this process is of no use: its parent starts another one."""
-        alive = client.cores_alive
-        self._mail.post(wire.encode(wire.Pulse(alive, client.seconds_silent)))
-        if not alive:
+        self._post_pulse(client)
+        if not client.cores_alive:
             raise EngineDead("all engine cores have failed")
+
+    def _post_pulse(self, client: ThreadClient) -> None:
+        started = [
+            name
+            for name, request in list(self._requests.items())
+            if name not in self._started and request.state is not RequestState.WAITING
+        ]
+        self._mail.post(wire.encode(wire.Pulse(client.cores_alive, client.seconds_silent, started)))
 
     def _obey(self, message: bytes) -> None:
         """Do what a message says. If that fails it costs at most the message's own request, never the process."""
@@ -721,7 +777,9 @@ class EngineProcess:
             self._grammars.set_exception(error)
 
     def _tell(self, result: StepResult) -> None:
-        """On a core's thread."""
+        """On a core's thread, or the supervisor's."""
+        if result.ends and self._client is not None and not self._client.cores_alive:
+            self._post_pulse(self._client)  # first: whoever hears of the end may come with the next request
         facts = {}
         for place in result.ends:
             request_id = result.request_ids[place]
@@ -762,6 +820,7 @@ def end_with_parent(address: str) -> None:
             pass
         with contextlib.suppress(OSError):  # the parent has removed them
             socket.unlink(missing_ok=True)
+            (socket.parent / STACKS).unlink(missing_ok=True)
             socket.parent.rmdir()
         os._exit(1)
 
@@ -788,6 +847,13 @@ def _logging_to(engine: EngineProcess) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
+def dump_stacks_on_signal(address: str) -> None:
+    """On SIGUSR1, write the stacks of all threads to a file beside the socket. In C: it works while the GIL is held."""
+    socket = Path(address.removeprefix(IPC))
+    if socket.is_absolute():  # else the parent's folder is not known
+        faulthandler.register(signal.SIGUSR1, (socket.parent / STACKS).open("w"), all_threads=True)
+
+
 def main(address: str) -> None:
     """Be the engine process. Leaves by `os._exit` however it ends: no thread of an engine can hold it up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -795,6 +861,7 @@ def main(address: str) -> None:
     code = 1
     try:
         end_with_parent(address)
+        dump_stacks_on_signal(address)
         engine = EngineProcess(address)
         with _logging_to(engine):
             engine.run()

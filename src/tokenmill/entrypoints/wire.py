@@ -161,6 +161,8 @@ class Pulse(msgspec.Struct, tag=True):
 
     cores_alive: list[int]
     seconds_silent: float
+    started: list[str] = []
+    """Requests that have left the queue, but have no token yet."""
 
 
 class Logged(msgspec.Struct, tag=True):

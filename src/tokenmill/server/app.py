@@ -41,6 +41,8 @@ V1 = "/v1"
 BACKLOG = 2048
 SWITCH_S = 0.001
 """Interpreter switch interval (default: 5 ms): each engine step needs the lock often."""
+EXIT_HUNG = 4
+"""Exit code with `exit_on_hang`: a service manager that restarts on failure starts another server."""
 LAST_WORDS_S = 2.0
 """For the terminal events of what was cut off."""
 MIN_LOOK_S = 0.05
@@ -106,9 +108,9 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
             is_loaded = runner.run(server.load_and_serve(listener))
         finally:
             listener.close()
-        if not is_loaded:  # the model is still being loaded by a thread that can't be stopped
+        if not is_loaded or server.has_hung:  # a thread loads the model, or hangs, and can't be stopped
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(EXIT_HUNG if server.has_hung else 0)
 
 
 class Server(uvicorn.Server):
@@ -130,6 +132,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(settings)
         self.served = served
+        self.has_hung = False
+        """Has it shut down because an engine thread hangs?"""
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
@@ -206,6 +210,14 @@ class Server(uvicorn.Server):
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Uvicorn calls this ten times a second."""
+        if self.served.config.exit_on_hang and not self.has_hung and self.served.is_hung:
+            self.has_hung = True
+            say("an engine thread hangs and cannot be replaced; exiting (--exit-on-hang)")
+            self._stop()
+        return await super().on_tick(counter)
 
     def _stop(self) -> None:
         if self._draining is None:

@@ -88,6 +88,8 @@ class ServerConfig:
     """Interval of keep-alive comments on a silent stream."""
     drain_s: float = 30.0
     """Grace period for running requests on shutdown."""
+    exit_on_hang: bool = False
+    """Shut down with exit code 4 when a step on an engine thread never returns."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.key_hashes and not self.insecure:

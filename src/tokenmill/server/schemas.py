@@ -242,7 +242,7 @@ class Cancelled(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ready", "not ready", "live"]
+    status: Literal["ready", "not ready", "live", "hung"]
 
 
 # -- telemetry --------------------------------------------------------------------------------------------------------

@@ -86,6 +86,11 @@ class Served:
         """Does it admit requests, and do the engines make progress?"""
         return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
 
+    @property
+    def is_hung(self) -> bool:
+        """Does an engine thread hang? It can't be replaced: only a restart of the server helps."""
+        return any(model.llm.is_hung for model in self.models.loaded)
+
     def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
         caller: Caller = http.state.caller

@@ -216,7 +216,8 @@ class SessionManager:
         """Close the engine, if it is ours. Waits for its threads."""
         if self._owns_engine:
             self.client.close()
-            self.opened.close()
+            if not self.client.is_hung:
+                self.opened.close()
 
     # -- admission ----------------------------------------------------------------------------------------------------
 

@@ -262,9 +262,11 @@ def probe_routes(served: Served) -> APIRouter:
         return JSONResponse({"status": "not ready"}, 503, headers={"Retry-After": "5"})
 
     @api.head("/health/live", include_in_schema=False)
-    @api.get("/health/live", responses={200: {"model": schemas.Health}}, tags=["health"])
+    @api.get("/health/live", responses=health, tags=["health"])
     async def get_live() -> Response:
-        """Does it run?"""
+        """Does it run? 503 if an engine thread hangs, which only a restart of the server ends."""
+        if served.is_hung:
+            return JSONResponse({"status": "hung"}, 503)
         return JSONResponse({"status": "live"})
 
     @api.get(
