@@ -53,12 +53,10 @@ class _LoopEnd:
 
     # -- endings that do not wait for the engine ----------------------------------------------------------------------
 
-    def watch(self, request: Request) -> None:
-        """Enforce the request's deadlines, counted from now."""
-        self._deadlines.watch(request, self._loop.time(), self._queue_timeout_s)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
+    def watch(self, request: Request | None = None) -> None:
+        """Enforce this request's deadlines, counted from now, beside those of the others."""
+        if request is not None:
+            self._deadlines.watch(request, self._loop.time(), self._queue_timeout_s)
         at = self._deadlines.next_at
         if at is None or (self._alarm is not None and self._alarm.when() <= at):
             return
@@ -72,7 +70,7 @@ class _LoopEnd:
             self._end(request.request_id, FinishReason.TIMEOUT, error)
             with suppress(EngineDead):  # then it has no requests any more
                 self._client.cancel(request.request_id, FinishReason.TIMEOUT)
-        self._set_alarm()
+        self.watch()
 
     def end_soon(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """On any thread: end a request after what has come for it, but not inside its own consumer."""

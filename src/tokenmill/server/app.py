@@ -45,6 +45,8 @@ EXIT_HUNG = 4
 """Exit code with `exit_on_hang`: a service manager that restarts on failure starts another server."""
 LAST_WORDS_S = 2.0
 """For the terminal events of what was cut off."""
+LOOK_S = 0.2
+"""Between two looks for engine threads that hang."""
 MIN_LOOK_S = 0.05
 """Between two looks for models that are not used."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -165,7 +167,7 @@ class Server(uvicorn.Server):
         if not loading.done():
             serving.result()
             return False
-        watching = asyncio.gather(self._unload_idle(), self.served.telemetry.watch_loop())
+        watching = asyncio.gather(self._unload_idle(), self._exit_on_hang(), self.served.telemetry.watch_loop())
         try:
             loading.result()  # what could not be loaded ends it all
             self.served.open()
@@ -211,13 +213,14 @@ class Server(uvicorn.Server):
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-    async def on_tick(self, counter: int) -> bool:
-        """Uvicorn calls this ten times a second."""
-        if self.served.config.exit_on_hang and not self.has_hung and self.served.is_hung:
+    async def _exit_on_hang(self) -> None:
+        """Shut down once an engine thread hangs, if that is wanted."""
+        if self.served.config.exit_on_hang:
+            while not self.served.is_hung:
+                await asyncio.sleep(LOOK_S)
             self.has_hung = True
             say("an engine thread hangs and cannot be replaced; exiting (--exit-on-hang)")
             self._stop()
-        return await super().on_tick(counter)
 
     def _stop(self) -> None:
         if self._draining is None:
