@@ -32,6 +32,9 @@ class EngineConfig:
     longer; None: never."""
     target_tick_ms: float = 100.0
     """Target step latency (ms) while requests are decoding; bounds prefill chunks."""
+    max_step_ms: float | None = None
+    """Target latency (ms) of steps that compute prompts only, so that cancels and new requests take effect in time;
+    None for no bound but the token budget."""
     max_wait_ticks: int = 256
     """Starvation limit: after this many ticks without a start, the first request of a key and priority goes next."""
     admission_margin: int = 1
@@ -57,7 +60,7 @@ class EngineConfig:
         for name in ("max_queue", "admission_margin", "min_shared_prefix"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be non-negative, not {getattr(self, name)}")
-        for name in ("max_model_len", "max_queue_tokens", "queue_timeout_s", "hang_timeout_s"):
+        for name in ("max_model_len", "max_queue_tokens", "queue_timeout_s", "hang_timeout_s", "max_step_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive or None, not {value}")

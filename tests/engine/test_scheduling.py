@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from tests.engine.helpers import (
 from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.events import Event, Phase, RequestEvent
+from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.engine.plan import Draft
 from tokenmill.engine.policies import Deadlines
 from tokenmill.engine.request import Request, RequestState
@@ -91,6 +93,64 @@ def test_chunks_grow_to_the_budget_when_nobody_decodes() -> None:
     engine.add(request("long", tuple(i % VOCAB for i in range(1500)), max_new_tokens=1))
     run(engine)
     assert [tick.plan.num_tokens for tick in ticks] == [700, 700, 100]
+
+
+DEVICES = {
+    "slow CPU": (0.01, 0.005, 5e-8),
+    "fast CPU": (0.002, 0.0003, 2e-9),
+    "launch-bound": (0.15, 0.0005, 0.0),
+}
+
+
+def prefill_s(device: str, prompts: Sequence[int], **config: Any) -> tuple[float, list[TickEvent], EngineCore]:
+    """How long a simulated device takes for prompts of these lengths, of which no two begin alike; and its steps."""
+    fake = {"num_cells": 40_000, "max_context": 16_384, "max_seqs": 32}
+    engine, clock = timed_engine(0, DEVICES[device], fake, at_once=True, max_num_seqs=16, **config)
+    ticks = ticks_of(engine)
+    for i, count in enumerate(prompts):
+        engine.add(request(f"p{i}", tuple((i + j) % VOCAB for j in range(count)), max_new_tokens=1))
+    began = clock.now
+    run(engine)
+    return clock.now - began, ticks, engine
+
+
+@pytest.mark.req("R13", "G9")
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompt_steps_are_bounded_in_time_when_nobody_decodes(device: str) -> None:
+    """8,000 tokens, of which an unbounded step takes 2,048: 10 s on a slow CPU."""
+    unbounded_s, free, _ = prefill_s(device, [8000])
+    bounded_s, ticks, _ = prefill_s(device, [8000], max_step_ms=500)
+    assert max(tick.plan.num_tokens for tick in free) == 2048
+    assert max(tick.step_s for tick in ticks) <= 0.5 * 1.02
+    if device != "launch-bound":  # there, each of the more numerous steps costs as much again
+        assert bounded_s <= unbounded_s / 0.95
+
+
+@pytest.mark.req("R13", "G9")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_prompts_together_stay_within_the_bound(device: str, seed: int) -> None:
+    choose = random.Random(seed)
+    prompts = [choose.choice([5, 60, 400, 3000]) for _ in range(12)]
+    _, ticks, _ = prefill_s(device, prompts, max_step_ms=500)
+    assert max(tick.step_s for tick in ticks if not tick.plan.num_decode) <= 0.5 * 1.1
+    assert sum(tick.plan.num_prefill for tick in ticks) == sum(prompts)
+
+
+@pytest.mark.req("R13", "G2")
+def test_a_cancel_in_a_long_prompt_waits_for_one_bounded_step() -> None:
+    engine, clock = timed_engine(
+        0, DEVICES["slow CPU"], {"num_cells": 40_000, "max_context": 16_384}, at_once=True, max_step_ms=500
+    )
+    for after in (1, 5, 20):  # steps
+        engine.add(request("long", tuple((after + i) % VOCAB for i in range(8000)), max_new_tokens=1))
+        for _ in range(after):
+            engine.step()
+        asked_at = clock.now
+        engine.step()  # the cancel comes while this one is computed
+        engine.cancel("long")
+        assert engine.step().ends
+        assert clock.now - asked_at <= 0.6
 
 
 @pytest.mark.req("R13", "R14")

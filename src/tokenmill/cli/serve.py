@@ -83,6 +83,12 @@ def serve(
             show_default="100; 50 on CUDA, 500 with llama.cpp",
         ),
     ] = None,
+    max_step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Target latency (ms) of steps that compute prompts only.", show_default="500; unbounded on CUDA"
+        ),
+    ] = None,
     max_queue: Annotated[
         int | None, typer.Option(help="Maximum number of queued requests; further ones get 429.", show_default="256")
     ] = None,
@@ -179,6 +185,7 @@ def serve(
         "max_num_batched_tokens": max_num_batched_tokens,
         "kv_cache_tokens": kv_cache_tokens,
         "target_tick_ms": target_tick_ms,
+        "max_step_ms": max_step_ms,
         "max_queue": max_queue,
         "queue_timeout_s": queue_timeout,
         "hang_timeout_s": hang_timeout,

@@ -239,6 +239,8 @@ class StepSizes:
     target_tick_ms: float | None = None
     offline_tick_ms: float | None = None
     """Replaces `target_tick_ms` in offline use (`LLM`), where inter-token latency does not matter."""
+    max_step_ms: float | None = None
+    """Not applied in offline use."""
     max_queue: int | None = None
 
 

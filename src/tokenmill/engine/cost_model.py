@@ -148,8 +148,8 @@ class CostModel:
         decoding = self._decode.predict(len(draft.decodes), draft.decode_attention) or 0.0
         allowed = max(target_s, (1 + MIN_SHARE) * decoding)
         so_far = self._prefill.predict(draft.num_tokens, draft.attention)
-        if so_far is None:  # a prompt token costs no more than one that is decoded
-            per_token = decoding / max(1, len(draft.decodes))
+        if so_far is None:  # a prompt token costs no more than one that is decoded, or than those seen so far
+            per_token = decoding / len(draft.decodes) if len(draft.decodes) else self._prefill.slopes[0]
             chunk = _tokens_in(allowed - decoding, per_token, 0.0, 0, limit + already) - already
             return max(0, min(limit, max(chunk, least)))
         per_token, per_cell = self._prefill.slopes

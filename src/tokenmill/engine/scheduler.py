@@ -203,16 +203,17 @@ class Scheduler:
         return Match() if request.computes_all else self.kv.match(request.token_array(), request.hints)
 
     def _use_up_budget(self, draft: Draft) -> None:
-        """Nobody decodes, so nobody is held up: give what is left of the budget to the chunks, first ones first."""
+        """Nobody decodes: give what is left of the budget and of the time to the chunks, first ones first."""
         for row in list(draft.chunks):
             request, num_computed = self.rows.requests[row], int(self.rows.num_computed[row])
             if request is None or draft.budget == 0:
                 return
-            whole = min(self._most(request, num_computed), draft.chunks[row] + draft.budget)
-            more = whole - draft.chunks[row]
-            cells = self.kv.cells_for(whole) - self.kv.cells_for(draft.chunks[row])
+            given = draft.chunks[row]
+            more = min(self._most(request, num_computed) - given, draft.budget)
+            more = self._in_time(draft, num_computed + given, more)
+            cells = self.kv.cells_for(given + more) - self.kv.cells_for(given)
             if more > 0 and self.kv.make_room(draft.cells + cells, request):
-                draft.give_chunk(row, more, cells, num_computed + draft.chunks[row])
+                draft.give_chunk(row, more, cells, num_computed + given)
 
     # -- parts of the tick --------------------------------------------------------------------------------------------
 
@@ -243,11 +244,16 @@ class Scheduler:
         return min(most, request.limits.max_tokens_per_step or most)
 
     def _chunk(self, draft: Draft, request: Request, num_computed: int) -> int:
-        """How many tokens the request gets now: within the chunk size, the budget and, beside decodes, the time."""
+        """How many tokens the request gets now: within the chunk size, the budget and the time."""
         count = min(self._most(request, num_computed), self.config.prefill_chunk, draft.budget)
-        if self._anyone_decodes(draft):
-            count = min(count, self.cost.largest_chunk(draft, num_computed, self.config.target_tick_ms / 1000))
-        return count
+        return self._in_time(draft, num_computed, count)
+
+    def _in_time(self, draft: Draft, num_computed: int, count: int) -> int:
+        """So many of the tokens at position `num_computed` as the step has time for, beside what it already holds."""
+        target_ms = self.config.target_tick_ms if self._anyone_decodes(draft) else self.config.max_step_ms
+        if target_ms is None or count <= 0:
+            return count
+        return min(count, self.cost.largest_chunk(draft, num_computed, target_ms / 1000))
 
     def _anyone_decodes(self, draft: Draft) -> bool:
         """In this step, or in the next one: at depth 1 some wait for their last token before they go on."""

@@ -53,6 +53,8 @@ class EngineOptions(TypedDict, total=False):
     """Minimum prompt tokens of a step with prompts."""
     target_tick_ms: float | None
     """Target step latency (ms) while requests are decoding."""
+    max_step_ms: float | None
+    """Target latency (ms) of steps that compute prompts only; not applied by `LLM` unless given."""
     max_queue: int | None
     """Maximum number of queued requests; unlimited for `LLM`."""
     queue_timeout_s: float | None
@@ -77,7 +79,7 @@ __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "
 
 CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
-    "target_tick_ms", "max_queue", "queue_timeout_s", "forced_tokens", "hang_timeout_s",
+    "target_tick_ms", "max_step_ms", "max_queue", "queue_timeout_s", "forced_tokens", "hang_timeout_s",
 )  # fmt: skip
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "extra")
 
@@ -226,8 +228,8 @@ def _config(model: ModelHandle, options: Mapping[str, Any], *, offline: bool) ->
     if config is not None:
         return replace(config, **given)
     sizes = model.step_sizes
-    if offline and sizes.offline_tick_ms is not None:
-        sizes = replace(sizes, target_tick_ms=sizes.offline_tick_ms)
+    if offline:
+        sizes = replace(sizes, target_tick_ms=sizes.offline_tick_ms or sizes.target_tick_ms, max_step_ms=None)
     base = replace(EngineConfig(), **_given(asdict(sizes), CONFIG_OPTIONS))
     # What nobody has given goes along with what somebody has.
     given.setdefault("max_num_seqs", min(base.max_num_seqs, given.get("max_num_batched_tokens", base.max_num_seqs)))

@@ -126,7 +126,7 @@ class LlamaModel:
 
     block_size = 1
     weights_version = 0
-    step_sizes = StepSizes(target_tick_ms=500.0)
+    step_sizes = StepSizes(target_tick_ms=500.0, max_step_ms=500.0)
     """llama.cpp computes a prompt in chunks of a hundred tokens and more up to twice as fast as in smaller ones."""
 
     def __init__(self, path: Path, native: NativeModel, header: Header, options: LlamaOptions) -> None:

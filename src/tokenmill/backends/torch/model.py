@@ -58,7 +58,7 @@ class BaseTorchModel(ABC):
     """A `ModelHandle` over paged KV. `own_names`: what the model's files call a tensor -> what its decoder does."""
 
     default_block_size = BLOCK_SIZE
-    step_sizes = StepSizes()
+    step_sizes = StepSizes(max_step_ms=500.0)
     default_depth = 0
     """Submitting ahead hides the host's work behind a device's; on the CPU both are the same processor."""
 
