@@ -135,11 +135,11 @@ def run(names: Sequence[str], model: str) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'client':<12}{'version':<12}{'checks':>8}{'seconds':>9}"]
+    lines = [f"{'client':<15}{'version':<12}{'checks':>8}{'seconds':>9}"]
     for row in rows:
         checks = f"{row.num_passed}/{row.num_checks}"
         verdict = "" if row.ok else f"  FAILED {row.error}".rstrip()
-        lines.append(f"{row.name:<12}{CLIENTS[row.name].version:<12}{checks:>8}{row.seconds:>9.1f}{verdict}")
+        lines.append(f"{row.name:<15}{CLIENTS[row.name].version:<12}{checks:>8}{row.seconds:>9.1f}{verdict}")
     return "\n".join(lines)
 
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.tool_templates import HARMONY, PLAIN, WRITTEN, stored_templates
+from tokenmill.params import StructuredOutputs
 from tokenmill.text.delta import DeltaRenderer
+from tokenmill.text.grammar import grammar_source
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
-from tokenmill.text.tool_format import NAMED, CallFormat, JsonArguments, TurnFormat
+from tokenmill.text.tool_format import ID_SLOT, NAMED, CallFormat, JsonArguments, NamedArguments, TurnFormat
 from tokenmill.text.tool_grammar import Tool, turn_grammar
 from tokenmill.text.turn_parser import ParsedTurn, open_parser
 
@@ -138,7 +140,7 @@ BYTES = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
 def _accepts(grammar: str, text: str | Sequence[int], tokenizer: llguidance.LLTokenizer = BYTES) -> bool:
-    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    matcher = llguidance.LLMatcher(tokenizer, grammar_source(StructuredOutputs(grammar=grammar)))
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode()) if isinstance(text, str) else list(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -280,6 +282,21 @@ def test_named_formats_read_what_they_write(name: str) -> None:
         assert _accepts(turn_grammar(form, {}, TOOLS, required=True), text)
 
 
+@pytest.mark.parametrize("name", [name for name in DERIVED if ID_SLOT in "".join(_calls_format(name).texts)])
+def test_ids_that_the_model_writes_are_the_calls(name: str) -> None:
+    _, form = _format_of(name)
+    ids = ["a1b2c3d4e", "f6g7h8i9j"]
+    text = _calls_format(name).write([("ping", {}), ("ping", {})], ids)
+    assert [call.call_id for call in _check_every_split(form, text).calls] == ids
+
+
+def test_markers_are_not_cut() -> None:
+    """They may be special tokens."""
+    arguments = _calls_format("tags around parameters").arguments
+    assert isinstance(arguments, NamedArguments)
+    assert (arguments.head, arguments.tail) == ("\n<parameter=", "\n</parameter>")
+
+
 def test_whitespace_may_differ_from_the_template_s() -> None:
     _, form = _format_of("tagged JSON")
     turn = _check_every_split(form, '<tool_call>{"name":"ping","arguments":{ }}</tool_call>')
@@ -384,6 +401,25 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     grammar = turn_grammar(template.turn_format, {}, TOOLS, required=True, starts_in_reasoning=True)
     assert _accepts(grammar, 'I think.\n</think>\n\n<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>')
     assert not _accepts(grammar, "I think.\n</think>\n\nYes.")
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_log_keeps_past_thinking_unless_the_template_drops_it(drops: bool) -> None:
+    """Either way it is what the template would write now."""
+    source = WRITTEN["tagged JSON"]
+    if drops:  # thinking is shown in the last turn alone
+        source = source.replace("think(m)", "think(m, loop.last)").replace(
+            "{% macro think(m, loop.last) %}{% if m.reasoning_content %}",
+            "{% macro think(m, is_last) %}{% if m.reasoning_content and is_last %}",
+        )
+    template = _template(source)
+    assert template.turn_format.reasoning is not None
+    question = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    log = [*template.encode([question]), *b"<think>\nhm\n</think>\n\nYes."]
+    step = DeltaRenderer(template).extend(log, [question, answer], [question], None)
+    assert (step.keep == len(log)) == (not drops)
+    assert [*log[: step.keep], *step.ids] == template.encode([question, answer, question])
 
 
 def test_reasoning_without_an_end_is_reasoning() -> None:

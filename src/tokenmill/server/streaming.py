@@ -269,15 +269,15 @@ class Call:
         self, prompt: list[int], params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
         """How the answer to a chat is constrained and read. Its grammar is compiled, off the event loop."""
-        params, plan = self.llm.plan(prompt, params, use or ToolUse(), thinking_budget)
-        if params.structured_outputs is not None:
+        planned, plan = await self.tokens(lambda: self.llm.plan(prompt, params, use or ToolUse(), thinking_budget))
+        if planned.structured_outputs is not None:
             try:
-                await self.do(self.llm.prepare(params))
+                await self.do(self.llm.prepare(planned))
             except InvalidRequest as error:
                 if use is None or error.param != "structured_outputs":
                     raise
                 raise InvalidRequest(f"tools: {str(error).split(': ', 1)[-1]}", param="tools") from None
-        return params, plan
+        return planned, plan
 
     def follow(self, source: SessionSource) -> None:
         """Read the answer of a session instead of generations of its own."""
