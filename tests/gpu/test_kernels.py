@@ -298,6 +298,22 @@ def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, *others: Tenso
     return torch.cat([keys, floats[0], top_k[:, None], *floats[1:]], dim=1)
 
 
+def test_masked_logits() -> None:
+    """The bits of each row rule out its own logits; a NaN stays wherever it is, so that its row fails."""
+    from tokenmill.contract import pack_mask
+    from tokenmill.kernels.drawing import masked
+
+    for dtype, vocab in ((HALF, 131_072 if HAS_CARD else 9000), (torch.float32, 4099), (torch.float32, 33)):
+        torch.manual_seed(vocab)
+        logits = torch.randn(5, vocab + 3, device=DEVICE).to(dtype)[:, :vocab]
+        logits[3, vocab // 2] = torch.nan
+        allowed = torch.rand(5, vocab) < 0.3
+        allowed[1], allowed[2], allowed[3, vocab // 2] = False, True, False
+        words = torch.from_numpy(pack_mask(allowed.numpy()).view("int32")).to(DEVICE)
+        wanted = logits.masked_fill(~allowed.to(DEVICE) & ~logits.isnan(), float("-inf"))
+        assert torch.equal(masked(logits, words).nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 def test_drawing() -> None:
     from tokenmill.kernels.drawing import draw
     from tokenmill.sampling import ops

@@ -92,6 +92,13 @@ def serve(
     max_queue: Annotated[
         int | None, typer.Option(help="Maximum number of queued requests; further ones get 429.", show_default="256")
     ] = None,
+    forced_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--forced-tokens/--no-forced-tokens",
+            help="Append tokens that a grammar leaves no choice about without drawing them.",
+        ),
+    ] = True,
     tokenizer_threads: Annotated[
         int, typer.Option(min=2, help="Tokenizer threads for long prompts; one is reserved for prompts up to 64 KiB.")
     ] = 2,
@@ -189,6 +196,7 @@ def serve(
         "max_queue": max_queue,
         "queue_timeout_s": queue_timeout,
         "hang_timeout_s": hang_timeout,
+        "forced_tokens": forced_tokens,
         "num_threads": threads,
     }
     specs = [] if config is None else read_catalogue(config, options, keep_alive)

@@ -114,7 +114,7 @@ class Sampler(Protocol):
     """Turns logits into ids where the logits are. The sampling layer implements it; the backend only calls it."""
 
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
-        """`logits`: [rows, vocab] in the backend's own array type; `mask` likewise, with `Mask`'s layout."""
+        """`logits`: [rows, vocab] in the backend's own array type; `mask`: a `Mask`, on the host."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What sampler and backends need on any device: `upload` without a wait, `largest` of each row of logits."""
+"""What sampler and backends need on any device: `upload` without a wait, `largest` of each row, `masked` logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+NEVER = np.float32(-np.inf)
+
 
 def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """The same numbers on a device. On the CPU it is the same memory, elsewhere the host may change its own at once."""
@@ -17,6 +19,22 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
         return there
     # A copy from memory that is not pinned would wait until everything before it is done.
     return there.pin_memory().to(device, non_blocking=True)
+
+
+def masked(logits: Tensor, mask: NDArray[np.uint32]) -> Tensor:
+    """A copy of the logits without those that the masks rule out, in one operation and without a wait.
+
+    mask: [rows, ceil(vocab / 32)] bits on the host, lowest bit first, as of `contract.Mask`.
+    """
+    if logits.device.type == "cuda":
+        from tokenmill.kernels import drawing  # needs triton
+
+        return drawing.masked(logits, upload(mask.view(np.int32), logits.device))
+    octets = np.ascontiguousarray(mask, dtype="<u4").view(np.uint8)
+    allowed = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+    if logits.device.type == "cpu" and logits.dtype is torch.float32:  # numpy wakes no other threads for it
+        return torch.from_numpy(np.where(allowed, logits.numpy(), NEVER))
+    return logits.masked_fill(~upload(allowed, logits.device), float(NEVER))
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:

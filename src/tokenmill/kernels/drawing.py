@@ -373,6 +373,27 @@ def _keep_typical(
         tl.store(to + column, kept, mask=column < vocab)
 
 
+@triton.jit
+def _masked(logits, words, out, vocab, stride, num_words, chunk: tl.constexpr):
+    """Copy a row; what its mask does not allow becomes minus infinity, but for a NaN: its row has failed."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = part * chunk + tl.arange(0, chunk)
+    values = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    word = tl.load(words + row * num_words + column // 32, mask=column < vocab, other=0)
+    stays = (((word >> (column % 32)) & 1) != 0) | (values != values)
+    kept = tl.where(stays, values, float("-inf")).to(out.dtype.element_ty)
+    tl.store(out + row * vocab + column, kept, mask=column < vocab)
+
+
+def masked(logits: Tensor, words: Tensor) -> Tensor:
+    """A copy without the logits that the masks rule out. words: int32, [rows, ceil(vocab / 32)], lowest bit first."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, vocab, dtype=logits.dtype, device=logits.device)
+    grid = (triton.cdiv(vocab, CHUNK), rows)
+    _masked[grid](logits, words, out, vocab, logits.stride(0), words.shape[1], chunk=CHUNK, num_warps=8)
+    return out
+
+
 def _chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, CHUNK)

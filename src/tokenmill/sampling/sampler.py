@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmill.contract import BAD_ROW, IntArray, Sampled, unpack_mask
-from tokenmill.kernels.device import largest, upload
+from tokenmill.contract import BAD_ROW, IntArray, Sampled
+from tokenmill.kernels.device import largest, masked, upload
 from tokenmill.sampling import ops
 from tokenmill.sampling.ops import uniforms
 from tokenmill.sampling.state import SamplingState
@@ -64,8 +64,8 @@ class StepSampler:
         raw = torch.from_numpy(logits) if from_numpy else logits
         state, rows = self.state, self.rows
         fused = fused_draw() if raw.is_cuda else None
-        if fused is not None and mask is None and state.is_raw[rows].all():
-            return Sampled(self._draw_fused(fused, raw))
+        if fused is not None and state.is_raw[rows].all():
+            return Sampled(self._draw_fused(fused, raw if mask is None else masked(raw, mask)))
         top, ids = largest(raw)
         bad, extras = ~top.isfinite(), {}
         if mask is not None or not state.is_plain_greedy[rows].all():
@@ -99,11 +99,7 @@ class StepSampler:
         )
         if mask is None and not len(edited) and not len(penalized) and not len(ruled):
             return raw.to(torch.float32)
-        logits = raw.to(torch.float32, copy=True)
-        if mask is not None:
-            host_mask = mask if isinstance(mask, np.ndarray) else mask.cpu().numpy()
-            allowed = upload(unpack_mask(host_mask, logits.shape[1]), logits.device)
-            logits.masked_fill_(~allowed, ops.NEVER)
+        logits = raw.to(torch.float32, copy=True) if mask is None else masked(raw, mask).to(torch.float32)
         listed = {place: ids for place in edited.tolist() if (ids := state.allowed[rows[place]]) is not None}
         if listed:
             _keep_only(logits, np.array(list(listed)), list(listed.values()))

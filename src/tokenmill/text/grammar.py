@@ -43,6 +43,7 @@ MAX_FORCED = 16 << 10
 """Characters that one literal, or one expression at least, may have: a longer run would hold up an engine's step."""
 MAX_STEP_ITEMS = 10_000
 """Of the parser in one step, some 10 ms; llguidance's own limit is five times that."""
+FIRST_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}}
 MAX_GBNF_BYTES = 64 << 10
 """GBNF is converted to Lark in Python."""
 
@@ -196,6 +197,12 @@ class GrammarCompiler:
             return future
 
     def _build(self) -> LLTokenizer:
+        """The tokenizer, with one grammar compiled: the first one would take several times as long."""
+        tokenizer = self._built()
+        _compiled(StructuredOutputs(json=FIRST_SCHEMA), tokenizer, self._tokenizer.eos_ids)
+        return tokenizer
+
+    def _built(self) -> LLTokenizer:
         if not self._tokenizer.eos_ids:
             raise InvalidRequest("structured_outputs requires a model with an end-of-sequence token")
         eos_ids = tuple(sorted(self._tokenizer.eos_ids))

@@ -23,9 +23,9 @@ from tokenmill.backends.torch.config import DecoderSizes
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
-from tokenmill.contract.backend import SampleRows, unpack_mask
+from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
-from tokenmill.kernels.device import largest, upload
+from tokenmill.kernels.device import largest, masked, upload
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
@@ -260,8 +260,7 @@ class DenseBackend(HostBackend[Decoder]):
 def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
     """The largest logit of each row, `BAD_ROW` where that is no number."""
     if mask is not None:
-        allowed = upload(unpack_mask(mask, logits.shape[1]), logits.device)
-        logits = logits.masked_fill(~allowed, -torch.inf)
+        logits = masked(logits, mask)
     best, ids = largest(logits)
     return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenmill.backends.torch.attention import PLAIN, Attention, GatherAttention, Scoring
-from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch, greedy
+from tokenmill.backends.torch.backend import TorchBackend, TorchStep, Ubatch
 from tokenmill.backends.torch.cuda.graphs import (
     DecodeShape,
     GraphOutputs,
@@ -39,9 +39,10 @@ from tokenmill.backends.torch.cuda.layers import AnyCudaDecoder
 from tokenmill.backends.torch.footprint import GRAPH_TOKENS
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
-from tokenmill.contract.backend import SampleRows
+from tokenmill.contract.backend import SampleRows, pack_mask
 from tokenmill.errors import ForwardFailed
 from tokenmill.kernels import drawing
+from tokenmill.kernels.device import masked
 from tokenmill.kernels.paged_attention import (
     QUERIES,
     add_far_attention,
@@ -233,7 +234,7 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         for dtype in {self._decoder.kv_dtype, torch.float32}:
             logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
             drawing.largest(logits)
-            drawing.greedy(logits, BAD_ROW)
+            drawing.greedy(masked(logits, pack_mask(np.ones((1, self._vocab_size), dtype=bool))), BAD_ROW)
             drawing.draw(logits, told, BAD_ROW, is_filtered=True, is_typical=True)
 
     def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
@@ -389,7 +390,7 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
 
     def _greedy(self, step: CudaStep, logits: Tensor, mask: Mask | None) -> Sampled:
         if mask is not None:
-            return greedy(logits, mask)
+            return Sampled(drawing.greedy(masked(logits, mask), BAD_ROW))
         if step.largest is not None and step.largest.logits is logits:
             return Sampled(step.largest.ids)
         return Sampled(drawing.greedy(logits, BAD_ROW))
