@@ -37,7 +37,7 @@ def allows(compiler: GrammarCompiler, text: str, **outputs: Any) -> bool:
          '{"a":12}', '{"a": 12}'),
         ({"json": '{"type": "array", "items": {"type": "boolean"}}'}, "[true,false]", "[1]"),
         ({"json": {"type": "array"}, "any_whitespace": True}, "[1,\n 2]", "[1;2]"),
-        ({"json": {"type": "array"}, "whitespace_pattern": "[ ]?"}, "[1, 2]", "[1,\\n2]"),
+        ({"json": {"type": "array"}, "whitespace_pattern": "[ ]?"}, "[1, 2]", "[1,\n2]"),
         ({"json_object": True}, '{"x":[null]}', "[]"),
         ({"regex": r"[a-z]+@[a-z]+\.com"}, "a@b.com", "a@b.org"),
         ({"choice": ["yes", "no", "é😀"]}, "é😀", "maybe"),
