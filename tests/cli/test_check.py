@@ -16,6 +16,8 @@ from tests.parity.decoders import save_tiny
 from tests.parity.gguf_files import write
 from tests.planting import PlantedBug, plant
 from tests.text.families import CHATML, byte_level
+from tests.text.test_conversion import small_tekken
+from tests.text.vocabularies import train
 from tokenmill.backends.torch import attention, decoder
 from tokenmill.cli.check import _from_gguf
 from tokenmill.cli.main import app
@@ -60,6 +62,24 @@ def test_a_model_that_is_equal(family: str, options: tuple[str, ...], path: str,
     assert report["path"].startswith(path)
     compared = {one["what"]: one["num_compared"] for one in report["comparisons"]}
     assert compared == {"tokenizer ids": 8, "chat rendering": 3, "logits": 8, "greedy ids": 8}
+
+
+@pytest.mark.parametrize("form", ["tokenizer.model", "tekken.json"])
+def test_a_tokenizer_in_another_format_is_compared_with_its_library(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("llama", tmp_path / "model", vocab_size=1000)
+    if form == "tekken.json":
+        small_tekken(folder, "v7")
+    else:
+        (folder / form).write_bytes(train("bpe"))
+    code, report = check(folder)
+    assert (code, report["equal"]) == (0, True), report
+    assert report["comparisons"][0]["num_compared"] == 8
+    plant(BUGS[2][1], monkeypatch)
+    code, report = check(folder)
+    assert code == 1
+    assert report["comparisons"][0]["differences"]
 
 
 BUGS = [

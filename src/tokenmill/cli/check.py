@@ -11,6 +11,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,8 +242,9 @@ def _compare_text(path: Path, text: ModelText) -> Iterator[Comparison]:
     import transformers
 
     tokenizer, why = _reference(lambda: transformers.AutoTokenizer.from_pretrained(**_files(path)))
+    with_original = _compare_with_original(path, text)
     if tokenizer is None:
-        yield Comparison("tokenizer ids", 0, note=why)
+        yield with_original or Comparison("tokenizer ids", 0, note=why)
         yield Comparison("chat rendering", 0, note=why)
         return
     different = [
@@ -249,17 +252,49 @@ def _compare_text(path: Path, text: ModelText) -> Iterator[Comparison]:
         for prompt in PROMPTS
         if text.tokenizer.encode(prompt) != (wanted := tokenizer(prompt)["input_ids"])
     ]
-    yield Comparison("tokenizer ids", len(PROMPTS), different)
+    yield with_original or Comparison("tokenizer ids", len(PROMPTS), different)
     if text.template is None:
         yield Comparison("chat rendering", 0, note="the model has no chat template")
         return
+    try:
+        rendered = [_rendered(tokenizer.apply_chat_template, messages, tokenize=False) for messages in CHATS]
+    except ValueError:
+        yield Comparison("chat rendering", 0, note="transformers has no chat template for it")
+        return
     different = []
-    for messages in CHATS:
+    for messages, wanted in zip(CHATS, rendered, strict=True):
         ours = _rendered(text.chat_template().render, messages)
-        wanted = _rendered(tokenizer.apply_chat_template, messages, tokenize=False)
         if ours != wanted:
             different.append(f"{len(messages)} messages: {ours!r}, transformers: {wanted!r}")
     yield Comparison("chat rendering", len(CHATS), different)
+
+
+def _compare_with_original(path: Path, text: ModelText) -> Comparison | None:
+    """Ids of the library that wrote a directory's tokenizer, if installed: transformers converts such files, too."""
+    libraries: dict[str, tuple[str, Callable[[Any, str], Callable[[str], list[int]]]]] = {
+        "tokenizer.model": (
+            "sentencepiece",
+            lambda library, file: library.SentencePieceProcessor(model_file=file).encode,
+        ),
+        "tekken.json": (
+            "mistral_common.tokens.tokenizers.tekken",
+            lambda library, file: partial(library.Tekkenizer.from_file(file).encode, bos=False, eos=False),
+        ),
+    }
+    name = next((name for name in libraries if (path / name).is_file()), None)
+    if name is None or (path / "tokenizer.json").is_file():
+        return None
+    module, open_original = libraries[name]
+    try:
+        ids_of = open_original(import_module(module), str(path / name))
+    except ImportError:
+        return None
+    different = [
+        _first_difference(prompt, ours, wanted, "the original")
+        for prompt in PROMPTS
+        if (ours := text.tokenizer.encode(prompt, add_special=False)) != (wanted := ids_of(prompt))
+    ]
+    return Comparison("tokenizer ids", len(PROMPTS), different, note=f"compared with {module.partition('.')[0]}")
 
 
 def _rendered(render: Callable[..., str], messages: list[dict[str, str]], **more: Any) -> str | None:
@@ -272,10 +307,10 @@ def _rendered(render: Callable[..., str], messages: list[dict[str, str]], **more
         return None
 
 
-def _first_difference(prompt: str, ours: list[int], wanted: list[int]) -> str:
+def _first_difference(prompt: str, ours: list[int], wanted: list[int], whose: str = "transformers") -> str:
     at = next((i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other), None)
     at = min(len(ours), len(wanted)) if at is None else at
-    return f"{prompt[:40]!r}: from token {at} on {ours[at : at + 4]}, transformers: {wanted[at : at + 4]}"
+    return f"{prompt[:40]!r}: from token {at} on {ours[at : at + 4]}, {whose}: {wanted[at : at + 4]}"
 
 
 def _compare_numbers(
