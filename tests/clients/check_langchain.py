@@ -15,6 +15,7 @@ from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
+from examples.agents import langchain_agent
 from tests.clients.checking import PROMPT, TOO_LONG, Target, raises, run_checks
 
 
@@ -129,6 +130,12 @@ def check_streamed_tool_calls_joined_are_the_calls(target: Target) -> None:
     whole, streamed = model.invoke(PROMPT), reduce(add, model.stream(PROMPT))
     assert [call["args"] for call in streamed.tool_calls] == [call["args"] for call in whole.tool_calls], streamed
     assert whole.tool_calls, whole
+
+
+def check_the_example_agent(target: Target) -> None:
+    advice, results = langchain_agent.run(target.base_url, target.api_key, target.model)
+    assert advice, advice
+    assert sorted(one.split(": ")[1] for one in results) == ["rain until noon, then sun", "sunset at 20:14"], results
 
 
 if __name__ == "__main__":

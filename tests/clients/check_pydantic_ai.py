@@ -12,6 +12,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.tools import ToolDefinition
 
+from examples.agents import pydantic_ai_agent
 from tests.clients.checking import Target, run_checks
 
 ASK = "What is the weather in Rome, and the time?"
@@ -70,6 +71,12 @@ async def check_the_same_as_a_stream(target: Target) -> None:
         output = await stream.get_output()
         assert called(stream.all_messages())[:2] == list(ROUNDS), stream.all_messages()
     assert isinstance(output, Report), output
+
+
+def check_the_example_agent(target: Target) -> None:
+    advice, results = pydantic_ai_agent.run(target.base_url, target.api_key, target.model)
+    assert advice, advice
+    assert sorted(one.split(": ")[1] for one in results) == ["rain until noon, then sun", "sunset at 20:14"], results
 
 
 if __name__ == "__main__":

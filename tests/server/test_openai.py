@@ -10,7 +10,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.serving import HI, WAIT_S, Running, raw_request
+from examples.agents import openai_agent
+from tests.server.serving import HI, KEY, WAIT_S, Running, raw_request
 from tokenmill.backends.fake import FaultKind
 
 
@@ -146,3 +147,9 @@ def test_an_engine_that_hangs_is_not_ready(server: Running, monkeypatch: pytest.
     asking.join(WAIT_S)
     while server.get("/health/ready").status == 503:
         pass
+
+
+def test_the_example_agent_calls_each_tool_and_gives_typed_advice(server: Running) -> None:
+    advice, results = openai_agent.run(f"http://127.0.0.1:{server.port}/v1", KEY, "fake")
+    assert isinstance(advice, openai_agent.Advice)
+    assert sorted(result.partition(": ")[2] for result in results) == ["rain until noon, then sun", "sunset at 20:14"]
