@@ -11,12 +11,13 @@ import pytest
 
 from tests.server.conversing import Conversation, events_in
 from tests.server.rules import assert_error
-from tests.server.serving import HI, KEY, Running, running
+from tests.server.serving import HI, KEY, Running, request, running
 from tests.text.tool_templates import WRITTEN
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
@@ -268,6 +269,31 @@ def test_20_rounds_of_a_session_compute_only_what_is_new(server: Running) -> Non
     shown = [message for turn in talk.turns() for message in turn["messages"]]
     assert [message.get("tool_call_id") for message in shown if message["role"] == "tool"]
     assert all(message["tool_calls"] for message in shown if message["role"] == "assistant")
+
+
+def test_a_session_with_calls_survives_being_saved_and_restored(server: Running) -> None:
+    talk = _session(server)
+    call = _round(talk, "hi")["message"]["tool_calls"][0]
+    result = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
+    saved = talk.post("save")
+    assert saved.status == 200
+    restored = request(server.port, "POST", "/v1/sessions/restore", saved.body, headers={"Content-Type": MEDIA_TYPE})
+    assert restored.status == 201, restored.body
+    twin = Conversation(server, restored.json()["id"])
+    assert twin.turns() == talk.turns()
+    assert _round(twin, result)["text"] == _round(talk, result)["text"]
+
+
+def test_a_call_can_be_regenerated_and_rewound(server: Running) -> None:
+    talk = _session(server)
+    asked = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, "stream": False}
+    first = _round(talk, "hi")
+    again = talk.post("regenerate", **asked, temperature=1, seed=5).json()
+    assert again["finish_reason"] == "tool_calls"
+    result = [{"role": "tool", "tool_call_id": again["message"]["tool_calls"][0]["id"], "content": "sunny"}]
+    _round(talk, result)
+    assert talk.post("rewind", at_turn=1).status == 200
+    assert talk.post("generate", **asked).json()["text"] == first["text"]
 
 
 def test_the_stream_of_a_session_tells_its_calls(server: Running) -> None:

@@ -142,7 +142,7 @@ class Intake:
         form = self.text.chat_template().turn_format
         if not form.reasons and not use.tools:
             return params, None
-        return plan_turn(form, self.text.tokenizer, prompt, params, use, thinking_budget)
+        return plan_turn(form, self.text.tokenizer, prompt, params, use, thinking_budget, self.grammars.markers)
 
     def prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | IntArray]:
         """A prompt's text, if it has one, and its ids, as they came or were made: a long prompt is converted once."""

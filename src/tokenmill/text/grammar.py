@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass
@@ -150,6 +150,15 @@ class GrammarCompiler:
             if self._warming is None:
                 self._warming = _on_thread(self._build, "tokenmill-grammar-tokenizer")
             return self._warming
+
+    def markers(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those of the texts that are special tokens to llguidance: no text of a grammar matches them.
+
+        These are more than the tokenizer's own: added tokens that look like tags (`<think>`) count, too.
+        """
+        known = self.warm().result()
+        single = {text: ids[0] for text in texts if len(ids := self._tokenizer.encode_template(text)) == 1}
+        return {text: number for text, number in single.items() if known.is_special_token(number)}
 
     def cached(self, outputs: StructuredOutputs) -> Grammar | None:
         """A grammar that need not be compiled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,11 +89,13 @@ def plan_turn(
     params: SamplingParams,
     use: ToolUse,
     thinking_budget: int | None = None,
+    markers: Callable[[Iterable[str]], Mapping[str, int]] = lambda _: {},
 ) -> tuple[SamplingParams, TurnPlan]:
     """The parameters with the grammar of the turn, and how the turn is read.
 
     The end of the prompt tells whether the model is to think first. A constraint that the parameters have already
-    applies to the answer, after the thinking.
+    applies to the answer, after the thinking. `markers` tells which markers are tokens to a grammar, beyond the
+    tokenizer's special tokens.
     """
     reasoning = form.reasoning
     tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:]), skip_special=False).rstrip() if reasoning is not None else ""
@@ -109,7 +111,7 @@ def plan_turn(
     closing = () if reasoning is None else tokenizer.encode_template(reasoning.closing)
     grammar = turn_grammar(
         form,
-        tokenizer.special_tokens,
+        {**tokenizer.special_tokens, **markers(form.markers)},
         use.tools,
         required=use.required,
         parallel=use.parallel,
@@ -238,13 +240,10 @@ class _Grammar:
     def _text_up_to(self, name: str, marker: str) -> str:
         """Free text that ends with a marker."""
         text = self._text()
-        if self._is_special(marker):
-            return f"{text} {self._literal(marker)}"
+        token = None if self._pattern is None else self._pattern.search(marker)
+        if token is not None:  # what is before it is part of the text
+            return f"{text} {self._literal(marker[token.start() :])}"
         return self._rule(f"{name}[lazy]", f"{text} {_quoted(marker)}")
-
-    def _is_special(self, marker: str) -> bool:
-        """Does a text begin with a special token?"""
-        return self._pattern is not None and self._pattern.match(marker) is not None
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
