@@ -25,12 +25,14 @@ def test_completed_outputs_satisfy_their_schemas(backend: str) -> None:
         SamplingParams(
             temperature=1.2,
             seed=i,
-            max_tokens=64,
+            max_tokens=48,
             structured_outputs=StructuredOutputs(json=schema, any_whitespace=i % 30 == 3),
         )
         for i, schema in enumerate(SCHEMAS)
     ]
-    with LLM("smollm2-135m", backend=backend, device="cpu", max_num_seqs=32, kv_cache_tokens=16_384) as llm:
+    with LLM(
+        "smollm2-135m", backend=backend, device="cpu", max_num_seqs=32, kv_cache_tokens=16_384, num_threads=1
+    ) as llm:
         outputs = llm.generate(["JSON: "] * len(SCHEMAS), params)
     num_complete = 0
     for schema, output in zip(SCHEMAS, outputs, strict=True):
@@ -40,4 +42,4 @@ def test_completed_outputs_satisfy_their_schemas(backend: str) -> None:
             num_complete += 1
             checker = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
             checker(schema, format_checker=checker.FORMAT_CHECKER).validate(json.loads(answer.text))
-    assert num_complete >= 140
+    assert num_complete >= 135

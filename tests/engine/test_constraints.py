@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,20 +15,22 @@ import pytest
 from tests.conformance.operations import RandomChooser, one_in
 from tests.engine.helpers import VOCAB, SimulatedClock, Transcript, assert_clean, backend_of, make_engine, run
 from tests.engine.workload import Workload, workload
+from tokenmill import LLM
 from tokenmill.backends.fake import FakeBackend, FakeConfig
 from tokenmill.contract import BatchBuilder, unpack_mask
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import ProposalEvent
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.text.grammar import Grammar, GrammarCompiler, MaskWriter
 from tokenmill.text.tokenizer import Places
 
-pytestmark = pytest.mark.req("R29", "G11")
+pytestmark = pytest.mark.req("R29", "R51", "G11")
 
+CLOSED = {"additionalProperties": False}
 EOS = VOCAB - 1
 PIECES = [*'abcdefghxyz0123456789{}[]:,"', '{"', '":', '",', "ab", "abc", "xy", "name", "na", "na", "me", '":"', "cd"]
 TOKENS = [piece.encode() for piece in PIECES]
@@ -271,6 +274,30 @@ def test_bans_that_leave_nothing_fail_their_own_request() -> None:
     transcript = run(engine)
     assert transcript.reasons == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
     assert "grammar" in str(transcript.errors["bad"])
+
+
+@pytest.mark.slow
+def test_an_engine_process_says_the_same_and_so_does_its_successor() -> None:
+    """Only parameters cross the wire: the grammar is compiled there, and again after a kill."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=60, structured_outputs=StructuredOutputs(json={**schema, **CLOSED})
+    )
+    with LLM("fake", extra={"vocab_size": 258}) as llm:
+        expected = llm.generate("hi", params)[0].outputs[0]
+    assert expected.finish_reason == "stop"
+    with LLM("fake", engine="process", extra={"vocab_size": 258}) as llm:
+        assert llm.generate("hi", params)[0].outputs[0] == expected
+        process = llm._client._client
+        process.process.kill()
+        process.process.wait()
+        while process.cores_alive:  # until it has noticed
+            threading.Event().wait(0.02)
+        with pytest.raises(EngineDead):
+            llm.generate("hi", params)
+        while not process.cores_alive:
+            threading.Event().wait(0.02)
+        assert llm.generate("hi", params)[0].outputs[0] == expected
 
 
 def test_a_constraint_that_nobody_compiled_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.session.killing import small_checkpoint, torch_model
 from tokenmill import LLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.errors import SessionFileError
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.session.records import DIGEST_BYTES, Replayed, open_file, replay, unpack
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,37 @@ def save(path: Path, **options: Any) -> Path:
 
 def fake() -> LLM:
     return LLM(FakeModel(FakeConfig(vocab_size=258, max_context=1024, block_size=4)), kv_cache_tokens=2048)
+
+
+@pytest.mark.req("B5", "R29")
+def test_constrained_answers_go_on_after_a_cut_and_are_drawn_again(tmp_path: Path) -> None:
+    """Cut short by its length, by a cancel and by a rewind into its middle, a fork of it, and a restart in between."""
+    schema = {"type": "object", "properties": {name: {"type": "integer", "maximum": 9999, "minimum": 1000}
+                                               for name in ("first", "second", "third")},
+              "required": ["first", "second", "third"], "additionalProperties": False}  # fmt: skip
+    outputs, path = StructuredOutputs(json=schema), tmp_path / "constrained.session"
+
+    async def run() -> None:
+        async with make_service(store=tmp_path / "store") as service:
+            name = await service.create_session(sampling_params=SamplingParams(temperature=0.9), seed=7)
+            await service.append_input(name, "one")
+            begun, _, _ = await read(await service.generate_stream(name, 20, structured_outputs=outputs))
+            assert len(begun) == 20
+            fork = await service.fork(name)
+        async with make_service(store=tmp_path / "store") as service:
+            for one in (fork, name):
+                text, ids, last = await read(await service.generate_stream(one, 100, structured_outputs=outputs))
+                assert list(json.loads(begun + text)) == ["first", "second", "third"]
+            assert last.usage is not None
+            await service.rewind(name, at_token=last.usage.prompt_tokens + len(ids) - 12)
+            rest, _, _ = await read(await service.generate_stream(name, 100, structured_outputs=outputs))
+            assert list(json.loads((begun + text)[:-11] + rest)) == ["first", "second", "third"]
+            await service.save(name, path)
+
+    asyncio.run(run())
+    with fake() as llm:
+        found = list(replay(open_file(path, llm), llm))
+    assert [one.at for one in found] == [None]
 
 
 @pytest.mark.req("B5")

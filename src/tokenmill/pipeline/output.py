@@ -269,6 +269,7 @@ class Generation:
         first_index: int = 0,
         plan: TurnPlan | None = None,
         grammar: Grammar | None = None,
+        said: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         """Its caller's name for it; those of the engine's requests are longer."""
@@ -296,7 +297,7 @@ class Generation:
                     limits,
                     hints,
                     Draw(params=params, seed=seed, choice=i),
-                    grammar=None if grammar is None else grammar.start(),
+                    grammar=None if grammar is None else grammar.start(said),
                 ),
                 TextStage(tokenizer, params, stop_ids, first_index + i, plan),
                 None if plan is None else plan.open_parser(),

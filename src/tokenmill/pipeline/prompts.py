@@ -61,10 +61,12 @@ class Intake:
         timeout_s: float | None = None,
         first_index: int = 0,
         plan: TurnPlan | None = None,
+        said: Sequence[int] = (),
     ) -> Generation:
         """A request for the tokens that follow a prompt; without parameters, the model's own.
 
-        Blocks while `structured_outputs` are compiled: an event loop awaits `prepare` first.
+        `said`: tokens at the prompt's end that belong to the output, where that was cut short: a grammar goes on after
+        them. Blocks while `structured_outputs` are compiled: an event loop awaits `prepare` first.
         """
         params = self.text.sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -86,6 +88,7 @@ class Intake:
             first_index=first_index,
             plan=plan,
             grammar=None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs),
+            said=said,
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation

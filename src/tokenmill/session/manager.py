@@ -393,7 +393,9 @@ class SessionManager:
     ) -> Answer:
         """Ask the engine for an answer to a session's log."""
         name = request_id or f"answer-{secrets.token_hex(12)}"
-        generation = self.intake.generation(session.log.tokens.array, params, name, hints, timeout_s, plan=plan)
+        said = [] if params.structured_outputs is None else session.said
+        log = session.log.tokens.array
+        generation = self.intake.generation(log, params, name, hints, timeout_s, plan=plan, said=said)
         live = Answer(
             generation,
             lambda done: self._finished(session, done),

@@ -557,6 +557,11 @@ class Session:
         """Is the last turn an answer that was cut short?"""
         return bool(self.log.turns) and self.log.turns[-1].kind == "answer"
 
+    @property
+    def said(self) -> list[int]:
+        """The ids of an answer that was cut short, for a grammar that goes on with it."""
+        return list(self.log.tokens.array[self._answer_so_far()[0] :].tolist())
+
     def _answer_so_far(self) -> tuple[int, str]:
         """Of an answer that was cut short: where its ids begin, or where they end and what they say."""
         if not self._goes_on:

@@ -56,9 +56,11 @@ class Grammar:
         self._eos_ids = eos_ids
         self._lock = threading.Lock()
 
-    def start(self) -> GrammarState:
+    def start(self, said: Sequence[int] = ()) -> GrammarState:
+        """The state of an output that has begun with these tokens; if they are none of the grammar's, after them."""
         with self._lock:  # a matcher may be used by one thread at a time
-            return GrammarState(self._matcher.deep_copy(), self._eos_ids)
+            state, fresh = (GrammarState(self._matcher.deep_copy(), self._eos_ids) for _ in range(2))
+        return state if state.advance(said) else fresh
 
 
 class GrammarState:
