@@ -47,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "as Gemma's": {"add_dummy_prefix": False},
     "without bytes": {"byte_fallback": False},
     "spaces removed": {"remove_extra_whitespaces": True},
+    "NFKC": {"normalization_rule_name": "nmt_nfkc"},
+    "NFKC, cases folded, spaces removed": {"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": True},
     "symbols": {"user_defined_symbols": "<sep>,THE 1,\t\t"},
 }
 
@@ -149,13 +151,20 @@ def test_the_space_before_a_text_and_after_special_tokens(tmp_path: Path, legacy
         assert typed == theirs.encode(text)
 
 
+def test_special_tokens_are_not_normalized(tmp_path: Path) -> None:
+    model = train("bpe", normalization_rule_name="nmt_nfkc")
+    size = processor(model).get_piece_size()
+    token = {str(size): {"content": "<\uff5cend\uff5c>", "special": True}}
+    ours = directory(tmp_path, model, added_tokens_decoder=token)
+    text = "\u2167<\uff5cend\uff5c>"
+    assert ours.encode_template(text) == [*processor(model).encode("\u2167"), size]
+    assert ours.encode_template(text, [(1, len(text))]) == ours.encode_template(text)
+    assert ours.encode(text, add_special=False) == processor(model).encode(text)
+
+
 def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
     for options, saying in [
         ({"kind": "char"}, "model type 4; supported"),
-        (
-            {"kind": "bpe", "normalization_rule_name": "nmt_nfkc"},
-            "uses a normalization rule, which is not supported; save",
-        ),
         ({"kind": "bpe", "treat_whitespace_as_suffix": True}, "uses treat_whitespace_as_suffix"),
     ]:
         with pytest.raises(ModelLoadError, match=saying):

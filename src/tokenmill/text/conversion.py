@@ -33,6 +33,8 @@ class ConvertedTokenizer:
     prefix: str = ""
     """Put before every text that does not begin with a special token."""
     eos_id: int | None = None
+    normalize: Callable[[str], str] | None = None
+    """Applied to text between special tokens."""
 
 
 def convert_directory(folder: Path) -> ConvertedTokenizer | None:
@@ -196,7 +198,12 @@ def convert_sentencepiece(path: Path) -> ConvertedTokenizer:
         ids["bos"] if config.get("add_bos_token", True) else None,
         ids["eos"] if config.get("add_eos_token", False) else None,
     )
-    return ConvertedTokenizer(tokenizer.to_str(), " " if has_prefix and not is_legacy else "", ids["eos"])
+    return ConvertedTokenizer(
+        tokenizer.to_str(),
+        prefix=" " if has_prefix and not is_legacy else "",
+        eos_id=ids["eos"],
+        normalize=CharacterRules(model.charsmap) if model.charsmap else None,
+    )
 
 
 def _check_convertible(path: Path, model: PieceModel) -> None:
@@ -205,7 +212,6 @@ def _check_convertible(path: Path, model: PieceModel) -> None:
     unsupported = {
         "treat_whitespace_as_suffix": model.has_space_suffix,
         "escape_whitespaces = false": not model.escapes_spaces,
-        "a normalization rule": bool(model.charsmap),
     }
     for what in (what for what, is_used in unsupported.items() if is_used):
         raise ModelLoadError(
@@ -254,6 +260,56 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
             if left is not None and right is not None:
                 found.append((-score, left, right))
     return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+
+
+class CharacterRules:
+    """SentencePiece's normalization (NFKC and the like): of the rules that match at a character, the longest applies.
+
+    The package's `Precompiled` looks at graphemes instead, which differs for line breaks and combining marks.
+    """
+
+    LONGEST = 32
+    """Characters of a rule."""
+
+    def __init__(self, charsmap: bytes) -> None:
+        """`charsmap`: a double-array trie (darts-clone) of texts in UTF-8, each with the offset of its replacement."""
+        (size,) = struct.unpack_from("<I", charsmap)
+        self._units = struct.unpack_from(f"<{size // 4}I", charsmap, 4)
+        self._replacements = charsmap[4 + size :]
+
+    def __call__(self, text: str) -> str:
+        firsts = "".join(character for character in sorted({*text}) if any(self._longest(character.encode())))
+        if not firsts:
+            return text
+        first, done, at = re.compile(f"[{re.escape(firsts)}]"), [], 0
+        while (found := first.search(text, at)) is not None:
+            start = found.start()
+            rest = text[start : start + self.LONGEST].encode()
+            size, offset, _ = self._longest(rest)
+            replacement = self._replacements[offset : self._replacements.index(b"\0", offset)].decode()
+            done += [text[at:start], replacement if size else text[start]]
+            at = start + (len(rest[:size].decode()) or 1)
+        return "".join([*done, text[at:]])
+
+    def _longest(self, text: bytes) -> tuple[int, int, bool]:
+        """Size of the longest rule that a text begins with (0: none), offset of its replacement, and whether longer
+        rules begin with the whole text.
+        """
+        units, size, offset = self._units, 0, 0
+        node = _children(units[0])
+        for count, byte in enumerate(text, 1):
+            node ^= byte
+            if node >= len(units) or units[node] & 0x800000FF != byte:
+                return size, offset, False
+            has_value = units[node] & 0x100
+            node ^= _children(units[node])
+            if has_value:
+                size, offset = count, units[node] & 0x7FFFFFFF
+        return size, offset, True
+
+
+def _children(unit: int) -> int:
+    return (unit >> 10) << ((unit & 0x200) >> 6)
 
 
 def _normalizer(model: PieceModel, *, has_prefix: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,14 @@ class HuggingFaceTokenizer:
     The interpreter lock is released while a text is tokenized, and long texts are tokenized in pieces.
     """
 
-    def __init__(self, tokenizer_json: str, eos_ids: frozenset[int] = frozenset(), prefix: str = "") -> None:
-        """`prefix` is put before every text that does not begin with a special token."""
+    def __init__(
+        self,
+        tokenizer_json: str,
+        eos_ids: frozenset[int] = frozenset(),
+        prefix: str = "",
+        normalize: Callable[[str], str] | None = None,
+    ) -> None:
+        """`prefix` is put before every text that does not begin with a special token; `normalize` applies to text."""
         # Two of them, since how special tokens in a text are read is a setting of the whole tokenizer.
         self._for_templates = RustTokenizer.from_str(tokenizer_json)
         added = self._for_templates.get_added_tokens_decoder()
@@ -47,11 +53,12 @@ class HuggingFaceTokenizer:
             one.no_padding()
         self._eos_ids = eos_ids
         self._prefix = prefix
+        self._normalize = normalize or str
         self._meant = {
             self._for_users.token_to_id(new): self._special_tokens[old] for old, new in self._stand_ins.items()
         }
         self._cuts = safe_cuts(self._for_users)
-        self._bound = length_bound(self._for_templates)
+        self._bound = length_bound(self._for_templates) if normalize is None else None
         self._around = _added_around(self._for_users)
         """The ids that `add_special` puts before a text and after it."""
         example = self._for_templates.encode("a", add_special_tokens=False).ids[-1:]
@@ -69,7 +76,7 @@ class HuggingFaceTokenizer:
         else:
             raise ModelLoadError(f"{folder} has no tokenizer.json, tokenizer.model or tekken.json")
         try:
-            tokenizer = cls(found.tokenizer_json, prefix=found.prefix)
+            tokenizer = cls(found.tokenizer_json, prefix=found.prefix, normalize=found.normalize)
         except Exception as error:  # the package raises plain Exception
             raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
         own = set() if found.eos_id is None else {found.eos_id}
@@ -99,19 +106,22 @@ class HuggingFaceTokenizer:
     def encode(self, text: str, *, add_special: bool = True, limit: int | None = None) -> list[int]:
         """A user's text: special tokens in it stay text; `add_special` puts BOS and the like around it."""
         before, after = self._around if add_special else ([], [])
-        text = self._prefix + text if text else text
+        text = self._prefix + self._normalize(text) if text else text
         return [*before, *self._encode(self._for_users, text, limit), *after]
 
     def encode_template(self, text: str, special: Places | None = None, *, limit: int | None = None) -> list[int]:
         """What a chat template wrote: special tokens in it are meant (with `special`, only those at these places)."""
-        if special is None:
+        if special is None and self._normalize is str:
             begins_special = not text or text.startswith(tuple(self._special_tokens))
             return self._encode(self._for_templates, text if begins_special else self._prefix + text, limit)
+        if special is None:
+            longest_first = sorted(self._special_tokens, key=len, reverse=True)
+            special = [found.span() for found in re.finditer("|".join(map(re.escape, longest_first)), text)]
         pieces, at = [self._prefix] if text and (not special or special[0][0] > 0) else [], 0
         for start, end in special:
-            pieces += [text[at:start], self._stand_ins[text[start:end]]]
+            pieces += [self._normalize(text[at:start]), self._stand_ins[text[start:end]]]
             at = end
-        ids = self._encode(self._for_users, "".join([*pieces, text[at:]]), limit)
+        ids = self._encode(self._for_users, "".join([*pieces, self._normalize(text[at:])]), limit)
         return [self._meant.get(number, number) for number in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
