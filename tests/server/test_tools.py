@@ -314,6 +314,19 @@ def test_chats_with_a_session_use_the_session_s_tools(server: Running) -> None:
     assert_error(server.chat(**asked, tools=TOOLS), 400, "tools")
 
 
+@pytest.mark.parametrize("name", ["tool_choice", "parallel_tool_calls", "thinking_token_budget"])
+def test_what_belongs_to_an_answer_is_no_setting_of_a_session(server: Running, name: str) -> None:
+    values = {"tool_choice": "auto", "parallel_tool_calls": True, "thinking_token_budget": 5}
+    assert_error(server.post("/v1/sessions", {"tools": TOOLS, name: values[name]}), 400, name)
+
+
+def test_what_belongs_to_a_session_is_no_setting_of_an_answer(server: Running) -> None:
+    talk = _session(server)
+    assert_error(talk.post("generate", input="hi", reasoning_effort="low"), 400, "reasoning_effort")
+    assert_error(talk.post("generate", input="hi", tools=TOOLS), 400, "tools")
+    assert_error(server.chat(session_id=talk.id, reasoning_effort="low"), 400, "reasoning_effort")
+
+
 # -- reasoning --------------------------------------------------------------------------------------------------------
 
 

@@ -514,7 +514,10 @@ class ChatRequest(ChatFields):
 
     def check(self, config: ServerConfig) -> None:
         super().check(config)
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"):
+        for name in (
+            *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+            *("cache_salt", "reasoning_effort"),
+        ):
             if self.session_id is not None and getattr(self, name) is not None:
                 raise ApiError(400, f"{name} is not supported with session_id", param=name)
         check_messages(self.messages, config)
@@ -766,6 +769,9 @@ class AnswerRequest(ChatFields):
         for name in ("cache_salt", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 raise ApiError(400, f"{name} is not supported in sessions", param=name)
+        if self.reasoning_effort is not None:
+            what = "reasoning_effort is told to the chat template when a session is created"
+            raise ApiError(400, what, param="reasoning_effort")
 
     @property
     def is_streamed(self) -> bool:
