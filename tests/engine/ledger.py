@@ -104,7 +104,8 @@ class Ledger:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        is_refused = self._is_full(request)
+        is_full, gives_way = self._is_full(request), self._giving_way(request)
+        is_refused = is_full and gives_way is None
         self._enter(request.hints.key)
         self.num_arrived += 1
         length = len(request.tokens)
@@ -113,6 +114,21 @@ class Ledger:
         self._add(request)
         reason = self.ended.get(request.request_id)
         assert (reason is FinishReason.OVERLOAD) == is_refused, f"{request} ended with {reason}; full: {is_refused}"
+        if is_full and gives_way is not None:
+            assert self.ended[gives_way] is FinishReason.OVERLOAD, f"{gives_way} did not give way to {request}"
+
+    def _giving_way(self, request: Request) -> str | None:
+        """The newest that waits of the key with most of them, if that key has two more than the newcomer's."""
+        new = [one for one in self._waiting(self.accounts.values()) if not one.has_started]
+        counts = Counter(one.request.hints.key for one in new)
+        most = max(counts.values(), default=0)
+        newest = [one for one in new if counts[one.request.hints.key] == most][-1:]
+        if not newest or most < counts[request.hints.key] + 2:
+            return None
+        limit = self.engine.config.max_queue_tokens
+        queued = sum(one.num_queued for one in self._waiting(self.accounts.values()))
+        fits = limit is None or queued - newest[0].num_queued + len(request.tokens) <= limit
+        return newest[0].name if fits else None
 
     def _is_full(self, request: Request) -> bool:
         config, waiting = self.engine.config, self._waiting(self.accounts.values())

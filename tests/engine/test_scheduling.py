@@ -437,6 +437,36 @@ def test_a_full_queue_refuses_with_a_reason() -> None:
     assert_clean(engine)
 
 
+@pytest.mark.req("R15", "G8")
+def test_a_key_that_fills_the_queue_gives_way_to_others() -> None:
+    """Its newest requests are refused, until all keys have equal shares; a key is refused for its own flood only."""
+    engine = make_engine(max_num_seqs=1, max_queue=4)
+    engine.add(request("runs", (1,), max_new_tokens=3, key="a"))
+    engine.step()
+    for i in range(6):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=1, key="a"))
+    for i in range(3):
+        engine.add(request(f"b{i}", (i + 10,), max_new_tokens=1, key="b"))
+    engine.add(request("c0", (20,), max_new_tokens=1, key="c"))
+    transcript = run(engine)
+    refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
+    assert refused == ["a4", "a5", "a3", "a2", "b2", "b1"]
+    assert transcript.errors["a3"] == "4 requests are queued, the limit is 4, shared between API keys"
+    assert_clean(engine)
+
+
+@pytest.mark.req("R15", "G8")
+def test_no_request_gives_way_where_that_would_not_make_room() -> None:
+    engine = make_engine(max_num_seqs=1, max_queue=4, max_queue_tokens=30)
+    engine.add(request("runs", (1,), max_new_tokens=3, key="a"))
+    engine.step()
+    for i in range(4):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=1, key="a"))
+    engine.add(request("long", tuple([3] * 29), max_new_tokens=1, key="b"))
+    transcript = run(engine)
+    assert [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD] == ["long"]
+
+
 @pytest.mark.req("R15")
 def test_without_a_queue_a_free_row_can_still_be_had() -> None:
     engine = make_engine(max_num_seqs=1, max_queue=0)

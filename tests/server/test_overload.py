@@ -6,6 +6,7 @@ The engine is held in a step where a test needs it to be.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.server.queueing import (
     CHAT,
     CONTEXT,
     MAX_QUEUE,
+    OTHER_KEY,
     STREAM,
     assert_overloaded,
     make_server,
@@ -68,6 +70,30 @@ def test_o01_a_burst_beyond_the_queue_is_refused_and_the_rest_is_served(server: 
     assert_no_leak(server)
     ends = list(diary.reasons.values())
     assert (ends.count(FinishReason.LENGTH), ends.count(FinishReason.OVERLOAD)) == (len(served), 60 - len(served))
+
+
+@pytest.mark.req("R37", "G8")
+def test_o01_a_key_that_floods_the_queue_is_refused_alone(server: Running) -> None:
+    """One key has filled the queue: half of it is another key's, as soon as that one asks."""
+    with held(server) as hold, ExitStack() as stack:
+        flood = [stack.enter_context(Wire(server.port)) for _ in range(20)]
+        others = [stack.enter_context(Wire(server.port)) for _ in range(MAX_QUEUE // 2)]
+        for i, client in enumerate(flood):
+            client.send(chat_request(f"flood {i}", stream=i % 2 == 0))
+            if i == 0:
+                hold.wait()
+        wait_for_inbox(server, len(flood) - 1)
+        for i, client in enumerate(others):
+            client.send(raw_request(CHAT, chat_body(f"other {i}"), key=OTHER_KEY))
+        wait_for_inbox(server, len(flood) - 1 + len(others))
+        hold.release()
+        assert [read(client).status for client in others] == [200] * len(others)
+        replies = [read(client) for client in flood]
+    refused = [reply for reply in replies if reply.status != 200]
+    assert len(replies) - len(refused) == 1 + MAX_QUEUE // 2
+    for reply in refused:
+        assert_overloaded(reply)
+    assert_no_leak(server)
 
 
 def test_o01_a_burst_while_the_engine_runs(server: Running) -> None:

@@ -35,6 +35,20 @@ class WaitingQueue:
             return f"{tokens} prompt tokens would be queued, the limit is {self._max_tokens}"
         return None
 
+    def crowding(self, request: Request) -> Request | None:
+        """Who gives way to this request in a full queue: the newest of the key that has most requests in it.
+
+        Only if that key has at least two more than the request's own, so that keys end up with equal shares, and none
+        can fill the queue for the others. One that has started keeps its place.
+        """
+        new = [one for one in self._requests.values() if one.state is RequestState.WAITING]
+        counts = Counter(one.hints.key for one in new)
+        newest = max(new, key=lambda one: (counts[one.hints.key], one.arrival), default=None)
+        if newest is None or counts[newest.hints.key] < counts[request.hints.key] + 2:
+            return None
+        tokens = self.num_tokens - self._lengths[newest.arrival] + len(request.tokens)
+        return newest if self._max_tokens is None or tokens <= self._max_tokens else None
+
     def add(self, request: Request) -> None:
         self._requests[request.arrival] = request
         self._lengths[request.arrival] = len(request.tokens)

@@ -92,6 +92,9 @@ class Scheduler:
         self.order.enter(request)
         self._events.phase(request, Phase.QUEUED, self.tick)
         full = self.queue.why_full(request, self.rows.num_free)
+        if full is not None and (crowding := self.queue.crowding(request)) is not None:
+            self.finish(crowding, FinishReason.OVERLOAD, error=f"{full}, shared between API keys")
+            full = None
         if full is not None:
             self.finish(request, FinishReason.OVERLOAD, error=full)
             return
