@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from tests.gpu.card import needs_card
+from tokenmill.contract import Mask, pack_mask
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.sampler import StepSampler
 from tokenmill.sampling.state import SamplingState
@@ -30,12 +31,14 @@ OTHERS = [
 ]
 
 
-def sampled(params: list[SamplingParams], logits: torch.Tensor, position: int) -> tuple[np.ndarray, dict[str, object]]:
+def sampled(
+    params: list[SamplingParams], logits: torch.Tensor, position: int, mask: Mask | None = None
+) -> tuple[np.ndarray, dict[str, object]]:
     state = SamplingState(len(params), VOCAB)
     for row, one in enumerate(params):
         state.attach(row, one, [1, 2, 3, 2, 1, 7], 3, seed=row * 1_000_003 + 5)
     rows = np.arange(len(params), dtype=np.int32)
-    drawn = StepSampler(state, rows, np.full(len(params), position, dtype=np.int32))(logits, None)
+    drawn = StepSampler(state, rows, np.full(len(params), position, dtype=np.int32))(logits, mask)
     return drawn.ids.cpu().numpy(), dict(drawn.extras)
 
 
@@ -47,6 +50,26 @@ def test_ids_are_those_of_the_cpu() -> None:
             on_cpu, _ = sampled(params, logits, position)
             on_card, _ = sampled(params, logits.cuda(), position)
             assert on_cpu.tolist() == on_card.tolist()
+
+
+def masks(num_rows: int, seed: int) -> np.ndarray:
+    """Some tokens of each row are allowed; of the second all, of the third one."""
+    allowed = np.random.default_rng(seed).random((num_rows, VOCAB)) < 0.01
+    allowed[1], allowed[2] = True, False
+    allowed[2, 77] = True
+    return allowed
+
+
+def test_masked_ids_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for params in (PLAIN, OTHERS, PLAIN + OTHERS):
+        for position in range(5):
+            logits = 4 * torch.randn(len(params), VOCAB, generator=generator)
+            allowed = masks(len(params), position)
+            on_cpu, _ = sampled(params, logits, position, pack_mask(allowed))
+            on_card, _ = sampled(params, logits.cuda(), position, pack_mask(allowed))
+            assert on_cpu.tolist() == on_card.tolist()
+            assert allowed[np.arange(len(params)), on_card].all()
 
 
 def test_half_precision_logits_are_drawn_from_as_they_are() -> None:
@@ -83,6 +106,10 @@ def test_nothing_waits_for_the_card() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         drawn = StepSampler(state, rows, rows)(logits, None)
+        held = StepSampler(state, rows[: len(PLAIN)], rows[: len(PLAIN)])(
+            logits[: len(PLAIN)], pack_mask(masks(len(PLAIN), 0))
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (drawn.ids >= 0).all()
+    assert (held.ids >= 0).all()
