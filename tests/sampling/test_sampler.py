@@ -10,6 +10,7 @@ import torch
 
 from tests.sampling import reference
 from tokenmill.contract import BAD_ROW, Sampled, pack_mask
+from tokenmill.kernels.device import largest_allowed
 from tokenmill.params import MAX_BIAS, SamplingParams
 from tokenmill.sampling.sampler import StepSampler
 from tokenmill.sampling.state import SamplingState
@@ -306,3 +307,19 @@ def test_dry_comes_after_the_other_penalties() -> None:
     lower = logits.copy()
     lower[0, 20] = 1.5
     assert sample(lower, [params], logs=[log]).ids.tolist() == [20]
+
+
+def test_the_largest_allowed_logit_of_each_row() -> None:
+    """Whether or not the largest of all is allowed; a NaN is the largest wherever it is."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.standard_normal((40, 1003)).astype(np.float32))
+    allowed = rng.random((40, 1003)) < np.linspace(0.01, 1, 40)[:, None]
+    allowed[7] = False
+    logits[9, 4] = torch.nan
+    values, ids = largest_allowed(logits, pack_mask(allowed))
+    wanted = logits.masked_fill(torch.from_numpy(~allowed), -torch.inf)
+    rows = [row for row in range(40) if row not in (7, 9)]
+    assert ids[rows].tolist() == wanted.argmax(dim=-1)[rows].tolist()
+    assert values[rows].tolist() == wanted.amax(dim=-1)[rows].tolist()
+    assert values[7] == -torch.inf
+    assert values[9].isnan()

@@ -51,3 +51,17 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
         return drawing.largest(logits)
     values, ids = logits.max(dim=-1)
     return values, ids
+
+
+def largest_allowed(logits: Tensor, mask: NDArray[np.uint32]) -> tuple[Tensor, Tensor]:
+    """`largest` of what the masks allow. On the CPU, only rows whose largest logit is ruled out are looked at again."""
+    if logits.device.type != "cpu":
+        return largest(masked(logits, mask))
+    values, ids = largest(logits)
+    places = ids.numpy()
+    is_allowed = (mask[np.arange(len(mask)), places // 32] >> (places % 32).astype(np.uint32)) & 1
+    wrong = np.flatnonzero((is_allowed == 0) & ~values.isnan().numpy())
+    if len(wrong):
+        at = torch.from_numpy(wrong)
+        values[at], ids[at] = largest(masked(logits[at], mask[wrong]))
+    return values, ids

@@ -25,7 +25,7 @@ from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
 from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
-from tokenmill.kernels.device import largest, masked, upload
+from tokenmill.kernels.device import largest, largest_allowed, upload
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
@@ -259,9 +259,7 @@ class DenseBackend(HostBackend[Decoder]):
 
 def greedy(logits: Tensor, mask: Mask | None) -> Sampled:
     """The largest logit of each row, `BAD_ROW` where that is no number."""
-    if mask is not None:
-        logits = masked(logits, mask)
-    best, ids = largest(logits)
+    best, ids = largest(logits) if mask is None else largest_allowed(logits, mask)
     return Sampled(torch.where(best.isfinite(), ids, BAD_ROW).to(torch.int32))
 
 
