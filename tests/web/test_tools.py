@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.server.serving import Running, request, running
 from tests.server.test_tools import THINKS
 from tests.text.tool_templates import use_template
 from tests.web.browsing import Visit, visiting
+from tests.web.test_reach import faults
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
 from tokenmill.config import EngineConfig
@@ -89,7 +91,7 @@ def test_thinking_is_folded_and_counted_while_it_streams(visit: Visit, thinking:
 
 
 @pytest.mark.req("R41")
-def test_a_call_is_answered_in_its_card_and_the_answer_goes_on(visit: Visit, thinking: Running) -> None:
+def test_a_call_is_answered_in_its_card_and_the_answer_goes_on(visit: Visit, thinking: Running, tmp_path: Path) -> None:
     page = visit.page
     page.get_by_role("button", name="Settings").click()
     field = page.get_by_role("dialog").get_by_label("Tools")
@@ -148,6 +150,26 @@ def test_a_call_is_answered_in_its_card_and_the_answer_goes_on(visit: Visit, thi
         return all(one) === all(other);
     }"""
     assert page.evaluate(again), "a file of the conversation has the calls and their results"
+    (session,) = visit.current()["sessions"]
+    file = tmp_path / "saved.session"
+    file.write_bytes(request(thinking.port, "POST", f"/v1/sessions/{session}/save", {}, key=None).body)
+    page.locator("input[type=file]").set_input_files(file)
+    expect(visit.conversations).to_have_count(2)
+    expect(visit.messages).to_have_count(6)
+    expect(shown).to_have_count(2)
+    expect(page.get_by_role("region", name="Call of get_weather")).to_have_count(2)
+    assert visit.current()["tools"][0]["function"] == WEATHER
+
+
+@pytest.mark.req("R41")
+def test_no_serious_fault_of_accessibility_in_calls(browser: Browser, thinking: Running) -> None:
+    with visiting(browser, f"http://127.0.0.1:{thinking.port}", bypass_csp=True, color_scheme="dark") as visit:
+        visit.open(max_tokens=200)
+        configure(visit, "Tools", json.dumps([WEATHER]))
+        answer_with(visit, **FORCED)
+        visit.ask("What is the weather in Rome?")
+        expect(visit.page.get_by_role("form", name="Tool results")).to_be_visible()
+        assert faults(visit.page) == []
 
 
 @pytest.mark.req("R41")

@@ -67,7 +67,8 @@ function conversationOf({ session, turns }, { id, model }, maxTokens) {
   const isTold = first?.role === "system";
   const answer = turns.findLast(({ kind }) => kind === "answer");
   const sampling = usable({ max_tokens: maxTokens, ...answer?.changes });
-  const made = newConversation({ model, system: isTold ? first.content : session.system ?? "", sampling });
+  const tools = session.template_options.tools ?? null;
+  const made = newConversation({ model, system: isTold ? first.content : session.system ?? "", sampling, tools });
   const taken = parts.map(({ messages, finish_reason: finish = null }) => {
     const ids = messages.filter((message) => !isTold || message !== first).map((message) => take(made, message, finish));
     return [...new Set(ids)];
@@ -77,26 +78,39 @@ function conversationOf({ session, turns }, { id, model }, maxTokens) {
   const ends = taken.filter((ids) => ids.length).map((ids) => ids.at(-1));
   // Where turns are not ours message by message, or will not stay so, the history is told to a session of our own.
   if (session.overflow !== "error" || new Set(ends).size < ends.length) abandon(made, id);
-  if (made.messages[made.leaf].role === "user") addUnanswered(made);
+  if (made.messages[made.leaf].role !== "assistant") addUnanswered(made);
   return made;
 }
 
 /** The name of a message of the session's here: messages of one role after another are one. */
-function take(made, { role, content, tool_calls: calls }, finish) {
-  if (!["user", "assistant"].includes(role) || typeof content !== "string") {
-    throw new Error(`this session has messages of other roles (${role}), which can't be shown here`);
-  }
-  if (calls) throw new Error("this session has calls of tools, which can't be shown here");
+function take(made, { role, content, tool_calls: calls, tool_call_id: callId, reasoning_content: reasoning }, finish) {
   const last = made.messages[made.leaf] ?? null;
+  if (role === "tool") return takeResult(made, last, callId, content);
+  if (!["user", "assistant"].includes(role) || (typeof content !== "string" && !calls)) throw new Error(unknownRole(role));
   if (last === null && role === "assistant") throw new Error("this session begins with an answer, which can't be shown here");
   if (last?.role === role) {
+    if (calls || last.calls) throw new Error("this session has one answer after another, which can't be shown here");
     last.content += `\n\n${content}`;
     return last.id;
   }
-  const message = add(made, made.leaf, role, content);
+  const message = add(made, made.leaf, role, content ?? "");
   if (role === "assistant") Object.assign(message, { status: "done", finish, stats: null });
+  if (reasoning) message.reasoning = reasoning;
+  if (calls) message.calls = calls.map(({ id, function: called }) => ({ id, name: called.name, arguments: called.arguments }));
   return message.id;
 }
+
+/** What a tool has returned: those of one answer are one message here. */
+function takeResult(made, last, callId, content) {
+  const answer = last?.role === "tool" ? made.messages[last.parent] : last;
+  const call = answer?.calls?.find(({ id }) => id === callId);
+  if (!call) throw new Error(unknownRole("tool"));
+  const message = last === answer ? Object.assign(add(made, made.leaf, "tool"), { results: [] }) : last;
+  message.results.push({ id: callId, name: call.name, content });
+  return message.id;
+}
+
+const unknownRole = (role) => `this session has messages of other roles (${role}), which can't be shown here`;
 
 /** A question at the end waits for its answer as one whose answer failed: it can be tried. */
 function addUnanswered(made) {

@@ -62,7 +62,10 @@ export function Tooltip() {
     read();
     const observer = new MutationObserver(read); // what a button does may change while it is looked at
     observer.observe(target, { attributeFilter: ["data-tip"] });
-    return () => observer.disconnect();
+    return () => {
+      observer.disconnect();
+      setText(""); // the next one has its own, or none yet
+    };
   }, [target]);
   useLayoutEffect(() => {
     if (target === null || !element.current) return;
@@ -72,7 +75,7 @@ export function Tooltip() {
     style.left = `${Math.max(GAP_PX, Math.min(left + width / 2 - offsetWidth / 2, innerWidth - offsetWidth - GAP_PX))}px`;
     style.top = `${isBelow ? bottom + GAP_PX : top - GAP_PX - offsetHeight}px`;
   }, [target, text]);
-  return target && html`<div class="tooltip" role="tooltip" ref=${element}>${text}</div>`;
+  return target && text && html`<div class="tooltip" role="tooltip" ref=${element}>${text}</div>`;
 }
 
 export const Icon = ({ name }) => html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
