@@ -16,7 +16,7 @@ export function indented(text) {
       return "]}".includes(tokens[i + 1] ?? " ") ? token : token + line();
     }
     if (token === "}" || token === "]") {
-      depth -= 1;
+      depth = Math.max(0, depth - 1); // what comes from a file may be anything
       return "[{".includes(tokens[i - 1] ?? " ") ? token : line() + token;
     }
     return token === "," ? token + line() : token === ":" ? ": " : token;
