@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.tool_templates import HARMONY, PLAIN, WRITTEN, stored_templates
-from tokenmill.params import StructuredOutputs
+from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.grammar import grammar_source
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 from tokenmill.text.tool_format import ID_SLOT, NAMED, CallFormat, JsonArguments, NamedArguments, TurnFormat
-from tokenmill.text.tool_grammar import Tool, turn_grammar
+from tokenmill.text.tool_grammar import Tool, ToolUse, plan_turn, turn_grammar
 from tokenmill.text.turn_parser import ParsedTurn, open_parser
 
 STORED = stored_templates()
@@ -392,8 +392,11 @@ def test_reasoning_is_told_from_the_answer(name: str) -> None:
 def test_reasoning_that_the_prompt_has_opened() -> None:
     source = WRITTEN["tagged JSON"].replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     template = _template(source)
-    assert template.opens_reasoning()
-    assert not _format_of("tagged JSON")[0].opens_reasoning()
+    asked, params = [{"role": "user", "content": "hello <think>"}], SamplingParams()
+    for one, is_open in ((template, True), (_format_of("tagged JSON")[0], False)):
+        prompt = one.encode(asked)
+        planned, plan = plan_turn(one.turn_format, one.tokenizer, prompt, params, ToolUse())
+        assert (plan.starts_in_reasoning, planned) == (is_open, params)
     parser = open_parser(template.turn_format, SCHEMAS, starts_in_reasoning=True)
     assert parser.in_reasoning
     parts = [part for one in "I think.\n</think>\n\nYes." for part in parser.push(one)]

@@ -140,16 +140,6 @@ class ChatTemplate:
         derived = turn_format(render, self.source)
         return derived if self._tool_format is None else replace(self._tool_format, reasoning=derived.reasoning)
 
-    def opens_reasoning(self, **options: Any) -> bool:
-        """Does the prompt end within the model's thinking, with these options?"""
-        reasoning = self.turn_format.reasoning
-        if reasoning is None:
-            return False
-        prompt = self.render([QUESTION], **options)
-        return prompt.rfind(reasoning.opening) > prompt.rfind(reasoning.closing) and not prompt.rstrip().endswith(
-            QUESTION["content"]
-        )
-
     @cached_property
     def is_separable(self) -> bool:
         """Does it write each message on its own, so that the middle of a conversation may be left out?"""

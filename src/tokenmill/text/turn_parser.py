@@ -119,12 +119,6 @@ class _Pieces:
         if text:
             self._parts.append(TurnPart(kind, text, self.num_calls - 1 if kind == "arguments" else 0))
 
-    def _need(self) -> None:
-        """Wait for more, unless there is no more."""
-        if not self._is_over:
-            raise Unfinished
-        raise Mismatch
-
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
         return taken
@@ -521,10 +515,15 @@ class TurnParser(_Pieces):
         self._end_arguments()
 
 
-def _num_settled(text: str, marker: str) -> int:
-    """Characters at the beginning that can't be part of a marker, or of whitespace before one."""
+def _num_before(text: str, marker: str) -> int:
+    """Characters at the beginning that can't be part of a marker."""
     keep = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
-    return len(text[: len(text) - keep].rstrip())
+    return len(text) - keep
+
+
+def _num_settled(text: str, marker: str) -> int:
+    """The same, without whitespace that may stand before the marker."""
+    return len(text[: _num_before(text, marker)].rstrip())
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -709,12 +708,6 @@ class HarmonyParser(_Pieces):
 
 
 MARKERS = re.compile("|".join(map(re.escape, (*ENDS, "<|channel|>", "<|message|>", "<|constrain|>"))))
-
-
-def _num_before(text: str, marker: str) -> int:
-    """Characters at the beginning that can't be part of a marker."""
-    keep = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
-    return len(text) - keep
 
 
 def open_parser(
