@@ -10,9 +10,10 @@ import pytest
 
 from tests.text.test_gguf import byte_level, byte_level_metadata, write  # noqa: F401 (a fixture)
 from tests.text.test_hf import JSON
-from tokenmill.errors import InvalidRequest, ModelLoadError
+from tokenmill.errors import ConfigError, InvalidRequest, ModelLoadError
 from tokenmill.text import model_text
 from tokenmill.text.model_text import ModelText, sampling_defaults
+from tokenmill.text.template import PLAIN_TEMPLATE, ChatTemplate
 from tokenmill.text.tokenizer import ByteTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -111,3 +112,12 @@ def test_a_gguf_files_variables_and_template(tmp_path: Path, byte_level: Any) ->
     text = model_text._from_gguf(write(tmp_path / "t.gguf", metadata), None)
     assert text.variables == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert text.chat_template(None).encode(HI) == text.chat_template(source).encode(HI)
+
+
+def test_a_tool_format_by_name_replaces_the_derived_one() -> None:
+    tokenizer = ByteTokenizer()
+    text = ModelText(tokenizer, ChatTemplate(PLAIN_TEMPLATE, tokenizer))
+    assert text.chat_template().turn_format.name == "generic"
+    assert text.with_tool_format("hermes").chat_template().turn_format.name == "hermes"
+    with pytest.raises(ConfigError, match=r"tool_format must be one of .*harmony.*, not 'xml'"):
+        text.with_tool_format("xml")
