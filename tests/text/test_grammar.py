@@ -6,11 +6,14 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tokenmill import StructuredOutputs
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.grammar import GrammarCompiler, MaskWriter, least_length
+from tokenmill.text.hf import HuggingFaceTokenizer
 from tokenmill.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.req("R29")
@@ -22,6 +25,15 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, **CL
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(ByteTokenizer(), 257)
+
+
+def small_tokenizer() -> HuggingFaceTokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return HuggingFaceTokenizer(tokenizer.to_str(), frozenset({256}))
 
 
 def allows(compiler: GrammarCompiler, text: str, **outputs: Any) -> bool:
@@ -167,6 +179,18 @@ def test_a_state_follows_its_output_back_and_into_forks(compiler: GrammarCompile
     assert not state.advance(b"z")
     assert state.error is not None
     assert grammar.start().num_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer.json"])
+def test_masks_are_as_wide_as_the_logits_where_the_model_has_more_tokens(kind: str) -> None:
+    """Logits are padded in most models; what pads them is never allowed."""
+    tokenizer = ByteTokenizer() if kind == "bytes" else small_tokenizer()
+    vocab_size = tokenizer.vocab_size + 100
+    compiler = GrammarCompiler(tokenizer, vocab_size)
+    state = compiler.compile(StructuredOutputs(choice=["a", "b"])).start()
+    (mask,) = MaskWriter(vocab_size).write([state], np.array([0], dtype=np.int32), 1)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert allowed.tolist() == sorted(tokenizer.encode(letter, add_special=False)[0] for letter in "ab")
 
 
 def test_each_row_gets_its_own_mask(compiler: GrammarCompiler) -> None:

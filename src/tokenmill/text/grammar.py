@@ -281,9 +281,10 @@ def _any(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLT
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, vocab_size))]
+    tokens += [b""] * (vocab_size - len(tokens))  # masks are as wide as the model's logits; these never match
     special = sorted({*tokenizer.special_tokens.values(), *eos_ids})
     if isinstance(tokenizer, ByteTokenizer):
-        special = list(range(256, len(tokens)))
+        special = list(range(256, tokenizer.vocab_size))
     wrapped = TokenizerWrapper(_Wrapped(tokenizer, tokens, special, eos_ids[0]))
     return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_ids))
 
