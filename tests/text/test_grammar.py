@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from tokenmill import StructuredOutputs
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.grammar import GrammarCompiler, MaskWriter, least_length
 from tokenmill.text.hf import HuggingFaceTokenizer
-from tokenmill.text.tokenizer import ByteTokenizer
+from tokenmill.text.tokenizer import ByteTokenizer, Tokenizer
 
 pytestmark = pytest.mark.req("R29")
 
@@ -27,19 +28,19 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(ByteTokenizer(), 257)
 
 
-def small_tokenizer() -> HuggingFaceTokenizer:
+def small_tokenizer(*special: str) -> HuggingFaceTokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_special_tokens(list(special))
     return HuggingFaceTokenizer(tokenizer.to_str(), frozenset({256}))
 
 
-def allows(compiler: GrammarCompiler, text: str, **outputs: Any) -> bool:
+def allows(compiler: GrammarCompiler, text: str, tokenizer: Tokenizer = ByteTokenizer(), **outputs: Any) -> bool:
     """Does the constraint allow the text as a whole output?"""
     state = compiler.compile(StructuredOutputs(**outputs)).start()
-    return state.advance([*text.encode(), ByteTokenizer.EOS])
+    return state.advance([*tokenizer.encode(text, add_special=False), min(tokenizer.eos_ids)])
 
 
 @pytest.mark.parametrize(
@@ -184,13 +185,18 @@ def test_a_state_follows_its_output_back_and_into_forks(compiler: GrammarCompile
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.json"])
 def test_masks_are_as_wide_as_the_logits_where_the_model_has_more_tokens(kind: str) -> None:
     """Logits are padded in most models; what pads them is never allowed."""
-    tokenizer = ByteTokenizer() if kind == "bytes" else small_tokenizer()
+    tokenizer = ByteTokenizer() if kind == "bytes" else small_tokenizer("<|end|>")
     vocab_size = tokenizer.vocab_size + 100
     compiler = GrammarCompiler(tokenizer, vocab_size)
     state = compiler.compile(StructuredOutputs(choice=["a", "b"])).start()
     (mask,) = MaskWriter(vocab_size).write([state], np.array([0], dtype=np.int32), 1)
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert allowed.tolist() == sorted(tokenizer.encode(letter, add_special=False)[0] for letter in "ab")
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
+    tokenizer = small_tokenizer("<|end|>", "<|unknown to the model|>")
+    assert allows(GrammarCompiler(tokenizer, 257), "a", tokenizer, choice=["a", "b"])
 
 
 def test_each_row_gets_its_own_mask(compiler: GrammarCompiler) -> None:

@@ -214,10 +214,11 @@ class GrammarCompiler:
         return tokenizer
 
     def _built(self) -> LLTokenizer:
-        if not self._tokenizer.eos_ids:
+        # A tokenizer may know tokens, ends among them, that the model has no logit for.
+        eos_ids = tuple(sorted(token for token in self._tokenizer.eos_ids if token < self._vocab_size))
+        if not eos_ids:
             raise InvalidRequest("structured_outputs requires a model with an end-of-sequence token")
-        eos_ids = tuple(sorted(self._tokenizer.eos_ids))
-        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+        if isinstance(self._tokenizer, HuggingFaceTokenizer) and self._tokenizer.vocab_size <= self._vocab_size:
             return _hugging_face(self._tokenizer.to_json(), self._vocab_size, eos_ids)
         return _any(self._tokenizer, self._vocab_size, eos_ids)
 
@@ -282,7 +283,7 @@ def _any(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLT
 
     tokens = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))  # masks are as wide as the model's logits; these never match
-    special = sorted({*tokenizer.special_tokens.values(), *eos_ids})
+    special = sorted({*(token for token in tokenizer.special_tokens.values() if token < vocab_size), *eos_ids})
     if isinstance(tokenizer, ByteTokenizer):
         special = list(range(256, tokenizer.vocab_size))
     wrapped = TokenizerWrapper(_Wrapped(tokenizer, tokens, special, eos_ids[0]))
