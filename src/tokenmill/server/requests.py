@@ -162,6 +162,11 @@ class Shared(Hinted):
             given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; ours are their lower bits
         return given if CONSTRAINING.isdisjoint(self.model_fields_set) else given | self._constraint()
 
+    @property
+    def constraining(self) -> str:
+        """The field that asks for structured output, where one does."""
+        return next((name for name in type(self).model_fields if name in CONSTRAINING and getattr(self, name)), "model")
+
     def _constraint(self) -> dict[str, Any]:
         """`structured_outputs`, from whichever field asks for them; None if one asks for plain text."""
         asked: dict[str, dict[str, Any] | None] = {}

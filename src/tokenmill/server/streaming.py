@@ -265,6 +265,15 @@ class Call:
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
 
+    async def compile(self, params: SamplingParams, field: str) -> None:
+        """Compile its constraint, off the event loop. A refusal names the field that the caller sent."""
+        try:
+            await self.do(self.llm.prepare(params))
+        except InvalidRequest as error:
+            if error.param != "structured_outputs":
+                raise
+            raise InvalidRequest(str(error).replace("structured_outputs", field, 1), param=field) from None
+
     async def plan(
         self, prompt: list[int], params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:

@@ -37,7 +37,7 @@ def chat_routes(served: Served) -> APIRouter:
         if body.session_id is None:
             params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
             if params.structured_outputs is not None:
-                await call.do(call.llm.prepare(params))
+                await call.compile(params, body.constraining)
             use = plan = None
             if body.tools or body.tool_choice is not None:
                 use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -51,7 +51,7 @@ async def start_completions(
         more["prompt_logprobs"] = body.logprobs
     params = replace(model.default_params, **more)
     if params.structured_outputs is not None:
-        await call.do(call.llm.prepare(params))
+        await call.compile(params, body.constraining)
     wanted = None if body.scores_only else body.max_tokens
     for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
         call.generate(ids, params, wanted)

@@ -52,7 +52,7 @@ async def start_response(
     body.check(config)
     params = replace(model.chat_params, **body.changes())
     if params.structured_outputs is not None:
-        await call.do(call.llm.prepare(params))
+        await call.compile(params, body.constraining)
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     use = None
