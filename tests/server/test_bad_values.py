@@ -211,6 +211,7 @@ GOOD_INTEGERS: dict[str, list[int]] = {
     "logprobs": [0],
     "top_logprobs": [0],
     "prompt_logprobs": [0],
+    "thinking_token_budget": [0],
 }
 FLOATS = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "-0.0", "1e308", "-1e308", "1e-320", "1" + "0" * 400]
 GOOD_FLOATS: dict[str, list[str]] = {

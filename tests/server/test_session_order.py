@@ -114,20 +114,21 @@ def test_sessions_at_once_do_not_mix(server: Running) -> None:
 
 def test_p06_a_session_deleted_during_a_stream_ends_it(server: Running) -> None:
     talk = converse(server, max_tokens=400)
-    replies: list[Reply] = []
+    answers: list[Reply] = []
+    refusals: list[Reply] = []
     with held(server, after=5) as hold:
-        asking = threading.Thread(target=lambda: replies.append(talk.post("generate", input="hi")))
+        asking = threading.Thread(target=lambda: answers.append(talk.post("generate", input="hi")))
         asking.start()
         hold.wait()
-        waiting = queue_up(talk, [lambda: replies.append(talk.post("append", input="later"))])
+        waiting = queue_up(talk, [lambda: refusals.append(talk.post("append", input="later"))])
         other = Conversation(server, talk.id, OTHER_KEY)
         assert_error(other.delete(), 404, "session_id")
         assert talk.delete().status == 204
         assert_error(talk.delete(), 404, "session_id")
         waiting[0].join(WAIT_S)
-        assert_error(replies[0], 404, "session_id")
-    asking.join(WAIT_S)
-    events = events_in(replies[1].body)
+        assert_error(refusals[0], 404, "session_id")
+        asking.join(WAIT_S)  # the step is held: the stream's end does not wait for it
+    events = events_in(answers[0].body)
     assert events[-1].data["finish_reason"] == "cancelled"
     assert 0 < len(joined(events)[1]) < 400
     assert_no_leak(server)

@@ -95,7 +95,8 @@ class Intake:
 
     async def prepare(self, params: SamplingParams | None) -> None:
         """Compile what the parameters ask for, off the event loop; `InvalidRequest` if that can't be."""
-        if params is not None and params.structured_outputs is not None:
+        # Whatever else is given as parameters is rejected where they are used.
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await self.compile(params.structured_outputs)
 
     async def compile(self, outputs: StructuredOutputs) -> None:
