@@ -18,8 +18,7 @@ from tokenmill.engine.events import Phase, RequestEvent
 from tokenmill.engine.request import Limits, Request
 
 TOLERANCE = 1e-3
-LONG = ("deepseek_v3", "gemma2", "gpt_oss", "phimoe", "qwen3_moe")
-"""Families whose answers are 64 tokens long: latent attention, soft caps, sinks, windows known by the mask, experts."""
+NUM_NEW = 64
 RNG = random.Random(2)
 PROMPTS = [[RNG.randrange(3, 150) for _ in range(n)] for n in (1, 3, 7, 12, 20, 33, 9, 26)]
 
@@ -48,14 +47,14 @@ def is_preemption(event: object) -> bool:
     return isinstance(event, RequestEvent) and event.phase is Phase.PREEMPTED
 
 
-def answers(model: TransformersModel, num_new: int) -> tuple[list[list[int]], int]:
+def answers(model: TransformersModel) -> tuple[list[list[int]], int]:
     """Prompts with their greedy answers, all in one engine that is short of KV; and how often one was preempted."""
-    num_cells = 96 if num_new < 64 else 288  # too few for all prompts with their answers
     config = EngineConfig(max_num_seqs=8, prefill_chunk=16, prefix_caching=False)
-    engine = EngineCore(model.new_backend(BackendLimits(num_cells=num_cells, max_seqs=8)), model.info, config)
+    limits = BackendLimits(num_cells=288, max_seqs=8)  # too few for all prompts with their answers
+    engine = EngineCore(model.new_backend(limits), model.info, config)
     preempted: list[object] = []
     engine.events.subscribe(lambda event: preempted.append(event) if is_preemption(event) else None)
-    requests = [Request(f"r{i}", prompt, Limits(max_new_tokens=num_new)) for i, prompt in enumerate(PROMPTS)]
+    requests = [Request(f"r{i}", prompt, Limits(max_new_tokens=NUM_NEW)) for i, prompt in enumerate(PROMPTS)]
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -73,7 +72,7 @@ def test_logits_and_greedy_ids_are_those_of_transformers(family: str, tmp_path: 
     worst = np.abs(chunked_logits(model, tokens, chunk=13) - wanted).max()
     assert worst < TOLERANCE, f"{family}: {worst}"
     assert wanted.std() > 0.5  # the weights are wide enough for a mistake to show
-    found, num_preempted = answers(model, num_new=64 if family in LONG else 12)
+    found, num_preempted = answers(model)
     assert num_preempted > 0
     for tokens, prompt in zip(found, PROMPTS, strict=True):
         assert tokens[: len(prompt)] == prompt
