@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.requirements import CHECK_PAGES, CHECK_ROW, checks
 from tokenmill.server.fields import FIELDS, Endpoint, Origin, RequestField, Treatment
 from tokenmill.server.requests import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
 
@@ -59,6 +60,14 @@ def pages() -> Iterator[tuple[Path, str]]:
             assert end, f"{name} has no place for {part}"
             text = f"{before}{begin}\n{make()}\n\n{end}{after}"
         yield page, text
+    tests = checks()
+    for name in CHECK_PAGES:
+        page = DOCS / name
+        yield page, CHECK_ROW.sub(lambda row: f"{row[1]} {_files(tests.get(row[2], []))} |", page.read_text())
+
+
+def _files(paths: list[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 A requirement is a row `| R7 | ... |` of docs/requirements.md; a test proves it with `@pytest.mark.req("R7")`;
 tests/delivered.txt lists the delivered ids. The text of every other row begins with `**open**`.
+
+Checks of the server have ids too: rows `| N05 | ... |` of the pages in CHECK_PAGES. A test performs one if it is named
+`test_n05_...` or marked `@pytest.mark.fault("N05")`; the rows' last column is written by `make docs`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OPEN = "**open**"
+CHECK_PAGES = ("operations.md", "serving-checks.md")
+CHECK_ROW = re.compile(r"^(\| ([CEFILMNOPST]\d\d) \| .* \|)([^|\n]*)\|$", re.MULTILINE)
+_CITED_BY_NAME = re.compile(r"^(?:async )?def test_([a-z]\d\d)_", re.MULTILINE)
+_CITED_BY_MARK = re.compile(r"^@pytest\.mark\.fault\(([^)]*)\)", re.MULTILINE)
 
 
 class Collector:
@@ -50,6 +57,23 @@ def known() -> dict[str, str]:
 def delivered() -> list[str]:
     lines = (ROOT / "tests" / "delivered.txt").read_text().splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def check_rows() -> list[str]:
+    """Ids of the checks in the tables of the docs."""
+    return [row[1] for page in CHECK_PAGES for row in CHECK_ROW.findall((ROOT / "docs" / page).read_text())]
+
+
+def checks() -> dict[str, list[str]]:
+    """Id of a check -> the files of the tests that perform it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        ids = {name.upper() for name in _CITED_BY_NAME.findall(text)}
+        ids |= {name for marks in _CITED_BY_MARK.findall(text) for name in re.findall(r'"(\w+)"', marks)}
+        for name in ids:
+            found[name].append(str(path.relative_to(ROOT)))
+    return dict(found)
 
 
 def problems(known: dict[str, str], delivered: list[str], tests: dict[str, list[str]]) -> list[str]:

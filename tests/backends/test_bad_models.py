@@ -126,6 +126,7 @@ def fails(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return line
 
 
+@pytest.mark.fault("M01", "M04", "M05", "M08")
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_directories(
     case: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def test_broken_directories(
     assert saying in fails(str(folder), capsys, monkeypatch)
 
 
+@pytest.mark.fault("M04")
 def test_code_of_a_family_that_does_not_need_it_is_ignored(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('code was run')")
     config(folder, auto_map={"AutoModelForCausalLM": "evil.Evil"})
@@ -151,6 +153,7 @@ def test_truncated_gguf(
     assert "truncated" in line or "not a GGUF file" in line
 
 
+@pytest.mark.fault("M08")
 def test_gguf_of_another_architecture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_short_names_are_names() -> None:
 # -- downloads --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M06")
 def test_a_model_is_fetched_once_and_used_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = find_model("org/plain")
     assert path is not None
@@ -264,6 +265,7 @@ def test_a_process_killed_20_times_at_random_resumes_and_the_checksum_is_right(h
     assert not list(cache.rglob("*.incomplete"))
 
 
+@pytest.mark.fault("M07")
 @pytest.mark.parametrize(
     "content",
     [b"wrong" * 100, WEIGHTS[:1000] + b"x", WEIGHTS + b"more", WEIGHTS[::-1], WEIGHTS, b""],
@@ -460,6 +462,7 @@ WRONG: dict[str, Wrong] = {
 }
 
 
+@pytest.mark.fault("M05")
 @pytest.mark.parametrize("case", WRONG)
 def test_repositories_that_are_rejected(case: str, hub: Hub, cache: Path) -> None:
     arrange, says, model = WRONG[case]
@@ -489,6 +492,7 @@ def test_a_model_that_cannot_be_run_is_rejected_before_its_weights_are_fetched(h
     assert not hub.transfers()
 
 
+@pytest.mark.fault("M06")
 def test_offline_without_the_model(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     offline(monkeypatch)
     with pytest.raises(ModelNotFound, match=f"org/plain is not in {cache}, and HF_HUB_OFFLINE is set; unset it"):
@@ -660,6 +664,7 @@ def test_last_use_is_when_a_model_was_opened(hub: Hub) -> None:
     assert (path / "config.json").stat().st_mtime == 1e9
 
 
+@pytest.mark.fault("M07")
 def test_an_incomplete_download_is_listed_and_removed(hub: Hub, cache: Path) -> None:
     leave_partial(cache, hub, WEIGHTS[:1000])
     (model,) = library.cached_models()

@@ -59,6 +59,7 @@ def run(model: ModelHandle, crowd: list[Request], cells: int = 2048, **config: i
     return [request.output for request in crowd], sum(request.num_preemptions for request in crowd)
 
 
+@pytest.mark.fault("E01", "E02", "O04")
 @pytest.mark.req("G12", "R6")
 def test_identical_alone_in_a_crowd_preempted_and_replayed(model: ModelHandle) -> None:
     alone = [run(model, [request])[0][0] for request in requests(model)]

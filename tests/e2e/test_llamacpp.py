@@ -85,6 +85,7 @@ def test_sixteen_together_say_what_each_says_alone(model: Any, monkeypatch: pyte
     assert len({tuple(out.outputs[0].token_ids) for out in alone}) > 12
 
 
+@pytest.mark.fault("E05")
 def test_the_ids_are_those_of_torch_and_of_llama_cpp(model: Any, default_model: Path) -> None:
     ours, theirs = open_text(model), LlamaTokenizer(model.vocab)
     torch_text = open_text(open_model(str(default_model), backend="torch", device="cpu"))

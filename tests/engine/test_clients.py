@@ -157,6 +157,7 @@ def test_an_engine_process_that_is_killed_reaches_every_caller_once() -> None:
         assert all(sum(output.is_finished for output in one.outputs) == 1 for one in listeners)
 
 
+@pytest.mark.fault("L08")
 @pytest.mark.req("R32")
 def test_a_parent_that_is_killed_leaves_no_orphan(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

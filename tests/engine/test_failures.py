@@ -86,6 +86,7 @@ def test_a_prefix_shared_while_in_flight_is_lost_with_its_step() -> None:
     assert_clean(engine)
 
 
+@pytest.mark.fault("L02")
 @pytest.mark.req("G5")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", [FaultKind.FATAL, FaultKind.LATE_FATAL])

@@ -88,6 +88,7 @@ def test_as_many_requests_as_were_planned_for_run_together(tmp_path: Path) -> No
         assert not preempted
 
 
+@pytest.mark.fault("L11")
 def test_what_does_not_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
     model = open_model(str(save("qwen3", tmp_path)), dtype="float32", device="cpu")
     with pytest.raises(ConfigError, match=r"are needed .* but only .* are free: .* `tokenmill fit` shows"):

@@ -79,6 +79,7 @@ def check_questions(index: PrefixIndex, live: list[Entry], wanted: list[int]) ->
     assert index.num_plain_tokens == len(beginnings(live) - owned)
 
 
+@pytest.mark.fault("E08")
 def test_namespaces_never_match() -> None:
     index = PrefixIndex()
     index.insert(entry(0, [1, 2, 3], namespace="old weights"))
@@ -145,6 +146,7 @@ def test_a_finished_request_leaves_its_kv_to_the_next_turn() -> None:
     assert engine.stats().num_parked == 1, "the longer log took the shorter one's place"
 
 
+@pytest.mark.fault("E08")
 def test_salted_requests_share_nothing() -> None:
     engine = make_engine()
     prompt = tuple(range(30))

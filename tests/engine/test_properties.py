@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 REQUIREMENTS = ("R5", "R8", "R11", "R12", "R14", "R16", "R17", "R18", "G7", "G9", "G11")
 
 
+@pytest.mark.fault("O04", "O05", "E06")
 @pytest.mark.req(*REQUIREMENTS)
 @pytest.mark.parametrize("depth", [0, 1])
 @given(data=st.data())
@@ -29,6 +30,7 @@ def test_nobody_notices_anybody_else(depth: int, data: st.DataObject) -> None:
     play(workload(HypothesisChooser(data), depth))
 
 
+@pytest.mark.fault("O05", "E06")
 @pytest.mark.req(*REQUIREMENTS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_nobody_notices_anybody_else_in_seeded_runs(depth: int) -> None:
@@ -39,6 +41,7 @@ def test_nobody_notices_anybody_else_in_seeded_runs(depth: int) -> None:
             raise AssertionError(f"seed {seed}, depth {depth}: {error}") from error
 
 
+@pytest.mark.fault("E01", "E02")
 @pytest.mark.req(*REQUIREMENTS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_nobody_notices_anybody_else_on_torch(depth: int) -> None:

@@ -35,6 +35,7 @@ from tokenmill.outputs import FinishReason
 # -- chunks and tick time ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("O06")
 @pytest.mark.req("R13", "R12", "G9")
 @pytest.mark.parametrize(("depth", "at_once"), [(0, False), (1, False), (0, True)])
 def test_a_long_prompt_never_stalls_the_others(depth: int, at_once: bool) -> None:
@@ -251,6 +252,7 @@ def test_the_queue_is_first_in_first_out_and_priority_goes_before() -> None:
     assert started == ["urgent", "r0", "r1", "r2", "r3"]
 
 
+@pytest.mark.fault("O07")
 @pytest.mark.req("R16")
 def test_priority_never_starves_anyone_past_the_bound() -> None:
     """One row, urgent requests without end: the humble one starts max_wait_ticks plus one service time later."""

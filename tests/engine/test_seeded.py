@@ -53,6 +53,7 @@ def crowd(engine: EngineCore) -> Transcript:
     return run(engine, transcript)
 
 
+@pytest.mark.fault("E03")
 @pytest.mark.req("G12", "R6", "R29")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("cells", [512, 100])
@@ -66,6 +67,7 @@ def test_a_seeded_request_never_notices_its_neighbours(depth: int, cells: int) -
     assert_clean(engine)
 
 
+@pytest.mark.fault("E03")
 @pytest.mark.req("G20")
 def test_choices_and_attempts_of_one_seed_differ_and_are_their_own() -> None:
     engine = make_engine(max_num_seqs=8)

@@ -71,6 +71,7 @@ def without_vocabulary(writer: Any) -> None:
     writer.add_string("tokenizer.ggml.model", "no_vocab")
 
 
+@pytest.mark.fault("E05")
 @needs_llamacpp
 @pytest.mark.req("R21")
 @pytest.mark.parametrize(("variant", "arch"), AS_IN_LLAMACPP)

@@ -63,6 +63,7 @@ def test_c01_lines_end_with_lf_and_events_with_an_empty_line(server: Running, wh
         assert len(head) == (1 if what[0] == "/v1/responses" else 0)
 
 
+@pytest.mark.fault("F04")
 @pytest.mark.parametrize("what", [CHAT, COMPLETION], ids=NAMES[:2])
 def test_c01_clients_that_split_differently_read_the_same(server: Running, what: tuple[str, Any]) -> None:
     chunks = http_chunks(server, *what)
@@ -252,6 +253,7 @@ def test_c10_usage_all_the_time(server: Running, what: tuple[str, Any]) -> None:
 # -- silence ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("N11")
 @pytest.mark.parametrize("after", [0, 4])
 def test_c23_a_silent_stream_is_kept_alive_by_comments(server: Running, after: int) -> None:
     """Before the first token too, and then nothing else is sent: a first chunk is where clients stop the clock."""

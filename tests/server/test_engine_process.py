@@ -52,6 +52,7 @@ def wait_until_ready(server: Running) -> None:
     until(lambda: server.get("/health/ready").status == 200)
 
 
+@pytest.mark.fault("L03")
 @pytest.mark.req("R32", "G18")
 def test_an_engine_process_killed_mid_stream_is_one_error_for_each_client(remote: Running) -> None:
     talk = converse(remote)
@@ -79,6 +80,7 @@ def test_an_engine_process_killed_mid_stream_is_one_error_for_each_client(remote
     until(lambda: remote.served.gate.num_inside == 0)  # the last request leaves after its client has the answer
 
 
+@pytest.mark.fault("P04")
 @pytest.mark.req("R32")
 def test_a_session_whose_engine_was_killed_says_what_it_would_have_said(remote: Running) -> None:
     def said(*, killed: bool) -> list[str]:

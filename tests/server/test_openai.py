@@ -99,6 +99,7 @@ def test_leaving_the_clients_loop_cancels(server: Running) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.fault("L02")
 def test_an_engine_that_fails_ends_streams_with_one_error(server: Running) -> None:
     server.inject(FaultKind.FATAL, after=4)
 

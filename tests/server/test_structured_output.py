@@ -84,6 +84,7 @@ def test_sessions_take_constraints_for_all_answers_or_one(server: Running) -> No
     assert say(response_format={"type": "text"}, max_tokens=3) not in ("yes", "no")
 
 
+@pytest.mark.fault("T10")
 def test_an_answer_cut_by_max_tokens_ends_with_length(server: Running) -> None:
     for max_tokens in (1, 5, 12):
         choice = server.post("/v1/chat/completions", {**CHAT, "response_format": FORMAT, "max_tokens": max_tokens})
@@ -91,6 +92,7 @@ def test_an_answer_cut_by_max_tokens_ends_with_length(server: Running) -> None:
         assert choice.json()["usage"]["completion_tokens"] == max_tokens
 
 
+@pytest.mark.fault("T10")
 def test_choices_stop_strings_and_log_probabilities(server: Running) -> None:
     body = {**CHAT, "response_format": FORMAT, "n": 3, "temperature": 1, "seed": 1}
     texts = [one["message"]["content"] for one in server.post("/v1/chat/completions", body).json()["choices"]]
@@ -121,6 +123,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.fault("T01", "T02")
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_constraint_is_told_in_time_and_holds_up_nobody(server: Running, name: str) -> None:
     """A 400 of OpenAI's shape within a second, and the event loop is never more than 50 ms late: a busy machine may

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 NOBODY = 65534
 
 
+@pytest.mark.fault("L10")
 @pytest.mark.req("B3")
 def test_a_full_disk_costs_durability_and_nothing_else(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
@@ -180,6 +181,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         folder.rmdir()
 
 
+@pytest.mark.fault("L10")
 @pytest.mark.req("B3")
 def test_a_store_that_can_only_be_read_shows_its_sessions_and_they_go_on(read_only: Path) -> None:
     async def scene(service: SessionService) -> None:

@@ -11,6 +11,7 @@ from tests.session.killing import BUGS, kill_fake, kill_real_decoder
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.fault("P02", "L09")
 @pytest.mark.req("B3")
 def test_killed_fifty_times(tmp_path: Path) -> None:
     witness = kill_fake(tmp_path, seed=12, count=50)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 NUM_SESSIONS = 1000
 
 
+@pytest.mark.fault("O08")
 @pytest.mark.req("R9", "R3", "R8")
 def test_a_thousand_sessions_on_two_cores_with_room_for_eight() -> None:
     async def play() -> None:

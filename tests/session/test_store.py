@@ -19,6 +19,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.session.store import DATABASE, SessionStore
 
 
+@pytest.mark.fault("P04")
 @pytest.mark.req("B3")
 def test_a_session_goes_on_in_the_next_service(tmp_path: Path) -> None:
     async def first(service: SessionService) -> tuple[str, list[int], Any]:

@@ -91,6 +91,7 @@ UNENFORCEABLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.fault("T01")
 @pytest.mark.parametrize("keyword", UNENFORCEABLE)
 @pytest.mark.parametrize(
     "around", ["{}", '{{"type":"object","properties":{{"deep":{{"anyOf":[{{"type":"null"}},{}]}}}}}}']
@@ -113,6 +114,7 @@ def test_keywords_are_not_mistaken_for_names(compiler: GrammarCompiler) -> None:
     assert allows(compiler, '{"not":"if","contains":"else"}', json={**schema, **unused})
 
 
+@pytest.mark.fault("T01", "T02")
 @pytest.mark.parametrize(
     "outputs",
     [

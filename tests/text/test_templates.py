@@ -78,6 +78,7 @@ FAILING: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fault("T06")
 @pytest.mark.parametrize("case", FAILING)
 def test_whatever_goes_wrong_is_an_invalid_request(case: str) -> None:
     source, messages, options, saying = FAILING[case]

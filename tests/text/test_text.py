@@ -31,6 +31,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     return text, None
 
 
+@pytest.mark.fault("E09")
 @pytest.mark.req("G14")
 @given(pieces=st.lists(st.text("abE ", max_size=3), max_size=12), stops=stop_lists, include=st.booleans())
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -50,6 +51,7 @@ def test_a_stop_string_never_leaks_and_ends_the_text_where_it_is_complete(
     assert (shown, matcher.found) == naive("".join(pieces), stops, include)
 
 
+@pytest.mark.fault("E09")
 @pytest.mark.req("G14")
 @given(
     text=st.text("abcX", max_size=7), stops=st.lists(st.text("abcX", min_size=1, max_size=4), min_size=1, max_size=3)

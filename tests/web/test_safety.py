@@ -61,6 +61,7 @@ def file_of(contents: list[str]) -> str:
     return json.dumps({"format": "tokenmill.conversations", "version": 1, "conversations": [conversation]})
 
 
+@pytest.mark.fault("S06")
 @pytest.mark.req("R41")
 def test_samples_of_harmful_markdown_are_inert(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "samples.json"
@@ -83,6 +84,7 @@ def test_samples_of_harmful_markdown_are_inert(visit: Visit, tmp_path: Path) -> 
     expect(visit.answers.first).to_contain_text("<script>window.hurt = 1</script>")
 
 
+@pytest.mark.fault("S06")
 def test_the_browser_itself_would_refuse(visit: Visit) -> None:
     """The second wall: even a page that is fooled may run nothing inline and fetch nothing from elsewhere."""
     visit.open()
@@ -98,6 +100,7 @@ def test_the_browser_itself_would_refuse(visit: Visit) -> None:
     visit.watched.problems.clear()
 
 
+@pytest.mark.fault("S12")
 @pytest.mark.req("R41", "R37")
 def test_files_of_the_page_and_nothing_else(server: Child) -> None:
     for path, asset in page.assets().items():

@@ -74,6 +74,7 @@ def test_a_bad_file_is_one_line(
     assert str(tmp_path / "bad.gguf") in line
 
 
+@pytest.mark.fault("L11")
 def test_more_cells_than_memory_are_one_line(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
