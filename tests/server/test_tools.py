@@ -12,6 +12,7 @@ import pytest
 from tests.server.conversing import Conversation, events_in
 from tests.server.rules import assert_error
 from tests.server.serving import HI, KEY, Running, request, running
+from tests.server.wire import diary_of
 from tests.text.tool_templates import WRITTEN
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
@@ -33,8 +34,6 @@ TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "functi
 FLAT = [{"type": "function", **WEATHER}]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 ONE: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False, "max_tokens": 300, "seed": 1}
-FORCED_END = len('ing", "arguments": {}}\n</tool_call>')
-"""Tokens at the end of an answer that the grammar left no choice about: they are computed with what follows."""
 THINKS = WRITTEN["tagged JSON"].replace(
     "<|im_start|>assistant\n{% endif %}",
     "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}",
@@ -224,7 +223,7 @@ def test_a_response_goes_on_after_the_result_of_a_call(server: Running) -> None:
     usage = second["usage"]
     known = first["usage"]["total_tokens"]
     assert usage["input_tokens"] > known - 1
-    assert usage["input_tokens_details"]["cached_tokens"] >= known - 1 - FORCED_END
+    assert usage["input_tokens_details"]["cached_tokens"] >= known - 1
     alone = [{"role": "user", "content": "hi"}, {**call, "type": "function_call"}, result]
     third = server.post(RESPONSES, {**asked, "input": alone, "store": False}).json()
     assert third["usage"]["input_tokens"] == usage["input_tokens"] - 1, "this template writes no end of turn"
@@ -251,19 +250,30 @@ def test_20_rounds_of_a_session_compute_only_what_is_new(server: Running) -> Non
     given: Any = "hi"
     known = 0
     messages: list[Any] = [*HI]
-    for number in range(20):
-        answer = _round(talk, given)
-        (call,) = answer["message"]["tool_calls"]
-        used = answer["usage"]
-        assert used["prompt_tokens"] > known
-        assert used["prompt_tokens_details"]["cached_tokens"] >= known - 1 - FORCED_END
-        known = used["total_tokens"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"}
-        messages += [answer["message"], result]
-        given = [result]
+    with diary_of(server) as diary:
+        for number in range(20):
+            server.wait_until_idle()
+            before = diary.num_computed
+            answer = _round(talk, given)
+            server.wait_until_idle()
+            (call,) = answer["message"]["tool_calls"]
+            used = answer["usage"]
+            new = used["prompt_tokens"] - known
+            assert new > 0
+            assert used["prompt_tokens_details"]["cached_tokens"] >= known - 1
+            # What is new and the end of the last answer; the answer without its own end, and at depth 1 a step ahead.
+            assert diary.num_computed - before <= new + 1 + used["completion_tokens"]
+            known = used["total_tokens"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"}
+            messages += [answer["message"], result]
+            given = [result]
     # The same conversation, rendered from the beginning. This template writes no end of turn, which the log has.
-    again = server.chat(messages=messages[:-2], tools=TOOLS, tool_choice="required", max_tokens=1)
-    assert again.json()["usage"]["prompt_tokens"] == known - used["completion_tokens"] - 19
+    asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1, "return_token_ids": True}
+    again = server.chat(messages=messages[:-2], **asked).json()
+    log = talk.behind.log.tokens.tolist()[: known - used["completion_tokens"]]
+    ends = server.llm.opened.text.tokenizer.eos_ids
+    assert [token for token in log if token not in ends] == again["prompt_token_ids"]
+    assert sum(token in ends for token in log) == 19
     causes = [turn["cause"] for turn in talk.get("explain").json()["turns"]]
     assert set(causes[1:]) == {"new_input"}
     shown = [message for turn in talk.turns() for message in turn["messages"]]

@@ -87,11 +87,16 @@ class Constraints:
         return Followed(proposal=state.forced()) if self._may_propose(request) else Followed()
 
     def _complete(self, request: Request, state: GrammarState) -> Followed:
-        """Only an end-of-sequence token may follow: drawn among several, proposed if there is one, else not needed."""
+        """Only an end-of-sequence token may follow: drawn among several, proposed if there is one, else not needed.
+
+        A session's is drawn in any case: the step that draws it computes what the grammar has forced before it, which
+        the next turn would have to do otherwise.
+        """
         ends = state.eos_ids & request.stop_ids
         if not ends or len(request.output) < request.limits.min_new_tokens:
             return Followed(Course.COMPLETE)
-        return Followed(proposal=tuple(ends)) if len(ends) == 1 and self._may_propose(request) else Followed()
+        is_proposed = len(ends) == 1 and request.hints.owner is None and self._may_propose(request)
+        return Followed(proposal=tuple(ends)) if is_proposed else Followed()
 
     def _may_propose(self, request: Request) -> bool:
         return self._proposes and request.takes_proposals

@@ -114,8 +114,9 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
         asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.request_id, *asked)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
-        # Tokens that a grammar forced at the end of an answer are computed with what follows.
-        num_known = len(session.log) if generation.params.structured_outputs is None else len(prompt)
+        # Tokens that a grammar forced are computed with what follows them. If none does, the next turn computes them.
+        is_known = generation.params.structured_outputs is None or session.log.ended_with is not None
+        num_known = len(session.log) if is_known else len(prompt)
         session.mark = KVMark(num_known, session.core, weights, now)
         session.log = session.log.marked()
 
