@@ -78,7 +78,7 @@ class JsonRoute(APIRoute):
             except known:
                 raise
             except Exception as error:  # here, where its answer still gets a name
-                return error_response(error)
+                return error_response(error, http.state.caller.error_body)
 
         return handle_json
 
@@ -86,25 +86,25 @@ class JsonRoute(APIRoute):
 # -- from exceptions to answers ---------------------------------------------------------------------------------------
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _failed(http: Request, error: Exception) -> Response:
+    return error_response(error, http.state.caller.error_body)
 
 
 async def _gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
     return Response(status_code=CLIENT_GONE)
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     answer = validation_error(error.errors())
-    return JSONResponse(answer.body(), answer.status)
+    return JSONResponse(http.state.caller.error_body(answer), answer.status)
 
 
 async def _http(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: "path not found", 405: f"method {http.method} not allowed"}
     answer = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
-    return JSONResponse(answer.body(), answer.status, headers=dict(error.headers or {}))
+    return JSONResponse(http.state.caller.error_body(answer), answer.status, headers=dict(error.headers or {}))
 
 
 HANDLERS: dict[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {

@@ -1,9 +1,11 @@
-"""OpenAI-style errors: the one place where an exception is mapped to a response."""
+"""Errors: the one place where an exception is mapped to a response, in the shape of each API that is served."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -47,6 +49,36 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**told, **self.details}}
+
+
+class Dialect(Enum):
+    """The API that a client speaks."""
+
+    OPENAI = "OpenAI"
+    ANTHROPIC = "Anthropic"
+    OLLAMA = "Ollama"
+
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """An error in the shape that clients of this API parse."""
+        if self is Dialect.OLLAMA:
+            return {"error": error.message}
+        if self is Dialect.ANTHROPIC:
+            kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+        return error.body()
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    507: "overloaded_error",
+}
+"""Anthropic's error type for each status that has one of its own."""
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -94,11 +126,11 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
     return ApiError(status, message, kind, reason, headers=headers)
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The response for an exception; the log has what it does not say."""
+def error_response(error: Exception, shape: Callable[[ApiError], dict[str, Any]]) -> JSONResponse:
+    """The response for an exception, in the caller's dialect; the log has what it does not say."""
     answer = to_api_error(error)
     log_failure(answer, error)
-    return JSONResponse(answer.body(), answer.status, headers=answer.headers)
+    return JSONResponse(shape(answer), answer.status, headers=answer.headers)
 
 
 def log_failure(told: ApiError, error: BaseException) -> None:

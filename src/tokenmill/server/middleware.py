@@ -14,7 +14,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import Usage
 from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
-from tokenmill.server.errors import ApiError
+from tokenmill.server.errors import ApiError, Dialect
 from tokenmill.server.protocol import Connection
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome
 from tokenmill.server.telemetry.hub import Telemetry
@@ -44,6 +44,8 @@ SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """A client's own id for a request is used if it looks like this."""
 KEY_HEADERS = (b"x-api-key", b"api-key")
 """Where some clients put the key instead."""
+ANTHROPIC_HEADER = b"anthropic-version"
+"""Anthropic's clients send it with every request."""
 KEY_DIGITS = 8
 """Of a key's hash, in the log."""
 BLOCKED_S, MOST_BLOCKED = 0.002, 1024
@@ -73,6 +75,8 @@ class Caller:
 
     request_id: str
     connection: Connection
+    dialect: Dialect = Dialect.OPENAI
+    """The API that it speaks, which decides the shape of errors."""
     key: str = ""
     """The hash of the API key it came with; empty where none is needed."""
     call_id: str = "-"
@@ -91,6 +95,9 @@ class Caller:
     """When sending waited for the client."""
     differs_in: tuple[int, str] | None = None
     """The message in which a chat's prompt diverges from the cached prefix: its number and its role."""
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return self.dialect.error_body(error, self.request_id)
 
     async def note_blocked(self, sending: Awaitable[None]) -> None:
         """Send something that has to wait for the client."""
@@ -119,6 +126,8 @@ class Paths:
     """These need no key, answer while the gate is closed, and are not waited for on shutdown."""
     endless: frozenset[str] = frozenset()
     """Streams that end only when the server stops: not waited for on shutdown."""
+    dialects: Mapping[str, Dialect] = field(default_factory=dict)
+    """The API of each path that is not OpenAI's."""
     uploads: frozenset[str] = frozenset()
     """These take a session file; all others take JSON."""
 
@@ -162,6 +171,9 @@ class Middleware:
         is_named = len(given) == 1 and SANE_ID.fullmatch(given[0]) is not None
         request_id = given[0] if is_named else f"req-{secrets.token_hex(16)}"
         caller = scope["state"]["caller"] = Caller(request_id, scope["state"]["connection"])
+        caller.dialect = (
+            Dialect.ANTHROPIC if ANTHROPIC_HEADER in headers else self._paths.dialects.get(path, Dialect.OPENAI)
+        )
         REQUEST_ID.set(request_id)
 
         async def send_named(message: Message) -> None:
@@ -169,6 +181,8 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if caller.dialect is Dialect.ANTHROPIC:
+                    message["headers"].append((b"request-id", request_id.encode()))
             if caller.connection.flow.write_paused:
                 await caller.note_blocked(send(message))
             else:
@@ -176,7 +190,7 @@ class Middleware:
 
         app = self._app
         if (refusal := self._refusal(scope, headers, caller)) is not None:
-            app = self._refuse(refusal)
+            app = self._refuse(refusal, caller)
         elif b"transfer-encoding" in headers:  # with a length, the parser reads no more than that
             receive = self._counted(receive)
         if self._cors is not None:
@@ -224,13 +238,14 @@ class Middleware:
         is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
         return None if is_json else NO_JSON
 
-    def _refuse(self, refusal: ApiError) -> ASGIApp:
+    def _refuse(self, refusal: ApiError, caller: Caller) -> ASGIApp:
         """Answers with the error that keeps a request out."""
 
         async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
             if "Connection" in refusal.headers:
                 await _discard(receive)
-            await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, receive, send)
+            answer = JSONResponse(caller.error_body(refusal), refusal.status, headers=refusal.headers)
+            await answer(scope, receive, send)
 
         return refuse
 

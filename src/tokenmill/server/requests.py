@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -414,6 +415,20 @@ def with_effort(options: dict[str, Any], effort: str | None) -> dict[str, Any]:
         return options
     level = effort if effort in ("low", "medium", "high") else "high" if effort == "xhigh" else "low"
     return {"reasoning_effort": level, "enable_thinking": effort != "none", **options}
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """A conversation to be answered, as every dialect's body is translated to it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    options: Mapping[str, Any]
+    """Of the chat template."""
+    use: ToolUse | None = None
+    thinking_budget: int | None = None
+    constraining: str = "model"
+    """The field that asks for structured output, for errors."""
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Server-sent events: LF framing, escaped Unicode line separators, keep-alive comments."""
+"""Streams: server-sent events (LF framing, escaped Unicode line separators, keep-alive comments), or JSON lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from msgspec.json import encode as encode_json
@@ -25,6 +26,22 @@ MARK = "<text>"
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 """Characters that some clients take for the end of a line."""
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How the pieces of a stream are told apart, and what keeps a silent one open."""
+
+    media_type: str = "text/event-stream"
+    keep_alive: bytes = KEEP_ALIVE
+
+
+SERVER_SENT_EVENTS = Framing()
+
+
+def json_line(data: Any) -> bytes:
+    """One line of a stream of JSON objects."""
+    return f"{_encode(data)}\n".encode()
 
 
 def event(data: Any, name: str | None = None, event_id: str | None = None) -> bytes:
@@ -90,11 +107,13 @@ class EventStream(Response):
     own. The stream ends when the client disconnects or stops reading. Comments keep a silent connection open.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: Events, caller: Caller, config: ServerConfig) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, events: Events, caller: Caller, config: ServerConfig, framing: Framing = SERVER_SENT_EVENTS
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=framing.media_type)
         del self.headers["content-length"]
+        self._framing = framing
         self._events = events
         self._caller = caller
         self._keep_alive_s = config.keep_alive_s
@@ -126,7 +145,7 @@ class EventStream(Response):
         if is_stuck:
             self._caller.connection.abort()
         if isinstance(sent, Exception) and not self._has_status:
-            await error_response(sent)(scope, receive, send)
+            await error_response(sent, self._caller.error_body)(scope, receive, send)
         elif isinstance(sent, Exception) and not isinstance(sent, OSError):
             raise sent
 
@@ -153,11 +172,11 @@ class EventStream(Response):
             self._since = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> bool:
-        """Nothing was sent for a while: send the status, or a comment. False if the client does not take it."""
+        """Nothing was sent for a while: send the status, or a keep-alive. False if the client does not take it."""
         try:
             async with asyncio.timeout(self._send_timeout_s):
                 if self._has_status:
-                    message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                    message = {"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True}
                     await self._caller.connection.write(message)
                 else:
                     self._has_status = True

@@ -28,7 +28,8 @@ from tokenmill.pipeline.output import Generation
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
 from tokenmill.server.middleware import Caller
-from tokenmill.server.sse import DONE, EventStream, event
+from tokenmill.server.requests import ChatInput
+from tokenmill.server.sse import DONE, EventStream, Framing, event
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Outcome
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.answer import Answer
@@ -161,6 +162,9 @@ class SessionSource:
 class Writer(Protocol):
     """An endpoint's words for a call's deltas. Events are whole."""
 
+    @property
+    def framing(self) -> Framing: ...
+
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer without streaming."""
         ...
@@ -171,9 +175,13 @@ class Writer(Protocol):
 
     def delta(self, delta: OutputDelta) -> bytes: ...
 
-    def closing(self) -> bytes: ...
+    def closing(self) -> bytes:
+        """The end of a stream, its last event included."""
+        ...
 
-    def failed(self, error: ApiError) -> bytes: ...
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a stream whose status was sent before the error."""
+        ...
 
 
 class OpenCalls(set["Call"]):
@@ -265,6 +273,16 @@ class Call:
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
 
+    async def chat(self, asked: ChatInput, *, reasons: bool) -> None:
+        """Add the answer to a conversation, in whatever dialect it was asked for; `reasons`: the model may think."""
+        params, plan = asked.params, None
+        if params.structured_outputs is not None:
+            await self.compile(params, asked.constraining)
+        ids = await self.tokens(lambda: self.llm.chat_ids(asked.messages, **asked.options))
+        if asked.use is not None or reasons:
+            params, plan = await self.plan(ids, params, asked.use, asked.thinking_budget)
+        self.generate(ids, params, params.max_tokens, asked.messages, plan)
+
     async def compile(self, params: SamplingParams, field: str) -> None:
         """Compile its constraint, off the event loop. A refusal names the field that the caller sent."""
         try:
@@ -330,7 +348,7 @@ class Call:
         self._calls.add(self)
         if stream:
             self._writer = writer
-            return EventStream(self, self.caller, self._config)
+            return EventStream(self, self.caller, self._config, writer.framing)
         try:
             deltas = await while_connected(self._http, self._all(self._source))
             return JSONResponse(writer.whole(folded(self.generations, deltas)))
@@ -377,7 +395,7 @@ class Call:
             if not deltas:
                 self._is_over = True
                 await self.close()  # what is stored is there before its client hears of it
-                return writer.closing() + DONE
+                return writer.closing()
             for delta in deltas:
                 if delta.index in self._buffered:
                     delta = joined([self._buffered.pop(delta.index), delta])
@@ -397,7 +415,7 @@ class Call:
         told = to_api_error(error)
         log_failure(told, error)
         self.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
-        return b"" if self._writer is None else self._writer.failed(told) + DONE
+        return b"" if self._writer is None else self._writer.failed(told)
 
     async def close(self) -> None:
         """It is over: end what still runs, and charge what it has cost."""

@@ -15,9 +15,9 @@ from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatRequest, session_use, template_options, tool_use
+from tokenmill.server.requests import ChatInput, ChatRequest, session_use, template_options, tool_use
 from tokenmill.server.served import Served
-from tokenmill.server.sse import TextEvent, event
+from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, answer_message, part_delta, usage_of
 from tokenmill.text.turn_parser import ParsedTurn
 
@@ -35,16 +35,12 @@ def chat_routes(served: Served) -> APIRouter:
         body.check(served.config)
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if body.session_id is None:
-            params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
-            if params.structured_outputs is not None:
-                await call.compile(params, body.constraining)
-            use = plan = None
+            use = None
             if body.tools or body.tool_choice is not None:
                 use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-            ids = await call.tokens(lambda: call.llm.chat_ids(messages, **options))
-            if use is not None or model.reasons:
-                params, plan = await call.plan(ids, params, use, body.thinking_token_budget)
-            call.generate(ids, params, params.max_tokens, messages, plan)
+            params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
+            asked = ChatInput(messages, params, options, use, body.thinking_token_budget, body.constraining)
+            await call.chat(asked, reasons=model.reasons)
         else:
             hints: dict[str, Any] = {
                 "timeout_s": call.timeout_s,
@@ -71,6 +67,8 @@ def _existing(session_id: str) -> Callable[[], Awaitable[str]]:
 
 class ChatWriter:
     """A chat completion: whole, or as chunks."""
+
+    framing = SERVER_SENT_EVENTS
 
     def __init__(self, call: Call, body: ChatRequest, model: ServedModel) -> None:
         self._call = call
@@ -153,12 +151,12 @@ class ChatWriter:
     def closing(self) -> bytes:
         """Usage, if it was asked for."""
         if not self._has_usage:
-            return b""
+            return DONE
         usage = usage_of([generation.usage for generation in self._call.generations])
-        return event({**self._head, "choices": [], "usage": usage})
+        return event({**self._head, "choices": [], "usage": usage}) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        return event(error.body())
+        return event(error.body()) + DONE
 
     def _chunk(self, delta: OutputDelta, said: dict[str, Any], used: Usage, **more: Any) -> dict[str, Any]:
         made = {**self._head, "choices": [self._choice(delta, {"delta": said})], **more}

@@ -18,7 +18,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.served import Served
-from tokenmill.server.sse import TextEvent, event
+from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, TextEvent, event
 from tokenmill.server.streaming import Call, usage_of
 
 Prompt = str | list[int]
@@ -71,6 +71,8 @@ def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:
 class CompletionWriter:
     """The completions of one call: choice i of prompt p has the index p * n + i."""
 
+    framing = SERVER_SENT_EVENTS
+
     def __init__(
         self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt], n: int, model: ServedModel
     ) -> None:
@@ -120,12 +122,12 @@ class CompletionWriter:
     def closing(self) -> bytes:
         """Usage, if it was asked for."""
         if not self._body.wants_usage:
-            return b""
+            return DONE
         usage = self._usage([generation.usage for generation in self._call.generations])
-        return event({**self._head, "choices": [], "usage": usage})
+        return event({**self._head, "choices": [], "usage": usage}) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        return event(error.body())
+        return event(error.body()) + DONE
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         generation = self._call.generation_of(delta)

@@ -20,9 +20,9 @@ from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ResponsesRequest, Role, check_calls, tool_use
+from tokenmill.server.requests import ChatInput, ResponsesRequest, Role, check_calls, tool_use
 from tokenmill.server.served import ResponseStore, Served, StoredResponse
-from tokenmill.server.sse import event
+from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, event
 from tokenmill.server.streaming import Call, SessionSource, folded
 from tokenmill.text.tool_grammar import ToolUse
 
@@ -51,21 +51,18 @@ async def start_response(
     """Check it, turn the items into a prompt, and add its generation to the call."""
     body.check(config)
     params = replace(model.chat_params, **body.changes())
-    if params.structured_outputs is not None:
-        await call.compile(params, body.constraining)
     messages = as_messages(body, config.max_content_parts)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     use = None
     if body.tools or body.tool_choice is not None:
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.previous_response_id is None and body.store is False:
-        options = body.template_options()
-        ids = await call.tokens(lambda: call.llm.chat_ids([*system, *messages], **options))
-        plan = None
-        if use is not None or model.reasons:
-            params, plan = await call.plan(ids, params, use, body.thinking_token_budget)
-        call.generate(ids, params, body.max_output_tokens, plan=plan)
+        options, budget = body.template_options(), body.thinking_token_budget
+        asked = ChatInput([*system, *messages], params, options, use, budget, body.constraining)
+        await call.chat(asked, reasons=model.reasons)
     else:
+        if params.structured_outputs is not None:
+            await call.compile(params, body.constraining)
         call.follow(_answer(call, body, model, store, messages, params, use, must_fit=not config.clamp_max_tokens))
     return ResponseWriter(call, body, params.temperature, params.top_p, model)
 
@@ -184,6 +181,8 @@ def as_message(item: Any, most_parts: int, param: str = "input") -> dict[str, st
 class ResponseWriter:
     """One response: whole, or as a sequence of numbered events."""
 
+    framing = SERVER_SENT_EVENTS
+
     def __init__(
         self, call: Call, body: ResponsesRequest, temperature: float, top_p: float, model: ServedModel
     ) -> None:
@@ -249,6 +248,7 @@ class ResponseWriter:
                 self._event("response.content_part.done", **self._place(), part=part),
                 self._event("response.output_item.done", output_index=0, item=item),
                 self._event(f"response.{response['status']}", response=response),
+                DONE,
             ]
         )
 
@@ -258,7 +258,7 @@ class ResponseWriter:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response["error"] = {"code": code, "message": error.message}
         begun = b"" if self._number >= 0 else self.opening()  # clients wait for the beginning first
-        return begun + self._event("response.failed", response=response)
+        return begun + self._event("response.failed", response=response) + DONE
 
     # -- reasoning and tool calls -------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class ResponseWriter:
         (output,) = folded(self._call.generations, self._deltas)
         status = "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
         ended = self._end_item(status)
-        return ended + self._event(f"response.{status}", response=self._response(status, self._items, output))
+        return ended + self._event(f"response.{status}", response=self._response(status, self._items, output)) + DONE
 
     def _say(self, part: TurnPart) -> bytes:
         """Add a part to its item, a new one if need be; the events that tell of it."""
