@@ -28,7 +28,8 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.engine.plan import Draft
 from tokenmill.engine.policies import Deadlines
-from tokenmill.engine.request import Request, RequestState
+from tokenmill.engine.request import Quota, Request, RequestState
+from tokenmill.engine.scheduler import SHARE_ROWS_TICKS
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.outputs import FinishReason
 
@@ -467,6 +468,77 @@ def test_no_request_gives_way_where_that_would_not_make_room() -> None:
     engine.add(request("long", tuple([3] * 29), max_new_tokens=1, key="b"))
     transcript = run(engine)
     assert [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD] == ["long"]
+
+
+# -- quotas of a key --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R18", "G8")
+def test_a_key_runs_no_more_requests_than_its_quota() -> None:
+    """Free rows stay free for others, and each request runs as soon as one of its own key's has ended."""
+    engine = make_engine(max_num_seqs=4)
+    for i in range(5):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=4, key="a", quota=Quota(max_rows=2)))
+    engine.add(request("b", (9,), max_new_tokens=4, key="b"))
+    transcript, most = Transcript(), 0
+    while engine.has_work:
+        transcript.add(engine.step())
+        most = max(most, engine.scheduler.order.rows_by_key()["a"])
+    assert most == 2
+    assert transcript.reasons == dict.fromkeys(["b", *(f"a{i}" for i in range(5))], FinishReason.LENGTH)
+    assert_clean(engine)
+
+
+@pytest.mark.req("R15", "G8")
+def test_a_key_queues_no_more_requests_than_its_quota() -> None:
+    """Its own requests are refused, and those of others are not; a row that it may take counts as a place."""
+    engine = make_engine(max_num_seqs=2, max_queue=100)
+    quota = Quota(max_rows=1, max_queued=2)
+    for i in range(5):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=2, key="a", quota=quota))
+    engine.add(request("b", (9,), max_new_tokens=2, key="b"))
+    transcript = run(engine)
+    refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
+    assert refused == ["a3", "a4"]
+    assert transcript.errors["a3"] == "3 requests of this API key are queued, its limit is 2"
+    assert_clean(engine)
+
+
+@pytest.mark.req("R16", "G8")
+def test_rows_are_divided_between_keys_while_all_are_taken() -> None:
+    """One key has taken all rows: others get theirs within ticks, up to equal shares, and it loses no token."""
+    engine = make_engine(max_num_seqs=4)
+    quota = Quota(yields_rows=True)
+    for i in range(6):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=120, key="a", quota=quota))
+    transcript = Transcript()
+    for _ in range(4):
+        transcript.add(engine.step())
+    assert engine.scheduler.order.rows_by_key() == {"a": 4}
+    for i in range(6):
+        engine.add(request(f"b{i}", (i + 11,), max_new_tokens=120, key="b", quota=quota))
+    for _ in range(3 * SHARE_ROWS_TICKS):
+        transcript.add(engine.step())
+    assert engine.scheduler.order.rows_by_key() == {"a": 2, "b": 2}
+    for _ in range(3 * SHARE_ROWS_TICKS):
+        transcript.add(engine.step())
+        assert engine.scheduler.order.rows_by_key() == {"a": 2, "b": 2}  # and nobody's changes hands any more
+    run(engine, transcript)
+    assert {len(tokens) for tokens in transcript.tokens.values()} == {120}
+    assert_clean(engine)
+
+
+@pytest.mark.req("R16", "G8")
+@pytest.mark.parametrize(("yields_rows", "priority"), [(False, 0), (True, 1)], ids=["not shared", "lower priority"])
+def test_a_row_is_not_yielded(yields_rows: bool, priority: int) -> None:
+    engine = make_engine(max_num_seqs=2)
+    for i in range(2):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=60, key="a", quota=Quota(yields_rows=yields_rows)))
+    engine.step()
+    engine.add(request("b", (9,), max_new_tokens=2, key="b", priority=priority))
+    for _ in range(3 * SHARE_ROWS_TICKS):
+        engine.step()
+        assert engine.scheduler.order.rows_by_key() == {"a": 2}
 
 
 @pytest.mark.req("R15")

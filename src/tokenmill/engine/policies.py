@@ -26,6 +26,16 @@ class WaitingQueue:
         """As they came: a stop string may shorten a preempted one's log while it waits."""
         self.num_tokens = 0
 
+    def why_over_quota(self, request: Request, num_free_rows: int) -> str | None:
+        """Why its key can't queue this request; None if it can. `num_free_rows` are those that the key may take."""
+        most = request.hints.quota.max_queued
+        if most is None:
+            return None
+        count = sum(one.hints.key == request.hints.key for one in self._requests.values())
+        if count < most + num_free_rows:
+            return None
+        return f"{count} requests of this API key are queued, its limit is {most}"
+
     def why_full(self, request: Request, num_free_rows: int) -> str | None:
         """Why this request can't wait here; None if it can. Those for whom a row is free do not really wait."""
         if len(self._requests) >= self._max_requests + num_free_rows:
@@ -238,6 +248,42 @@ class Order:
         """Charge what a row was given to its request's key."""
         self.fair.charge(request.hints.key, int(self._rows.uncharged[row]))
         self._rows.uncharged[row] = 0
+
+    # -- rows of each key ---------------------------------------------------------------------------------------------
+
+    def rows_by_key(self) -> Counter[str]:
+        """How many rows each key has."""
+        return Counter(request.hints.key for request in self._rows.running())
+
+    def num_free_rows(self, request: Request) -> int:
+        """How many more rows the request's key may take now."""
+        most = request.hints.quota.max_rows
+        free = self._rows.num_free
+        return free if most is None else max(0, min(free, most - self.rows_by_key()[request.hints.key]))
+
+    def gives_way(self, waiting: WaitingQueue, tick: int) -> Request | None:
+        """All rows are taken: the running request that yields its row to the first waiting one, if any does.
+
+        It is the newest of the key with most rows: two more than the other, so that keys end up with equal shares. And
+        that key has been served more, so that the row is not given straight back.
+        """
+        held = self.rows_by_key()
+        fewest = min((held[one.hints.key] for one in waiting), default=0)
+        if self.fair.num_keys < 2 or max(held.values(), default=0) < fewest + 2:
+            return None
+        first = self.sort(waiting, tick)[0]
+        own, served = held[first.hints.key], self.fair.served(first.hints.key)
+        if own >= (first.hints.quota.max_rows or self._rows.num_running):
+            return None
+        victims = [
+            one
+            for one in self._rows.running()
+            if one.hints.quota.yields_rows
+            and held[one.hints.key] >= own + 2
+            and one.hints.priority >= first.hints.priority
+            and self.fair.served(one.hints.key) > served
+        ]
+        return max(victims, key=lambda one: (held[one.hints.key], one.arrival), default=None)
 
     def _charge(self) -> None:
         """Bring the keys up to date."""

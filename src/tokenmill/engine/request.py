@@ -129,6 +129,28 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quota:
+    """How much of the engine a caller may use; None: no limit of its own."""
+
+    max_context: int | None = None
+    """Prompt and output of a request together."""
+    max_tokens_per_step: int | None = None
+    """Tokens of a request in one step."""
+    max_rows: int | None = None
+    """Running requests of its key, on one engine core."""
+    max_queued: int | None = None
+    """Queued requests of its key, on one engine core."""
+    yields_rows: bool = False
+    """May lose its row to another key's request, while its own key has more rows than that one."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "max_tokens_per_step", "max_rows", "max_queued"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hints:
     """Whose request it is, and what it may share."""
 
@@ -142,6 +164,7 @@ class Hints:
     """KV is shared only inside a namespace: weights version, adapter, cache salt."""
     fork_of: str | None = None
     """A request of which this one is a continuation; its KV is shared while it runs."""
+    quota: Quota = Quota()
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or not isinstance(self.key, str):

@@ -38,6 +38,8 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import End, FinishReason, TokenLogprobs
 from tokenmill.sampling.state import SamplingState
 
+SHARE_ROWS_TICKS = 8
+"""Ticks between two looks at how rows are divided between keys."""
 SCORED_CHUNK = 64
 """Prompt tokens a step while they are scored: the logits of all of them are kept at once."""
 
@@ -91,8 +93,9 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.order.enter(request)
         self._events.phase(request, Phase.QUEUED, self.tick)
-        full = self.queue.why_full(request, self.rows.num_free)
-        if full is not None and (crowding := self.queue.crowding(request)) is not None:
+        over = self.queue.why_over_quota(request, self.order.num_free_rows(request))
+        full = over or self.queue.why_full(request, self.rows.num_free)
+        if over is None and full is not None and (crowding := self.queue.crowding(request)) is not None:
             self.finish(crowding, FinishReason.OVERLOAD, error=f"{full}, shared between API keys")
             full = None
         if full is not None:
@@ -148,6 +151,8 @@ class Scheduler:
         """Plan one step: decode tokens first, then prefill chunks, then new requests. None if nothing can run."""
         self.tick += 1
         self.expire()
+        if self.tick % SHARE_ROWS_TICKS == 0:
+            self._share_rows()
         draft = Draft(self.config.max_num_batched_tokens)
         owed = self.rows.owed()
         decodes = (owed == 1) & ~self.rows.pools
@@ -158,6 +163,11 @@ class Scheduler:
         if not self._anyone_decodes(draft):
             self._use_up_budget(draft)
         return self._seal(draft)
+
+    def _share_rows(self) -> None:
+        """Take a row from a key that has more than its share, for another key's request that waits for one."""
+        if len(self.queue) and not self.rows.num_free and (victim := self.order.gives_way(self.queue, self.tick)):
+            self._preempt(victim)
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
         """One token for each request that needs one; when KV is short, the last in order makes room for the others."""
@@ -187,11 +197,15 @@ class Scheduler:
         free_rows = self.rows.num_free
         if not free_rows or not len(self.queue) or draft.budget == 0:
             return
-        promised = self._cells_owed(draft)
+        promised, held = self._cells_owed(draft), self.order.rows_by_key()
         for request in self.order.sort(self.queue, self.tick):
             if free_rows == 0:
                 return
+            most = request.hints.quota.max_rows
+            if most is not None and held[request.hints.key] >= most:
+                continue
             free_rows -= 1  # for itself, or kept for it while it waits for its prefix
+            held[request.hints.key] += 1
             if self._keeps_waiting(request):
                 continue
             match = self._match(request)

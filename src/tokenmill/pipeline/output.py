@@ -286,6 +286,8 @@ class Generation:
             max_new_tokens=params.max_tokens or max_model_len,
             min_new_tokens=params.min_tokens,
             stop_ids=stop_ids,
+            max_context=hints.quota.max_context,
+            max_tokens_per_step=hints.quota.max_tokens_per_step,
             timeout_s=timeout_s,
         )
         self.choices = [

@@ -124,7 +124,13 @@ class Intake:
             known = ", ".join(repr(one.value) for one in Pooling)
             raise InvalidRequest(f"pooling {pooling!r} is not supported; supported: {known}", param="pooling") from None
         _, ids = self.prompt(prompt)
-        limits = Limits(max_new_tokens=1, timeout_s=timeout_s)
+        quota = hints.quota
+        limits = Limits(
+            max_new_tokens=1,
+            max_context=quota.max_context,
+            max_tokens_per_step=quota.max_tokens_per_step,
+            timeout_s=timeout_s,
+        )
         name = f"{self._prefix}-{next(self._numbers)}"
         engine_id = name if request_id is None else f"{request_id}{ID_SEPARATOR}{name}"
         request = Request(engine_id, ids, limits, hints, pooling=kind)
