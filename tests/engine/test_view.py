@@ -217,7 +217,7 @@ def make_client(kind: str) -> EngineClient:
         return InlineClient(model, config, limits)
     if kind == "process":
         options = {"extra": {"vocab_size": 64, "max_context": 256, "depth": 1}, "config": config}
-        return ProcessClient("fake", {**options, "kv_cache_tokens": limits.num_cells}, num_cores=2)
+        return ProcessClient("fake", {**options, "kv_cache_tokens": 2 * limits.num_cells, "workers": 2})
     return ThreadClient(model, config, limits, num_cores=2)
 
 

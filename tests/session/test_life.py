@@ -84,7 +84,7 @@ def test_the_services_life() -> None:
         await read(await service.generate_stream(name))
         await service.reload()
         assert service._model().client.num_cores == 2
-        assert service._model().opened.config.max_num_seqs == 4
+        assert service._model().opened.config.max_num_seqs == 2, "each worker has its share"
         with pytest.raises(SessionNotFound):
             service.get(name)
         other = await SessionService.init("fake")

@@ -114,5 +114,5 @@ def test_wrong_arguments_are_told_when_they_are_given() -> None:
         assert [info.session_id for info in service.list()] == [name]
 
     scene(play)
-    with pytest.raises(ConfigError, match="num_workers must be at least 1"):
+    with pytest.raises(ConfigError, match="workers must be at least 1"):
         SessionService("fake", num_workers=0)

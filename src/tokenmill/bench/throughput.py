@@ -68,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="data type of the weights")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    parser.add_argument("--workers", type=int, default=1, help="engine cores on one set of weights")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     with LLM(
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         dtype=options.dtype,
         load_format=options.load_format,
         num_threads=options.threads,
+        workers=options.workers,
     ) as llm:
         offline = Offline(llm, options.prompt_tokens, options.new_tokens)
         report = measure(offline, sorted(options.requests), options.rounds)

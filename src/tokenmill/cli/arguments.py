@@ -75,6 +75,13 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Number of CPU threads; use fewer on a busy machine.", show_default="all cores"),
 ]
+Workers = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Engine cores on one set of weights; KV cache, threads and request limits are divided (CPU only).",
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(

@@ -21,6 +21,7 @@ def fit(
     extra: shared.Extra = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
+    workers: shared.Workers = 1,
     memory_gb: Annotated[
         float | None, typer.Option(min=0, help="Available memory (GB).", show_default="free memory")
     ] = None,
@@ -41,12 +42,14 @@ def fit(
         extra=shared.read_extra(extra),
         dtype=dtype,
         device=device,
+        workers=workers,
     )
     if json_output:
         typer.echo(json.dumps({**asdict(found), "total": found.plan.total, "fits": found.fits}, indent=2))
         raise typer.Exit(0 if found.fits else 1)
     plan = found.plan
-    typer.echo(f"{model} as {found.form}, {sessions} sessions of {found.context} tokens:")
+    on = f" on {workers} workers" if workers > 1 else ""
+    typer.echo(f"{model} as {found.form}, {sessions} sessions of {found.context} tokens{on}:")
     for name, size in (
         ("weights", plan.weights),
         (f"KV ({found.kv_bytes_per_token:,} bytes per token)", plan.kv),

@@ -57,6 +57,7 @@ def generate(
     deterministic: shared.Deterministic = False,
     context: shared.Context = None,
     threads: shared.Threads = None,
+    workers: shared.Workers = 1,
 ) -> None:
     """Generate an answer to one prompt, or to a file of prompts.
 
@@ -78,6 +79,7 @@ def generate(
         deterministic=deterministic,
         max_model_len=context,
         num_threads=threads,
+        workers=workers,
     ) as llm:
         params = replace(sampling.params(llm), structured_outputs=outputs)
         if prompt is not None:

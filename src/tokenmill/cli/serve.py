@@ -68,11 +68,23 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of a step.", show_default="2048; 8192 on CUDA")
     ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum prompt tokens of one request in a step while other requests are decoding.",
+            show_default="512; 2048 on CUDA",
+        ),
+    ] = None,
+    min_prefill_chunk: Annotated[
+        int | None,
+        typer.Option(min=1, help="Minimum prompt tokens of a step with prompts.", show_default="8; 256 on CUDA"),
+    ] = None,
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Size of the KV cache (tokens).",
+            help="Size of the KV cache (tokens), of all workers together.",
             show_default="--max-num-seqs full contexts, within a fraction of free memory",
         ),
     ] = None,
@@ -91,6 +103,14 @@ def serve(
     ] = None,
     max_queue: Annotated[
         int | None, typer.Option(help="Maximum number of queued requests; further ones get 429.", show_default="256")
+    ] = None,
+    max_queue_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum total prompt tokens of queued requests; further requests get 429.",
+            show_default="unlimited",
+        ),
     ] = None,
     forced_tokens: Annotated[
         bool,
@@ -148,6 +168,7 @@ def serve(
     ] = None,
     context: shared.Context = None,
     threads: shared.Threads = None,
+    workers: shared.Workers = 1,
 ) -> None:
     """Serve models over HTTP: OpenAI-compatible API, sessions, web UI."""
     try:
@@ -190,14 +211,18 @@ def serve(
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "prefill_chunk": prefill_chunk,
+        "min_prefill_chunk": min_prefill_chunk,
         "kv_cache_tokens": kv_cache_tokens,
         "target_tick_ms": target_tick_ms,
         "max_step_ms": max_step_ms,
         "max_queue": max_queue,
+        "max_queue_tokens": max_queue_tokens,
         "queue_timeout_s": queue_timeout,
         "hang_timeout_s": hang_timeout,
         "forced_tokens": forced_tokens,
         "num_threads": threads,
+        "workers": workers,
     }
     specs = [] if config is None else read_catalogue(config, options, keep_alive)
     if model is not None or not (specs or more):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, overload
 
@@ -51,6 +51,10 @@ class MemoryPlan:
         """At the most."""
         return self.weights + max(self.kv + self.activations + self.other, self.loading)
 
+    def times(self, workers: int) -> MemoryPlan:
+        """For so many backends on the same weights: each has KV and activations of its own."""
+        return replace(self, kv=workers * self.kv, activations=workers * self.activations)
+
 
 def cells_for(num_seqs: int, context: int, block_size: int) -> int:
     """KV cells with which so many requests of this length run at the same time.
@@ -64,6 +68,11 @@ def cells_for(num_seqs: int, context: int, block_size: int) -> int:
 def seqs_for(num_cells: int, num_running: int) -> int:
     """Sequence ids for so many cells, so that cells run out before ids do: parked KV needs an id, too."""
     return max(LEAST_SEQS, 2 * num_running, min(num_cells // CELLS_PER_SEQ, MOST_SEQS))
+
+
+def num_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_host_bytes() -> int:

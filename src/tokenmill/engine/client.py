@@ -191,6 +191,10 @@ class QueuedClient:
     def max_model_len(self) -> int:
         return self._client.max_model_len
 
+    @property
+    def is_hung(self) -> bool:
+        return self._client.is_hung
+
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         with deferred_interrupts():
             self._client.submit(request, self._results.put, core)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import queue
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
@@ -440,9 +439,6 @@ class EnginePool:
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if num_cores > 1 and limits.num_threads is None:  # they share the processors
-            limits = replace(limits, num_threads=max(1, (os.cpu_count() or 1) // num_cores))
-
         def make_core(events: EventBus) -> EngineCore:
             return EngineCore(model.new_backend(limits), model.info, config, clock, events)
 

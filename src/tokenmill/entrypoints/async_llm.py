@@ -20,6 +20,7 @@ from tokenmill.entrypoints.options import (
     EngineOptions,
     OpenedModel,
     check_options,
+    num_workers,
     open_for_engine,
     runs_in_process,
     text_of,
@@ -43,23 +44,22 @@ HANGS_AFTER_S = 5.0
 
 
 def open_engine(
-    model: str | ModelHandle, options: EngineOptions, *, client: EngineClient | None = None, num_cores: int = 1
+    model: str | ModelHandle, options: EngineOptions, *, client: EngineClient | None = None
 ) -> tuple[OpenedModel, EngineClient]:
     """A model, and an engine for it: on threads of this process, or in one of its own that alone loads the weights."""
     check_options(options)
     if client is None and runs_in_process(model, options):
-        return open_process(str(model), options, num_cores=num_cores)
+        return open_process(str(model), options)
     opened, handle = open_for_engine(model, options)
     try:
+        num_cores = num_workers(options)
         return opened, client or ThreadClient(handle, opened.config, opened.limits, num_cores=num_cores)
     except BaseException:
         opened.close()
         raise
 
 
-def open_process(
-    model: str, options: EngineOptions, *, num_cores: int = 1, offline: bool = False
-) -> tuple[OpenedModel, ProcessClient]:
+def open_process(model: str, options: EngineOptions, *, offline: bool = False) -> tuple[OpenedModel, ProcessClient]:
     """An engine process for a model, and what is known of the model here."""
     from tokenmill.entrypoints.process import ProcessClient  # with packages of the extra `server`
 
@@ -68,7 +68,7 @@ def open_process(
         for name, value in options.items()
         if name not in ("engine", "tokenizer", "tool_format") and value is not None
     }
-    client = ProcessClient(model, sent, num_cores=num_cores, offline=offline)
+    client = ProcessClient(model, sent, offline=offline)
     try:
         text = text_of(client.model, options)
     except BaseException:

@@ -49,15 +49,20 @@ class Fit:
         return f"{name} needs {plan.total / MIB:,.0f} MiB ({said}), but {free}"
 
 
-def plan_fit(model: str, sessions: int, context: int | None, *, free_bytes: int | None, **options: Any) -> Fit:
-    """Read a model's headers and plan for so many sessions at the same time. Nothing is loaded."""
+def plan_fit(
+    model: str, sessions: int, context: int | None, *, free_bytes: int | None, workers: int = 1, **options: Any
+) -> Fit:
+    """Read a model's headers and plan for so many sessions at the same time. Nothing is loaded.
+
+    Sessions are divided between workers, each of which has KV and activations of its own.
+    """
     about = describe_model(model, **options)
     context = min(context or about.max_context, about.max_context)
     free = about.free_bytes if free_bytes is None else free_bytes
 
     def planned(num_seqs: int, length: int) -> MemoryPlan:
-        limits = limits_for(num_seqs, length, about.block_size)
-        return about.memory(limits, num_seqs)
+        share = -(-num_seqs // workers)
+        return about.memory(limits_for(share, length, about.block_size), share).times(workers)
 
     def fits(num_seqs: int, length: int) -> bool:
         return planned(num_seqs, length).total <= free
@@ -79,7 +84,8 @@ FIT_OPTIONS = ("dtype", "device", "backend", "load_format", "extra")
 def plan_one_session(model: str, options: Mapping[str, Any]) -> Fit:
     """The fit of a model with `EngineOptions`, for one session: the least that it is of use with."""
     chosen = {name: options[name] for name in FIT_OPTIONS if options.get(name) is not None}
-    return plan_fit(model, 1, options.get("max_model_len"), free_bytes=None, **chosen)
+    workers = options.get("workers") or 1
+    return plan_fit(model, 1, options.get("max_model_len"), free_bytes=None, workers=workers, **chosen)
 
 
 def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
@@ -93,13 +99,13 @@ def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
     )
 
 
-def check_memory(model: ModelHandle, limits: BackendLimits, num_seqs: int) -> None:
-    """Raise `ConfigError` if KV and activations are more than the memory that is free; the weights are there."""
-    plan, free = model.memory(limits, num_seqs), model.free_bytes
-    needed = plan.kv + plan.activations
+def check_memory(model: ModelHandle, limits: BackendLimits, num_seqs: int, workers: int = 1) -> None:
+    """Raise `ConfigError` if KV and activations of all workers exceed the free memory; the weights are loaded."""
+    plan, free = model.memory(limits, num_seqs).times(workers), model.free_bytes
+    needed, num_cells = plan.kv + plan.activations, workers * limits.num_cells
     if needed > free:
         raise ConfigError(
-            f"{needed / MIB:,.0f} MiB are needed ({plan.kv / MIB:,.0f} for KV of {limits.num_cells:,} tokens, "
+            f"{needed / MIB:,.0f} MiB are needed ({plan.kv / MIB:,.0f} for KV of {num_cells:,} tokens, "
             f"{plan.activations / MIB:,.0f} for activations), but only {free / MIB:,.0f} are free: take a shorter "
             "context, fewer requests at a time or a smaller kv_cache_tokens; `tokenmill fit` shows what fits"
         )

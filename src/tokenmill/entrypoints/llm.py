@@ -8,11 +8,18 @@ from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenmill.contract import ModelHandle
-from tokenmill.engine.client import InlineClient, QueuedClient
+from tokenmill.engine.client import InlineClient, QueuedClient, ThreadClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Request
 from tokenmill.entrypoints.async_llm import open_process
-from tokenmill.entrypoints.options import EngineOptions, OpenedModel, check_options, open_for_engine, runs_in_process
+from tokenmill.entrypoints.options import (
+    EngineOptions,
+    OpenedModel,
+    check_options,
+    num_workers,
+    open_for_engine,
+    runs_in_process,
+)
 from tokenmill.errors import EngineDead, InvalidRequest, Unsupported
 from tokenmill.outputs import EmbeddingRequestOutput, End, RequestOutput, TokenLogprobs
 from tokenmill.params import Pooling, SamplingParams
@@ -41,8 +48,12 @@ class LLM:
             self._client = QueuedClient(client)
         else:
             self._opened, handle = open_for_engine(model, options, offline=True)
+            config, limits, workers = self._opened.config, self._opened.limits, num_workers(options)
             try:
-                self._client = InlineClient(handle, self._opened.config, self._opened.limits)
+                if workers == 1:
+                    self._client = InlineClient(handle, config, limits)
+                else:
+                    self._client = QueuedClient(ThreadClient(handle, config, limits, num_cores=workers))
             except BaseException:
                 self._opened.close()
                 raise
@@ -54,9 +65,9 @@ class LLM:
 
     @property
     def engine(self) -> EngineCore:
-        """Token-level control: `add_sequence`, `step`, `run_until_complete`. Not with an engine process."""
+        """Token-level control: `add_sequence`, `step`, `run_until_complete`. Not with several workers or a process."""
         if isinstance(self._client, QueuedClient):
-            raise Unsupported("the engine runs in a process of its own; use engine='thread'")
+            raise Unsupported("the engine does not run in this thread; use one worker and engine='thread'")
         return self._client.core
 
     @property
@@ -162,7 +173,8 @@ class LLM:
         with self._lock:
             self._closed = True
             self._client.close()
-            self._opened.close()
+            if not self._client.is_hung:  # else a step may still use the model
+                self._opened.close()
 
     def _run(self, generations: list[Generation], show_progress: bool | None) -> list[RequestOutput]:
         left = iter(generations)

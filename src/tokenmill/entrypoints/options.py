@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from tokenmill.backends.loading import open_model
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, Model, ModelHandle, ModelInfo
-from tokenmill.contract.backend import cells_for, seqs_for
+from tokenmill.contract.backend import cells_for, num_processors, seqs_for
 from tokenmill.entrypoints.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
@@ -36,7 +36,14 @@ class EngineOptions(TypedDict, total=False):
     backend: str
     """`auto`, `torch`, `llamacpp` or `fake`."""
     dtype: str
+    """Data type of the weights: `auto`, `float32`, `bfloat16`, `float16`; on the CPU also `int8`, `int4`."""
     device: str
+    """`auto`, `cpu` or `cuda`."""
+    workers: int | None
+    """Engine cores on one set of weights, each with an equal share of KV cache, threads and request limits; CPU only.
+
+    Requests go to a core with their prefix in its KV cache, unless it is much busier than another one (default 1).
+    """
     deterministic: bool
     """Batch-invariant arithmetic: bit-identical results in any batch."""
     load_format: str
@@ -44,9 +51,9 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     """Maximum tokens of prompt and output of a request."""
     max_num_seqs: int | None
-    """Maximum number of running requests."""
+    """Maximum number of running requests, of all workers together."""
     max_num_batched_tokens: int | None
-    """Token budget of a step."""
+    """Token budget of a step of one worker."""
     prefill_chunk: int | None
     """Maximum prompt tokens of one request in a step while other requests are decoding."""
     min_prefill_chunk: int | None
@@ -57,16 +64,18 @@ class EngineOptions(TypedDict, total=False):
     """Target latency (ms) of steps that compute prompts only; not applied by `LLM` unless given."""
     max_queue: int | None
     """Maximum number of queued requests; unlimited for `LLM`."""
+    max_queue_tokens: int | None
+    """Maximum total prompt tokens of queued requests; unlimited by default."""
     queue_timeout_s: float | None
     """Maximum time in the queue (s), then the request ends with `timeout`."""
     hang_timeout_s: float | None
     """Abandon an engine whose step has not returned for this long (s); an engine process is replaced."""
     kv_cache_tokens: int | None
-    """Size of the KV cache in tokens; by default a fraction of free memory."""
+    """Size of the KV cache in tokens, of all workers together; by default a fraction of free memory."""
     forced_tokens: bool | None
     """Append tokens that a grammar leaves no choice about without drawing them (default true)."""
     num_threads: int | None
-    """CPU threads of a step; by default all cores. Use fewer on a busy machine."""
+    """CPU threads, of all workers together; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
     """Backend-specific options, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
     tool_format: str | None
@@ -79,8 +88,13 @@ __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "
 
 CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
-    "target_tick_ms", "max_step_ms", "max_queue", "queue_timeout_s", "forced_tokens", "hang_timeout_s",
+    "target_tick_ms", "max_step_ms", "max_queue", "max_queue_tokens", "queue_timeout_s", "forced_tokens",
+    "hang_timeout_s",
 )  # fmt: skip
+SHARED_LIMITS = ("max_num_seqs", "max_queue", "max_queue_tokens")
+"""Limits of the whole engine, of which each worker gets an equal share."""
+SHARED_EXTRAS = {"n_ctx": "kv_cache_tokens", "n_threads": "num_threads", "n_threads_batch": "num_threads"}
+"""Sizes of one llama.cpp context, and the options that are divided between several."""
 LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "extra")
 
 
@@ -110,13 +124,28 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"engine {options['engine']!r} is not supported; supported: {', '.join(ENGINES)}")
     base = options.get("config") or EngineConfig(max_num_seqs=1, max_num_batched_tokens=sys.maxsize)
     replace(base, **_given(options, CONFIG_OPTIONS))
+    if num_workers(options) > 1:
+        for name in SHARED_EXTRAS.keys() & (options.get("extra") or {}).keys():
+            raise ConfigError(f"{name} is a size of one context; with several workers use {SHARED_EXTRAS[name]}")
+
+
+def num_workers(options: Mapping[str, Any]) -> int:
+    """Engine cores that the options ask for."""
+    asked = options.get("workers")
+    found = 1 if asked is None else int(asked)
+    if found < 1:
+        raise ConfigError(f"workers must be at least 1, not {found}")
+    return found
 
 
 def load_for_engine(
     model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False
 ) -> tuple[ModelHandle, EngineConfig, BackendLimits]:
-    """Load the model, if only its name is given, and work out how large its engine is."""
+    """Load the model, if only its name is given, and work out the size of each core of its engine."""
     check_options(options)
+    workers = num_workers(options)
+    if workers > 1 and isinstance(model, str) and _runs_on_gpu(model, options):
+        raise ConfigError(f"workers {workers}: one engine core uses a whole GPU; several are for device='cpu'")
     load_options = _given(options, LOAD_OPTIONS)
     if isinstance(model, str):
         handle = open_model(model, **load_options)
@@ -125,10 +154,10 @@ def load_for_engine(
     else:
         handle = model
     try:
-        config = _config(handle, options, offline=offline)
-        limits = choose_limits(handle, config, options.get("kv_cache_tokens"))
-        limits = replace(limits, num_threads=_threads(options.get("num_threads")))
-        check_memory(handle, limits, config.max_num_seqs)
+        config = _divided(_config(handle, options, offline=offline), workers)
+        limits = choose_limits(handle, config, options.get("kv_cache_tokens"), workers)
+        limits = replace(limits, num_threads=_threads(options.get("num_threads"), workers))
+        check_memory(handle, limits, config.max_num_seqs, workers)
     except BaseException:
         if isinstance(model, str):
             handle.close()
@@ -188,24 +217,39 @@ def _num_gpus() -> int:
     return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
-def choose_limits(model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None) -> BackendLimits:
-    """Memory for one engine core: what was asked for, or what its requests can fill, within the model's budget."""
-    if kv_cache_tokens is None:
-        kv_cache_tokens = _default_kv_tokens(model, config)
-    if kv_cache_tokens < 1:
-        raise ConfigError(f"kv_cache_tokens must be at least 1, not {kv_cache_tokens}")
+def choose_limits(
+    model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None, workers: int = 1
+) -> BackendLimits:
+    """KV memory of one of so many cores: its share of what was asked for, or what its requests can fill, if it fits.
+
+    A share is whole blocks, so that all of them together are never more than what was asked for.
+    """
+    total = _default_kv_tokens(model, config, workers) if kv_cache_tokens is None else kv_cache_tokens
+    num_cells = total if workers == 1 else total // workers // model.block_size * model.block_size
+    if num_cells < 1:
+        least = 1 if workers == 1 else workers * model.block_size
+        raise ConfigError(f"kv_cache_tokens must be at least {least}, not {total}")
     return BackendLimits(
-        num_cells=kv_cache_tokens,
-        max_seqs=seqs_for(kv_cache_tokens, config.max_num_seqs),
+        num_cells=num_cells,
+        max_seqs=seqs_for(num_cells, config.max_num_seqs),
         max_context=longest_context(model.info, config),
         num_running=config.max_num_seqs,
     )
 
 
-def _threads(asked: int | None) -> int | None:
+def _threads(asked: int | None, workers: int) -> int | None:
+    """CPU threads of one worker; None leaves them to the backend."""
     if asked is not None and asked < 1:
         raise ConfigError(f"num_threads must be at least 1, not {asked}")
-    return asked
+    return asked if workers == 1 else max(1, (asked or num_processors()) // workers)
+
+
+def _divided(config: EngineConfig, workers: int) -> EngineConfig:
+    """The settings of one worker: its share of the limits on requests, rounded up."""
+    if workers == 1:
+        return config
+    limits = {name: getattr(config, name) for name in SHARED_LIMITS}
+    return replace(config, **{name: -(-limit // workers) for name, limit in limits.items() if limit is not None})
 
 
 def longest_context(info: ModelInfo, config: EngineConfig) -> int:
@@ -213,8 +257,9 @@ def longest_context(info: ModelInfo, config: EngineConfig) -> int:
     return min(info.max_context, config.max_model_len or info.max_context)
 
 
-def _default_kv_tokens(model: ModelHandle, config: EngineConfig) -> int:
-    wanted = cells_for(config.max_num_seqs, longest_context(model.info, config), model.block_size)
+def _default_kv_tokens(model: ModelHandle, config: EngineConfig, workers: int) -> int:
+    """What the requests of so many cores can fill, within the model's budget."""
+    wanted = workers * cells_for(config.max_num_seqs, longest_context(model.info, config), model.block_size)
     affordable = model.kv_budget_bytes // max(1, model.info.kv_bytes_per_token)
     return max(1, min(wanted, affordable))
 

@@ -42,7 +42,7 @@ from tokenmill.engine.pool import ANSWER_S, MakeSubscriber, Sink, Sinks, tell
 from tokenmill.engine.request import Hints, Request, RequestState, check_request
 from tokenmill.entrypoints import wire
 from tokenmill.entrypoints.fit import plan_one_session
-from tokenmill.entrypoints.options import load_for_engine
+from tokenmill.entrypoints.options import load_for_engine, num_workers
 from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InsufficientMemory, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
@@ -191,14 +191,13 @@ class ProcessClient:
         model: str,
         options: Mapping[str, Any] | None = None,
         *,
-        num_cores: int = 1,
         offline: bool = False,
     ) -> None:
         given = dict(options or {})
         config = given.pop("config", None)
         level = logging.getLogger(PACKAGE).getEffectiveLevel()
-        self._start = wire.pack(wire.Start(model, given, config, num_cores, offline, level), wrong=ConfigError)
-        self._num_cores = num_cores
+        self._start = wire.pack(wire.Start(model, given, config, offline, level), wrong=ConfigError)
+        self._num_cores = num_workers(given)
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._sinks = Sinks()
@@ -757,7 +756,7 @@ class EngineProcess:
         if start.model != "fake" and not (fit := plan_one_session(start.model, options)).fits:
             raise InsufficientMemory(fit.shortage(start.model))
         model, config, limits = load_for_engine(start.model, options, offline=start.offline)
-        client = ThreadClient(model, config, limits, num_cores=start.num_cores)
+        client = ThreadClient(model, config, limits, num_cores=num_workers(options))
         path = None if model.path is None else str(model.path)
         has_vocab = getattr(model, "vocab", None) is not None
         ready = wire.Ready(model.info, path, config, limits, client.max_model_len, has_vocab)

@@ -46,7 +46,6 @@ class Start(msgspec.Struct, tag=True):
     options: dict[str, Any]
     """Of `EngineOptions`, those that can be sent."""
     config: EngineConfig | None
-    num_cores: int = 1
     offline: bool = False
     log_level: int = logging.WARNING
     """What is less important is not logged."""

@@ -135,16 +135,13 @@ class SessionManager:
         self,
         source: Source,
         options: EngineOptions,
-        num_workers: int,
         policy: Policy,
         client: EngineClient | None,
         store: SessionStore | None,
         limits: SessionLimits,
         texts: TextWorkers,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
-        self.source, self.options, self.num_workers = source, options, num_workers
+        self.source, self.options = source, options
         self.limits = limits
         self.texts = texts
         """Where long input is rendered and tokenized."""
@@ -163,7 +160,7 @@ class SessionManager:
             self.bridge = source.bridge
             self.routing = make_routing(policy, self.client.num_cores)
         else:
-            self.opened, self.client = open_engine(source, options, client=client, num_cores=num_workers)
+            self.opened, self.client = open_engine(source, options, client=client)
             opened = self.opened
             try:
                 self.bridge = StepBridge(self.client, opened.config.queue_timeout_s)

@@ -62,8 +62,9 @@ class EndedSession:
 class SessionService:
     """Sessions on a model; many at once, from one event loop.
 
-    Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`; `client` is an
-    engine that runs elsewhere, of the same model. Over an `AsyncLLM` they share its engine with its other requests.
+    Without a model it waits for `load_model_with_workers`. The options are those of `EngineOptions`, and `num_workers`
+    is `workers` among them; `client` is an engine that runs elsewhere, of the same model. Over an `AsyncLLM` they share
+    its engine with its other requests.
     With a `store`, or the directory of one, sessions outlive the service: what it acknowledges is on the disk. Long
     input is tokenized on the threads of `texts`, which may be shared with others on the same event loop.
     """
@@ -74,7 +75,7 @@ class SessionService:
         self,
         model: str | ModelHandle | AsyncLLM | None = None,
         *,
-        num_workers: int = 1,
+        num_workers: int | None = None,
         routing: Policy = "round_robin",
         limits: SessionLimits = SessionLimits(),
         client: EngineClient | None = None,
@@ -93,7 +94,7 @@ class SessionService:
         """Around loading, reloading and closing: one of them at a time."""
         self._is_closed = False
         if model is not None:
-            self._open(model, options, num_workers, client)
+            self._open(model, _with_workers(options, num_workers), client)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -118,19 +119,19 @@ class SessionService:
         before = self._model()
         async with self._changing:
             await self._unload()
-            await self._load(before.source, before.options, before.num_workers)
+            await self._load(before.source, before.options)
 
     async def load_model_with_workers(
-        self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int = 1
+        self, path: str | ModelHandle, params: Mapping[str, Any] | None = None, num_workers: int | None = None
     ) -> None:
         """Open a model on `num_workers` engine cores, in place of any before it; `params` are `EngineOptions`."""
         async with self._changing:
-            await self._load(path, EngineOptions(**(params or {})), num_workers)  # type: ignore[typeddict-item]
+            await self._load(path, _with_workers(EngineOptions(**(params or {})), num_workers))  # type: ignore[typeddict-item]
 
-    def _open(self, source: Source, options: EngineOptions, num_workers: int, client: EngineClient | None) -> None:
+    def _open(self, source: Source, options: EngineOptions, client: EngineClient | None) -> None:
         """Load the first model, where there is no event loop yet. If that fails the store is closed."""
         try:
-            loaded = self._manager(source, options, num_workers, client)
+            loaded = self._manager(source, options, client)
             try:
                 self._adopt(loaded, loaded.stored())
             except BaseException:
@@ -140,8 +141,8 @@ class SessionService:
             self._close_store()
             raise
 
-    async def _load(self, source: Source, options: EngineOptions, num_workers: int) -> None:
-        loaded = await asyncio.to_thread(self._manager, source, options, num_workers, None)
+    async def _load(self, source: Source, options: EngineOptions) -> None:
+        loaded = await asyncio.to_thread(self._manager, source, options, None)
         await self._unload()
         if self._is_closed:
             await loaded.close()
@@ -154,11 +155,9 @@ class SessionService:
             raise
         loaded.watch_idle()
 
-    def _manager(
-        self, source: Source, options: EngineOptions, num_workers: int, client: EngineClient | None
-    ) -> SessionManager:
+    def _manager(self, source: Source, options: EngineOptions, client: EngineClient | None) -> SessionManager:
         """Takes as long as the model does to load."""
-        return SessionManager(source, options, num_workers, self._policy, client, self.store, self.limits, self._texts)
+        return SessionManager(source, options, self._policy, client, self.store, self.limits, self._texts)
 
     def _adopt(self, loaded: SessionManager, stored: Sequence[Stored]) -> None:
         """Use a model, and go on with its sessions."""
@@ -560,3 +559,7 @@ class SessionService:
         if self._loaded is None:
             raise ModelNotLoaded("no model is loaded; call load_model_with_workers first")
         return self._loaded
+
+
+def _with_workers(options: EngineOptions, num_workers: int | None) -> EngineOptions:
+    return options if num_workers is None else {**options, "workers": num_workers}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import weakref
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from tokenmill.backends.llamacpp.native import (
 )
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
-from tokenmill.contract.backend import KV_SHARE, LoadOptions, MemoryPlan, free_host_bytes
+from tokenmill.contract.backend import KV_SHARE, LoadOptions, MemoryPlan, free_host_bytes, num_processors
 from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
 from tokenmill.progress import ProgressLine
 
@@ -208,7 +207,7 @@ class LlamaModel:
 
     def _settings(self, limits: BackendLimits, n_ctx: int, n_seq_max: int, *, kv_unified: bool) -> ContextSettings:
         options = self.options
-        num_threads = limits.num_threads or _num_processors()
+        num_threads = limits.num_threads or num_processors()
         return ContextSettings(
             n_ctx=n_ctx,
             n_batch=min(options.n_batch or n_ctx, n_ctx),
@@ -234,10 +233,6 @@ class LlamaModel:
 
     def close(self) -> None:
         self._native.close()
-
-
-def _num_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 log = logging.getLogger(__name__)
