@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import ast
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import typer
 
 from tests.requirements import CHECK_PAGES, CHECK_ROW, checks
+from tokenmill.cli.bench import BENCHMARKS
+from tokenmill.cli.main import app
+from tokenmill.cli.serve import serve
+from tokenmill.config import EngineConfig
+from tokenmill.entrypoints.options import EngineOptions
+from tokenmill.server.config import ServerConfig
 from tokenmill.server.fields import FIELDS, Endpoint, Origin, RequestField, Treatment
+from tokenmill.server.models import OPTIONS, OWN, ModelSpec
 from tokenmill.server.requests import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -45,7 +63,195 @@ def _notes(field: RequestField, cells: list[str]) -> str:
     return "; ".join([field.note, *accepted] if field.note else accepted)
 
 
-GENERATED = {"request-fields.md": {"fields": request_fields}}
+# -- options.md --------------------------------------------------------------------------------------------------------
+
+
+def engine_options() -> str:
+    """Of `LLM`, `AsyncLLM`, `SessionService`, a [[model]] table and `tokenmill serve`."""
+    meaning, flags = docstrings(EngineOptions), _flags_by_target()
+    return _table(
+        ("Python", "TOML", "`tokenmill serve`", "default", "description"),
+        [
+            (_code(name), _code(name) if name in OPTIONS else "-", *_flag_and_default(flags.get(name)), meaning[name])
+            for name in EngineOptions.__annotations__
+        ],
+    )
+
+
+def scheduling_parameters() -> str:
+    """What only `config=EngineConfig(...)` sets."""
+    rows = [row for row in _dataclass_rows(EngineConfig) if row[0].strip("`") not in EngineOptions.__annotations__]
+    return _table(("Python", "default", "description"), rows)
+
+
+def model_settings() -> str:
+    """Keys of a [[model]] table that are not options of the engine."""
+    meaning = {**docstrings(ModelSpec), "path": "Name (models.md), Hugging Face directory or .gguf file."}
+    defaults = {one.name: one.default for one in fields(ModelSpec)}
+    shown = {"name": "file or directory name"}
+    rows = [(_code(name), shown.get(name) or _default(defaults.get(name, MISSING)), meaning[name]) for name in OWN]
+    return _table(("TOML", "default", "description"), rows)
+
+
+def server_options() -> str:
+    """Of `tokenmill serve` and of `ServerConfig`."""
+    flags, options = _flags_by_target(), _parameters(_command("serve"))
+    used = {flag.name for flag in flags.values()}
+    rows = []
+    for name, default, meaning in _dataclass_rows(ServerConfig):
+        option = flags.get(name.strip("`"))
+        shown = ("-", default, meaning) if option is None else (*_flag_and_default(option), _help(option))
+        rows.append((name, *shown))
+    rows += [("-", *_flag_and_default(one), _help(one)) for one in options if one.name not in used]
+    return _table(("`ServerConfig`", "`tokenmill serve`", "default", "description"), rows)
+
+
+def command_options() -> str:
+    """Of all other commands."""
+    group: Any = typer.main.get_command(app)
+    parts = []
+    for name, command in _commands(group, "tokenmill"):
+        own = [(*_flag_and_default(one), _help(one)) for one in _parameters(command)]
+        if own and name not in ("tokenmill", "tokenmill serve"):
+            parts.append(f"### `{name}`\n\n{_table(('option', 'default', 'description'), own)}")
+    for bench in BENCHMARKS:
+        parser = _bench_parser(f"tokenmill.bench.{bench}")
+        own = [
+            _bench_row(parser, action)
+            for action in parser._actions
+            if action.help != argparse.SUPPRESS and action.dest != "help"
+        ]
+        parts.append(f"### `tokenmill bench {bench}`\n\n{_table(('option', 'default', 'description'), own)}")
+    return "\n\n".join(parts)
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """Attribute -> the first paragraph of the string below it, which every attribute must have."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    found = {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            assert said, f"{kind.__name__}.{node.target.id} has no docstring"
+            found[node.target.id] = " ".join(inspect.cleandoc(str(said)).split("\n\n")[0].split())
+    return found
+
+
+def _flags_by_target() -> dict[str, Any]:
+    """Engine option or `ServerConfig` field -> the option of `tokenmill serve` that sets it, read from `serve`."""
+    by_name = {one.name: one for one in _parameters(_command("serve"))}
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(serve))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ServerConfig":
+            pairs = [(one.arg, one.value) for one in node.keywords]
+        elif isinstance(node, ast.Dict):
+            pairs = [
+                (key.value, value)
+                for key, value in zip(node.keys, node.values, strict=True)
+                if isinstance(key, ast.Constant)
+            ]
+        else:
+            continue
+        for target, value in pairs:
+            names = [one.id for one in ast.walk(value) if isinstance(one, ast.Name) and one.id in by_name]
+            if names:
+                found[str(target)] = by_name[names[0]]
+    return found
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for sub, one in getattr(command, "commands", {}).items():
+        if not one.hidden and sub != "bench":
+            yield from _commands(one, f"{name} {sub}")
+
+
+def _command(name: str) -> Any:
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]
+
+
+def _parameters(command: Any) -> list[Any]:
+    return [one for one in command.params if not one.hidden and "--help" not in one.opts]
+
+
+def _flag_and_default(option: Any) -> tuple[str, str]:
+    """The cells of an option of the command line."""
+    if option is None:
+        return "-", "none"
+    names = [*option.opts, *option.secondary_opts]
+    shown = " / ".join(_code(one) for one in names) if names[0].startswith("-") else _code(option.name.upper())
+    if option.envvar:
+        shown += f" (or {_code(option.envvar)})"
+    if isinstance(option.show_default, str):
+        return shown, option.show_default
+    return shown, "required" if option.required else "none" if option.multiple else _default(option.default)
+
+
+def _help(option: Any) -> str:
+    return " ".join(re.sub(r"\\\[", "[", option.help or "").split())
+
+
+def _bench_parser(module: str) -> argparse.ArgumentParser:
+    """The parser that a benchmark makes."""
+    found: list[argparse.ArgumentParser] = []
+
+    def parse_args(parser: argparse.ArgumentParser, *_: Any) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args), contextlib.suppress(SystemExit):
+        import_module(module).main([])
+    return found[0]
+
+
+def _bench_row(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str, str]:
+    text = parser._get_formatter()._expand_help(action)
+    meaning, _, default = text.partition(" (default: ")
+    name = " / ".join(_code(one) for one in action.option_strings) or _code(action.dest.upper())
+    return name, default.removesuffix(")") or ("required" if action.required else "off"), meaning
+
+
+def _dataclass_rows(kind: Any) -> list[tuple[str, str, str]]:
+    meaning = docstrings(kind)
+    return [(_code(one.name), _default(_value(one)), meaning[one.name]) for one in fields(kind)]
+
+
+def _value(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return "required"
+    if value is None or value == () or value == frozenset():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if value == int(value) and abs(value) >= 10_000 else f"{value:g}"
+    return ", ".join(_code(str(one)) for one in sorted(value)) if isinstance(value, frozenset) else _code(str(value))
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "request-fields.md": {"fields": request_fields},
+    "options.md": {
+        "engine": engine_options,
+        "scheduling": scheduling_parameters,
+        "model": model_settings,
+        "server": server_options,
+        "commands": command_options,
+    },
+}
 """Page -> name of the part -> what belongs there, between <!-- generated: NAME --> and <!-- end -->."""
 
 

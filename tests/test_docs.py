@@ -5,15 +5,23 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from tests.generated_docs import pages
 from tests.server.serving import child
 from tokenmill import errors
+from tokenmill.cli.main import app
+from tokenmill.config import EngineConfig
 from tokenmill.engine.request import ENDINGS
+from tokenmill.entrypoints.options import EngineOptions
+from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import to_api_error
+from tokenmill.server.models import OWN
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = [
@@ -113,6 +121,16 @@ def test_the_statuses_in_the_table_of_errors_are_those_of_the_server() -> None:
         error = getattr(errors, name)
         told = to_api_error(error(1, 2) if name == "TooManyTokens" else error("reason"))
         assert told.status == int(status), name
+
+
+def test_every_option_is_in_the_table_of_options() -> None:
+    """By all its names, whatever the generator thinks."""
+    page = (ROOT / "docs" / "options.md").read_text()
+    serve: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    flags = {flag for one in serve.params for flag in one.opts if flag.startswith("-")} - {"--help"}
+    parameters = {one.name for kind in (EngineConfig, ServerConfig) for one in fields(kind)}
+    names = {*EngineOptions.__annotations__, *parameters, *flags, *OWN}
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
 
 
 def test_21_5_generated_parts_of_the_docs_are_what_the_code_says() -> None:

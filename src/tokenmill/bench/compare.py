@@ -267,12 +267,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server", action="store_true", help="compare servers over HTTP; see --server --help")
     others = f"engines to compare with: llama.cpp, transformers; or {SERVER}"
     parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help=others)
-    parser.add_argument("--server-python", default=sys.executable, help="Python interpreter with xllamacpp")
-    parser.add_argument("--llamacpp-python", default=sys.executable, help="Python interpreter with llama-cpp-python")
+    parser.add_argument(
+        "--server-python", default=sys.executable, help="Python interpreter with xllamacpp (default: this one)"
+    )
+    parser.add_argument(
+        "--llamacpp-python", default=sys.executable, help="Python interpreter with llama-cpp-python (default: this one)"
+    )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help="prompt tokens of whole requests")
     parser.add_argument("--new-tokens", type=int, default=NEW, help="generated tokens of whole requests")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all cores)")
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="our backend")
     parser.add_argument("--dtype", default="auto", help="data type of our weights")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")

@@ -19,7 +19,9 @@ class ServerConfig:
     """Address, authentication and limits of the server."""
 
     host: str = "127.0.0.1"
+    """Address to bind to; a non-loopback one requires an API key."""
     port: int = 8000
+    """Port to listen on; 0 for any free port."""
     key_hashes: tuple[bytes, ...] = ()
     """SHA-256 of each API key; empty for no authentication."""
     admin_key_hashes: tuple[bytes, ...] = ()
@@ -42,10 +44,15 @@ class ServerConfig:
 
     # Receiving requests.
     max_header_bytes: int = 64 * KIB
+    """Maximum size of request line and headers, then 431."""
     max_headers: int = 100
+    """Maximum number of headers, then 431."""
     header_timeout_s: float = 15.0
+    """Maximum time to receive the headers (s), then 408."""
     body_timeout_s: float = 60.0
+    """Maximum time to receive the body (s), then 408."""
     max_body_bytes: int = 8 * MIB
+    """Maximum size of a body, then 413."""
     tokenizer_threads: int = 2
     """Threads that parse, render and tokenize long prompts; one is reserved for prompts up to 64 KiB."""
     max_tokenizing_bytes: int = 64 * MIB
@@ -55,17 +62,23 @@ class ServerConfig:
     clamp_max_tokens: bool = False
     """Reduce `max_tokens` to the remaining context instead of rejecting the request."""
     max_n: int = 8
+    """Maximum `n`: answers per prompt."""
     max_stops: int = 4
+    """Maximum number of stop strings."""
     max_stop_chars: int = 256
+    """Maximum length of a stop string."""
     max_completion_logprobs: int = 5
-    """For /v1/completions; chat completions allow 20."""
+    """Maximum `logprobs` of /v1/completions; chat completions allow 20."""
     max_logit_bias: int = 1024
+    """Maximum number of tokens in `logit_bias`."""
     max_prompts: int = 64
-    """Per request to /v1/completions."""
+    """Maximum number of prompts per request to /v1/completions."""
     max_inputs: int = 2048
-    """Per request to /v1/embeddings."""
+    """Maximum number of inputs per request to /v1/embeddings."""
     max_messages: int = 2048
+    """Maximum number of messages per request."""
     max_content_parts: int = 64
+    """Maximum number of content parts per message."""
 
     # Sessions.
     session_ttl_s: float | None = 24 * 3600.0

@@ -61,11 +61,11 @@ class ModelSpec:
     fit: Callable[[], Fit] | None = None
     """Its memory requirements; None if `load` checks them itself (`InsufficientMemory`), or they are unknown."""
     aliases: frozenset[str] = frozenset()
-    """Other names; `ANY_NAME` matches every name."""
+    """Other names; `*` matches every name."""
     keep_alive_s: float | None = None
-    """Idle seconds after which it is unloaded; None: never."""
+    """Unload the model after this many idle seconds; None: never."""
     at_start: bool = True
-    """Load it at startup, or on first use?"""
+    """Load it at startup, otherwise on first use."""
 
 
 class State(Enum):
