@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from tokenmill.cli.main import app
 from tokenmill.cli.serve import serve
 from tokenmill.config import EngineConfig
 from tokenmill.entrypoints.options import EngineOptions
+from tokenmill.server.api.anthropic import MessagesRequest
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.fields import FIELDS, Endpoint, Origin, RequestField, Treatment
+from tokenmill.server.fields import FIELDS, KNOWN, Endpoint, Origin, RequestField, Treatment
 from tokenmill.server.models import OPTIONS, OWN, ModelSpec
 from tokenmill.server.requests import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
 
@@ -33,6 +35,7 @@ BODIES: dict[Endpoint, type[Body]] = {
     Endpoint.COMPLETIONS: CompletionRequest,
     Endpoint.RESPONSES: ResponsesRequest,
     Endpoint.EMBEDDINGS: EmbeddingRequest,
+    Endpoint.MESSAGES: MessagesRequest,
 }
 """Columns of the table of request fields."""
 
@@ -48,6 +51,23 @@ def request_fields() -> str:
             if field.origin is origin:
                 cells = [_cell(field, endpoint) for endpoint in BODIES]
                 lines.append(f"| {' | '.join([f'`{field.name}`', origin.value, *cells, _notes(field, cells)])} |")
+    return "\n".join(lines)
+
+
+ANTHROPIC = """
+    model messages max_tokens system stop_sequences stream temperature top_p top_k tools tool_choice thinking
+    output_config output_format metadata service_tier cache_control container mcp_servers betas inference_geo speed
+    diagnostics user_profile_id workspace_id
+"""
+"""Fields of Anthropic's Messages API."""
+
+
+def fields_of(endpoint: Endpoint, names: str) -> str:
+    """What becomes of the fields of one API at its own endpoint."""
+    lines = ["| field | | notes |", "| --- | --- | --- |"]
+    for name in names.split():
+        cell = _cell(KNOWN[name], endpoint)
+        lines.append(f"| `{name}` | {cell} | {_notes(KNOWN[name], [cell])} |")
     return "\n".join(lines)
 
 
@@ -244,6 +264,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "request-fields.md": {"fields": request_fields},
+    "anthropic.md": {"fields": partial(fields_of, Endpoint.MESSAGES, ANTHROPIC)},
     "options.md": {
         "engine": engine_options,
         "scheduling": scheduling_parameters,

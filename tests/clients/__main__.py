@@ -26,6 +26,8 @@ API_KEY = "sk-clients"
 DEFAULT_MODEL = "smollm2-135m"
 START_S, STOP_S, SCRIPT_S = 120.0, 60.0, 600.0
 POLL_S = 0.1
+SETTINGS_OF_CLIENTS = ("OPENAI_", "ANTHROPIC_", "OLLAMA_", "LITELLM_", "LLM_")
+"""Environment variables that clients must not see."""
 READY = re.compile(r"^tokenmill: .* on (http://\S+/v1)\b", re.MULTILINE)
 SETTINGS = ("--port", "0", "--api-key", API_KEY, "--max-num-seqs", "4", "--threads", "1")
 """Four at a time: a check holds all places, lets go, and sees that they are free. One thread: short answers gain little
@@ -82,7 +84,7 @@ def _base_url(process: subprocess.Popen[bytes], log: Path) -> str:
 def run_script(name: str, python: Path, base_url: str, model: str, folder: Path) -> Row:
     """Run the script of one client; what it prints is shown, and its `ok` and `FAILED` lines are counted."""
     command = [str(python), "-m", f"tests.clients.{CLIENTS[name].script}", base_url, API_KEY, model]
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OPENAI_", "LITELLM_", "LLM_"))}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(SETTINGS_OF_CLIENTS)}
     settings = {"NO_PROXY": "127.0.0.1", "HF_HOME": str(folder / "huggingface"), "PYTHONPATH": ""}
     begin = time.monotonic()
     error, output = "", folder / f"{name}.log"

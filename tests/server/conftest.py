@@ -7,10 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.serving import KEY, Running, running
+from tests.text.tool_templates import WRITTEN
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.text.model_text import ModelText
+from tokenmill.text.template import ChatTemplate
+from tokenmill.text.tokenizer import ByteTokenizer
+
+THINKS = WRITTEN["tagged JSON"].replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}",
+)
+"""Opens the thinking itself, unless told not to."""
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +29,19 @@ def server() -> Iterator[Running]:
     llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
     config = ServerConfig(key_hashes=(hash_key("other"), hash_key(KEY)), keep_alive_s=0.2)
     with running(llm, config) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Running]:
+    """A server whose model reasons."""
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
+    tokenizer = ByteTokenizer(258)
+    text = ModelText(tokenizer, ChatTemplate(THINKS, tokenizer))
+    object.__setattr__(llm.opened, "text", text)
+    llm._intake.text = text
+    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
         yield one
 
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.conversing import Conversation, events_in
 from tests.server.rules import assert_error
-from tests.server.serving import HI, KEY, Running, request, running
+from tests.server.serving import HI, Running, request
 from tests.server.wire import diary_of
-from tests.text.tool_templates import WRITTEN
-from tokenmill import AsyncLLM
-from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.config import EngineConfig
-from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.session.records import MEDIA_TYPE
-from tokenmill.text.model_text import ModelText
-from tokenmill.text.template import ChatTemplate
-from tokenmill.text.tokenizer import ByteTokenizer
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PARAMETERS: dict[str, Any] = {
@@ -34,24 +25,6 @@ TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "functi
 FLAT = [{"type": "function", **WEATHER}]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 ONE: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False, "max_tokens": 300, "seed": 1}
-THINKS = WRITTEN["tagged JSON"].replace(
-    "<|im_start|>assistant\n{% endif %}",
-    "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}",
-)
-"""Opens the thinking itself, unless told not to."""
-
-
-@pytest.fixture(scope="module")
-def thinking() -> Iterator[Running]:
-    """A server whose model reasons."""
-    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
-    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
-    tokenizer = ByteTokenizer(258)
-    text = ModelText(tokenizer, ChatTemplate(THINKS, tokenizer))
-    object.__setattr__(llm.opened, "text", text)
-    llm._intake.text = text
-    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
-        yield one
 
 
 def check_arguments(arguments: str) -> None:

@@ -26,10 +26,10 @@ from fastapi.routing import APIRoute
 from tokenmill import __version__
 from tokenmill.errors import EngineDead, ModelLoadError
 from tokenmill.server import web
-from tokenmill.server.api import chat_completions, completions, embeddings, operations, responses, sessions
+from tokenmill.server.api import anthropic, chat_completions, completions, embeddings, operations, responses, sessions
 from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.errors import ApiError
+from tokenmill.server.errors import ApiError, Dialect
 from tokenmill.server.middleware import Middleware, Paths
 from tokenmill.server.models import ModelSpec
 from tokenmill.server.protocol import GuardedProtocol
@@ -62,12 +62,14 @@ def create_app(served: Served) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    messages = anthropic.message_routes(served)
     versioned = [
         operations.model_routes(served),
         chat_completions.chat_routes(served),
         completions.completion_routes(served),
         responses.response_routes(served),
         embeddings.embedding_routes(served),
+        messages,
         sessions.session_routes(served),
         operations.engine_routes(served),
     ]
@@ -82,6 +84,7 @@ def create_app(served: Served) -> FastAPI:
         Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), str(app.openapi_url)]),
         public=operations.HEALTH | web.assets().keys() if served.config.web else operations.HEALTH,
         endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
+        dialects=dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),
         uploads=frozenset({V1 + sessions.RESTORE, sessions.RESTORE}),
     )
     app.add_middleware(Middleware, config=served.config, gate=served.gate, paths=paths, telemetry=served.telemetry)

@@ -1,7 +1,7 @@
 """Fields of request bodies: their types, and every field of other APIs with what becomes of it.
 
 Each type complains once, whatever a value holds: a million wrong items are one mistake. `FIELDS` is the only list of
-the request fields of OpenAI, vLLM, SGLang and llama-server. A body declares those it supports (`requests.py`); of the
+the request fields of OpenAI, vLLM, SGLang, llama-server and Anthropic. A body declares those it supports; of the
 others, one without influence on the answer is accepted without effect, and any other is rejected, because ignoring it
 would give an answer that the client did not ask for. The table in docs/request-fields.md is generated from the list.
 """
@@ -166,6 +166,7 @@ class Endpoint(Enum):
     EMBEDDINGS = "embeddings"
     SESSIONS = "sessions"
     TOKENIZE = "tokenize"
+    MESSAGES = "messages"
 
 
 class Origin(Enum):
@@ -175,6 +176,7 @@ class Origin(Enum):
     VLLM = "vLLM"
     LLAMA = "llama-server"
     SGLANG = "SGLang"
+    ANTHROPIC = "Anthropic"
     OWN = "tokenmill"
 
 
@@ -185,7 +187,9 @@ class Treatment(Enum):
     REJECTED = "rejected"
 
 
-GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.SESSIONS})
+OPENAI_GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.SESSIONS})
+MESSAGES = frozenset({Endpoint.MESSAGES})
+GENERATING = OPENAI_GENERATING | MESSAGES
 PROMPTED = GENERATING | {Endpoint.TOKENIZE}
 EVERYWHERE = frozenset(Endpoint)
 EMBEDDING = frozenset({Endpoint.EMBEDDINGS})
@@ -354,7 +358,13 @@ FIELDS: tuple[RequestField, ...] = (
     # What OpenAI does beside answering.
     *_rejected(Origin.OPENAI, "background", "answers are waited for, or streamed", neutral=(False,)),
     *_rejected(Origin.OPENAI, "conversation", "use `previous_response_id`, or /v1/sessions"),
-    *_rejected(Origin.OPENAI, "context_management", "conversations are not compacted", neutral=([],)),
+    *_rejected(
+        Origin.OPENAI,
+        "context_management",
+        "conversations are not compacted",
+        neutral=([],),
+        where=OPENAI_GENERATING,
+    ),
     *_rejected(Origin.OPENAI, "moderation", "nothing is moderated"),
     *_ignored(Origin.OPENAI, "truncation", "an input that does not fit is a 400, never cut"),
     *_ignored(Origin.OPENAI, "store", "only responses are stored", where=EVERYWHERE),
@@ -505,13 +515,33 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.SGLANG, "separate_reasoning", REASONING, neutral=(True,)),
     *_ignored(Origin.SGLANG, "stream_reasoning", "only read with `separate_reasoning`, which is rejected"),
     *_ignored(Origin.SGLANG, "rid", "requests are named by the header `X-Request-Id`", where=EVERYWHERE),
+    # Anthropic.
+    *_rejected(Origin.ANTHROPIC, "system stop_sequences", where=frozenset()),
+    *_rejected(
+        Origin.ANTHROPIC, "thinking", "`budget_tokens` is enforced; `display: omitted` is honoured", where=frozenset()
+    ),
+    *_rejected(Origin.ANTHROPIC, "output_config", f"`format` ({CONSTRAINT}) and `effort`", where=frozenset()),
+    *_rejected(
+        Origin.ANTHROPIC, "output_format", "the name of `output_config.format` in older clients", where=frozenset()
+    ),
+    *_ignored(
+        Origin.ANTHROPIC,
+        "cache_control",
+        f"KV is reused wherever a prefix is the same; only decides how usage is counted, {PERFORMANCE}",
+        where=MESSAGES,
+    ),
+    *_ignored(Origin.ANTHROPIC, "betas", "there are no betas", where=MESSAGES),
+    *_ignored(Origin.ANTHROPIC, "inference_geo speed diagnostics", PERFORMANCE, where=MESSAGES),
+    *_ignored(Origin.ANTHROPIC, "user_profile_id workspace_id", "users are told apart by API key", where=MESSAGES),
+    *_rejected(Origin.ANTHROPIC, "container", "no code is executed", where=MESSAGES),
+    *_rejected(Origin.ANTHROPIC, "mcp_servers", "tools are called by the client", neutral=([],), where=MESSAGES),
     # Our own.
     *_rejected(Origin.OWN, "timeout_s", "seconds after which the request ends; also the header `X-Request-Timeout`"),
     *_rejected(
         Origin.OWN,
         "session_id",
         "of chats: continue this session, `messages` are only what is new (vLLM's name for a routing hint)",
-        where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}),
+        where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}) | MESSAGES,
     ),
     *_rejected(Origin.OWN, "pooling", "`last` or `mean`", where=frozenset()),
 )

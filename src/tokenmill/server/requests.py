@@ -104,6 +104,9 @@ Seed = Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED), WithJsonSchema
 class Shared(Hinted):
     """What all endpoints that generate understand."""
 
+    max_stops: ClassVar[int | None] = None
+    """Stop strings that clients of other APIs than OpenAI's may send."""
+
     stream: Flag = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -143,9 +146,9 @@ class Shared(Hinted):
 
     def check(self, config: ServerConfig) -> None:
         """Limits of this server, beyond those of `SamplingParams`."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > config.max_stops or not all(0 < len(one) <= config.max_stop_chars for one in stops):
-            what = f"at most {config.max_stops} strings of 1 to {config.max_stop_chars} characters each"
+        stops, most = [self.stop] if isinstance(self.stop, str) else self.stop or [], self.max_stops or config.max_stops
+        if len(stops) > most or not all(0 < len(one) <= config.max_stop_chars for one in stops):
+            what = f"at most {most} strings of 1 to {config.max_stop_chars} characters each"
             raise ApiError(400, f"stop must have {what}", param="stop")
         bias = self.logit_bias or {}
         if len(bias) > config.max_logit_bias or any(abs(value) > 100 for value in bias.values()):
@@ -203,7 +206,7 @@ GUIDED = {
     "regex": "regex",
 }
 """Fields that are a constraint by themselves, and which of `StructuredOutputs` it is."""
-FORMATS = frozenset({"response_format", "text"})
+FORMATS = frozenset({"response_format", "text", "output_config", "output_format"})
 CONSTRAINING = FORMATS | {"structured_outputs", *GUIDED}
 NO_EFFECT = frozenset({"disable_any_whitespace", "disable_fallback", "backend", "disable_additional_properties"})
 """Options of vLLM's `structured_outputs` that may be false."""
@@ -226,8 +229,11 @@ def structured_outputs(name: str, fields: dict[str, Any]) -> StructuredOutputs:
 
 
 def format_of(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Fields of `StructuredOutputs` for OpenAI's `response_format`, or the `text` of responses; None: plain text."""
-    form = value.get("format") if name == "text" else value
+    """Fields of `StructuredOutputs` for a field that describes the format of the answer; None: plain text.
+
+    OpenAI's `response_format` has the schema one level deeper than its `text`, and Anthropic's fields.
+    """
+    form = value.get("format") if name in ("text", "output_config") else value
     kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
     if kind == "text":
         return None
@@ -236,7 +242,7 @@ def format_of(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "structural_tag" and isinstance(form, Mapping):
         return {"structural_tag": {key: form.get(key) for key in ("structures", "triggers")}}
     if kind == "json_schema" and isinstance(form, Mapping):
-        inner = form if name == "text" else form.get("json_schema")
+        inner = form.get("json_schema") if name == "response_format" else form
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if isinstance(schema, Mapping):
             return {"json": schema}

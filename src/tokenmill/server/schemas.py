@@ -155,6 +155,41 @@ class ResponseObject(BaseModel):
     incomplete_details: dict[str, Any] | None
 
 
+class AnthropicUsage(BaseModel):
+    input_tokens: int = Field(description="Prompt tokens that are in neither of the next two.")
+    cache_creation_input_tokens: int = Field(description="With `cache_control`: prompt tokens that were computed.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens whose KV was reused.")
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    service_tier: Literal["standard"]
+
+
+class AnthropicMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="Blocks: `text`, `thinking` and `tool_use`.")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicCount(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class Session(BaseModel):
     id: str
     object: Literal["session"]
@@ -394,8 +429,8 @@ class RequestTimeline(BaseModel):
 # -- what the document says of statuses -------------------------------------------------------------------------------
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors that an endpoint may answer with; all of them have the same shape."""
+def errors(*statuses: int, shape: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """The errors that an endpoint may answer with; all of them have the same shape, that of its API."""
     meanings = {
         400: "The request is wrong: `param` and `message` say where and why.",
         401: "An API key is needed.",
@@ -410,11 +445,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         504: "The request took longer than it may.",
         507: "The model does not fit into the memory that is free.",
     }
-    return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
+    return {status: {"model": shape, "description": meanings[status]} for status in statuses}
 
 
-def generated(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def generated(model: type[BaseModel], shape: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The answers of an endpoint that generates: whole, as a stream, or an error."""
     # Without a type: some read the schema as that of a stream, and some as that of each event.
     stream = {"text/event-stream": {"schema": {"description": "With `stream`: events as they come."}}}
-    return {200: {"model": model, "content": stream}, **errors(400, 401, 404, 413, 429, 499, 500, 503, 504)}
+    refusals = errors(400, 401, 404, 413, 429, 499, 500, 503, 504, shape=shape)
+    return {200: {"model": model, "content": stream}, **refusals}

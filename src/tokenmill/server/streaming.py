@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import pydantic_core
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -73,6 +74,15 @@ def answer_message(turn: ParsedTurn) -> dict[str, Any]:
     if turn.reasoning:
         message["reasoning_content"] = message["reasoning"] = turn.reasoning
     return message
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object: of JSON that was cut off, what is complete, as clients read a stream."""
+    try:
+        given = pydantic_core.from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}
 
 
 def part_delta(part: TurnPart) -> dict[str, Any]:

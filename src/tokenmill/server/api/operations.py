@@ -15,9 +15,10 @@ from tokenmill.engine.events import CoreSnapshot
 from tokenmill.errors import SessionNotFound
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas
+from tokenmill.server.api import anthropic
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.errors import ApiError
+from tokenmill.server.errors import ApiError, Dialect
 from tokenmill.server.middleware import Caller
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
@@ -43,9 +44,11 @@ def model_routes(served: Served) -> APIRouter:
     about_one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Model}}
 
     @api.get("/models", responses={200: {"model": schemas.ModelList}, **schemas.errors(401, 503)})
-    async def list_models() -> Response:
+    async def list_models(http: Request) -> Response:
         """The models that can be named, loaded or not."""
         data = [describe(entry, served.started) for entry in models.entries]
+        if http.state.caller.dialect is Dialect.ANTHROPIC:
+            return JSONResponse(anthropic.list_models(data))
         return JSONResponse({"object": "list", "data": data})
 
     @api.get("/models/cached", responses={200: {"model": schemas.CachedModels}, **schemas.errors(401, 403, 503)})
@@ -75,9 +78,13 @@ def model_routes(served: Served) -> APIRouter:
         return JSONResponse(describe(entry, served.started))
 
     @api.get("/models/{name:path}", responses={**about_one, **schemas.errors(401, 404, 503)})
-    async def get_model(name: str) -> Response:
+    async def get_model(http: Request, name: str) -> Response:
         """One of them."""
-        return JSONResponse(describe(models.entry(name), served.started)) if name else await list_models()
+        if not name:
+            return await list_models(http)
+        about = describe(models.entry(name), served.started)
+        is_anthropic = http.state.caller.dialect is Dialect.ANTHROPIC
+        return JSONResponse(anthropic.describe_model(about) if is_anthropic else about)
 
     return api
 
