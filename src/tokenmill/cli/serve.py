@@ -92,7 +92,7 @@ def serve(
         float | None,
         typer.Option(
             help="Target step latency (ms) while requests are decoding.",
-            show_default="100; 50 on CUDA, 500 with llama.cpp",
+            show_default="100; 500 with llama.cpp",
         ),
     ] = None,
     max_step_ms: Annotated[

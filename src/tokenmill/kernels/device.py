@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,21 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return there.pin_memory().to(device, non_blocking=True)
 
 
+def upload_beside(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """As `upload`, to a busy card: the copy runs beside its work, and what is launched from now on waits for it."""
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        there = upload(numbers, device)
+    computing.wait_stream(copying)
+    there.record_stream(computing)
+    return there
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def masked(logits: Tensor, mask: NDArray[np.uint32]) -> Tensor:
     """A copy of the logits without those that the masks rule out, in one operation and without a wait.
 
@@ -29,7 +45,7 @@ def masked(logits: Tensor, mask: NDArray[np.uint32]) -> Tensor:
     if logits.device.type == "cuda":
         from tokenmill.kernels import drawing  # needs triton
 
-        return drawing.masked(logits, upload(mask.view(np.int32), logits.device))
+        return drawing.masked(logits, upload_beside(mask.view(np.int32), logits.device))
     octets = np.ascontiguousarray(mask, dtype="<u4").view(np.uint8)
     allowed = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
     if logits.device.type == "cpu" and logits.dtype is torch.float32:  # numpy wakes no other threads for it

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
-SEARCHED = 2048
-"""Columns that a search looks at together."""
+SEARCHED, SEARCH_WARPS = 4096, 16
+"""Columns that a search looks at together, and the warps that do."""
 NUM_FIELDS = tl.constexpr(11)
 """Of `sampling.sampler.DRAW_FIELDS`, in this order."""
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
@@ -28,6 +28,11 @@ WEIGHT, COUNT, TYPICALITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a search sums up, and in which order."""
 LEAST = tl.constexpr(-84.306853)
 """Of cooled logits; as in `sampling.ops`, what weighs less than twice exp(-85) of the largest weighs nothing."""
+
+EVEN_PASSES = tl.constexpr(2)
+"""Of a search, the passes that cut the range evenly by value."""
+WIDEST = tl.constexpr(32.0)
+"""The range that they cut, at most: it begins at minus infinity when nothing is known."""
 
 
 @triton.jit
@@ -179,6 +184,20 @@ def _typicality(values, top, coldness, typical):
 
 
 @triton.jit
+def _bound(low, high, eighth: tl.constexpr, num_passes, shift: tl.constexpr):
+    """A key in (low, high], one of seven that cut the range into eight.
+
+    The first passes cut it evenly by value: half of all keys are those of numbers around 0, where few logits are.
+    """
+    by_key = tl.minimum(low + eighth * ((high - low + 7) // 8), high)
+    ceiling = _value(high - 1, shift)
+    floor = tl.maximum(_value(low, shift), ceiling - WIDEST)
+    by_value = _key(floor + (ceiling - floor) * (eighth / 8), shift).to(tl.int64)
+    by_value = tl.minimum(tl.maximum(by_value, low + 1), high)
+    return tl.where(num_passes < EVEN_PASSES, by_value, by_key)
+
+
+@triton.jit
 def _search(
     line, top, coldness, typical, low, high, above, wanted,
     by: tl.constexpr, vocab: tl.constexpr, shift: tl.constexpr, chunk: tl.constexpr,
@@ -188,12 +207,14 @@ def _search(
     By WEIGHT or COUNT: keys of the logits, sums of their weights or of tokens. By TYPICALITY: weights again, keys of
     `_typicality`. From `low` on the sum exceeds `wanted`; from `high` on it is `above`, and does not.
     """
+    num_passes = 0
     while high - low > 1:
-        step = (high - low + 7) // 8
-        v1, v2 = _value(tl.minimum(low + step, high), shift), _value(tl.minimum(low + 2 * step, high), shift)
-        v3, v4 = _value(tl.minimum(low + 3 * step, high), shift), _value(tl.minimum(low + 4 * step, high), shift)
-        v5, v6 = _value(tl.minimum(low + 5 * step, high), shift), _value(tl.minimum(low + 6 * step, high), shift)
-        v7 = _value(tl.minimum(low + 7 * step, high), shift)
+        k1, k2 = _bound(low, high, 1, num_passes, shift), _bound(low, high, 2, num_passes, shift)
+        k3, k4 = _bound(low, high, 3, num_passes, shift), _bound(low, high, 4, num_passes, shift)
+        k5, k6 = _bound(low, high, 5, num_passes, shift), _bound(low, high, 6, num_passes, shift)
+        k7 = _bound(low, high, 7, num_passes, shift)
+        v1, v2, v3, v4 = _value(k1, shift), _value(k2, shift), _value(k3, shift), _value(k4, shift)
+        v5, v6, v7 = _value(k5, shift), _value(k6, shift), _value(k7, shift)
         s1 = tl.zeros([chunk], tl.float32)
         s2, s3, s4, s5, s6, s7 = s1, s1, s1, s1, s1, s1
         for start in range(0, vocab, chunk):
@@ -215,10 +236,13 @@ def _search(
         above = tl.where(g1 <= wanted, g1, tl.where(g2 <= wanted, g2, tl.where(g3 <= wanted, g3, tl.where(
             g4 <= wanted, g4, tl.where(g5 <= wanted, g5, tl.where(g6 <= wanted, g6, tl.where(
                 g7 <= wanted, g7, above)))))))  # fmt: skip
-        place = ((g1 > wanted).to(tl.int64) + (g2 > wanted) + (g3 > wanted) + (g4 > wanted) + (g5 > wanted)
-                 + (g6 > wanted) + (g7 > wanted))  # fmt: skip
-        high = tl.minimum(high, low + step * (place + 1))
-        low = low + step * place
+        high = tl.where(g1 <= wanted, k1, tl.where(g2 <= wanted, k2, tl.where(g3 <= wanted, k3, tl.where(
+            g4 <= wanted, k4, tl.where(g5 <= wanted, k5, tl.where(g6 <= wanted, k6, tl.where(
+                g7 <= wanted, k7, high)))))))  # fmt: skip
+        low = tl.where(g7 > wanted, k7, tl.where(g6 > wanted, k6, tl.where(g5 > wanted, k5, tl.where(
+            g4 > wanted, k4, tl.where(g3 > wanted, k3, tl.where(g2 > wanted, k2, tl.where(
+                g1 > wanted, k1, low)))))))  # fmt: skip
+        num_passes += 1
     return low, above
 
 
@@ -430,7 +454,7 @@ def keep_typical(logits: Tensor, told: Tensor) -> Tensor:
     out = torch.empty(rows, vocab, dtype=logits.dtype, device=logits.device)
     _keep_typical[(rows,)](
         logits, told, tops, places, out, logits.stride(0), num_parts,
-        vocab=vocab, chunk=SEARCHED, parts=triton.next_power_of_2(num_parts), num_warps=8,
+        vocab=vocab, chunk=SEARCHED, parts=triton.next_power_of_2(num_parts), num_warps=SEARCH_WARPS,
     )  # fmt: skip
     return out
 
@@ -454,7 +478,7 @@ def draw(logits: Tensor, told: Tensor, bad_row: int, *, is_filtered: bool = Fals
         bad_row=bad_row, **sizes,
     )  # fmt: skip
     if is_filtered:
-        sizes |= {"chunk": SEARCHED}
+        sizes |= {"chunk": SEARCHED, "num_warps": SEARCH_WARPS}
         unused_bits = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[logits.dtype]
         _draw_likely[(rows,)](
             logits,

@@ -38,7 +38,6 @@ class BaseCudaModel(BaseTorchModel):
         max_num_batched_tokens=8192,
         prefill_chunk=2048,
         min_prefill_chunk=256,
-        target_tick_ms=50.0,
         offline_tick_ms=1000.0,
         max_queue=1024,
     )
