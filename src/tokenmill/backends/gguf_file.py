@@ -1,11 +1,14 @@
 """`GGUFFile`: the metadata and tensor table of a GGUF file, all parts if it is split; tensor bytes stay mapped.
 
 The format: magic, version, counts, metadata (typed key-value pairs), tensor table, padding, tensor data. Little-endian,
-versions 2 and 3. Nothing in the file is trusted: every length is checked against the file before it is used.
+versions 2 and 3. Nothing in the file is trusted: every length is checked against the file and against a limit before
+memory is taken for it, and every tensor lies within the file, apart from the others. llama.cpp reads a file only after
+this has accepted it: its own reader divides by dimensions that are 0, for one.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
@@ -28,6 +31,15 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+MOST_HEADER_BYTES = 1 << 28
+MOST_ENTRIES = 1 << 16
+"""Metadata pairs, and tensors."""
+MOST_ITEMS = 1 << 22
+"""Of all arrays together; a vocabulary of 262,144 tokens has 1.3 million."""
+MOST_DIMS = 4
+MOST_NAME_BYTES = 64
+MOST_VALUES = (1 << 63) - 1
+"""Of a tensor, and of its bytes: more do not fit into the integers that C code has for them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,20 @@ class GGUFTensor:
     """From the beginning of the file."""
     part: int = 0
     """Of a split file."""
+
+
+@dataclass(frozen=True)
+class GGUFLayout:
+    """How a tensor's values are stored: in rows of blocks."""
+
+    kind: Any
+    """gguf's name of the type."""
+    rows: tuple[int, ...]
+    """The tensor's shape, with bytes for the last dimension."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.rows)
 
 
 class GGUFFile:
@@ -59,6 +85,8 @@ class GGUFFile:
         named = self.metadata.get("split.tensors.count", len(self.tensors))
         if named != len(self.tensors):
             raise ModelLoadError(f"{path} and its other parts have {len(self.tensors)} tensors, not {named}")
+        for part in range(len(self.paths)):
+            self._check_places(part)
 
     def _parts(self) -> list[Path]:
         """The files that the model is split into; the first one, which has the metadata, is the one to open."""
@@ -86,19 +114,42 @@ class GGUFFile:
                 raise ModelLoadError(f"{path} is corrupt: duplicate tensor {name!r}")
             self.tensors[name] = replace(tensor, part=part)
 
+    def _check_places(self, part: int) -> None:
+        """Every tensor of a part lies within its file, and none in another one."""
+        end, before = 0, ""
+        for tensor in sorted((one for one in self.tensors.values() if one.part == part), key=lambda one: one.offset):
+            if tensor.offset < end:
+                raise ModelLoadError(f"{self.paths[part]} is corrupt: {tensor.name} overlaps {before}")
+            layout = self.layout(tensor)
+            end, before = tensor.offset + (layout.num_bytes if layout else 1), tensor.name
+            if end > len(self._maps[part]):
+                raise ModelLoadError(
+                    f"{self.paths[part]} is truncated: {tensor.name} needs bytes up to {end}, "
+                    f"the file has {len(self._maps[part])}"
+                )
+
+    def layout(self, tensor: GGUFTensor) -> GGUFLayout | None:
+        """None for a type that the gguf package does not know; llama.cpp may."""
+        import gguf
+
+        try:
+            kind = gguf.GGMLQuantizationType(tensor.type)
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            return None
+        if tensor.shape[-1] % per_block:
+            raise ModelLoadError(
+                f"{self.path}: {tensor.name} has shape {tensor.shape}, not a multiple of the block size {per_block}"
+            )
+        return GGUFLayout(kind, (*tensor.shape[:-1], tensor.shape[-1] // per_block * block_bytes))
+
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value."""
         return self.metadata.get(key, default)
 
     def bytes_of(self, tensor: GGUFTensor, num_bytes: int) -> NDArray[np.uint8]:
         """A tensor's bytes, mapped, not copied."""
-        content = self._maps[tensor.part]
-        if tensor.offset + num_bytes > len(content):
-            raise ModelLoadError(
-                f"{self.paths[tensor.part]} is truncated: {tensor.name} needs bytes up to {tensor.offset + num_bytes}, "
-                f"the file has {len(content)}"
-            )
-        return np.frombuffer(content, dtype=np.uint8, count=num_bytes, offset=tensor.offset)
+        return np.frombuffer(self._maps[tensor.part], dtype=np.uint8, count=num_bytes, offset=tensor.offset)
 
 
 def _read(content: mmap.mmap, path: Path) -> tuple[Mapping[str, Any], Mapping[str, GGUFTensor]]:
@@ -126,6 +177,7 @@ class _Cursor:
         self._data = data
         self._path = path
         self._at = 0
+        self._num_items = 0
 
     def read_all(self) -> tuple[Mapping[str, Any], Mapping[str, GGUFTensor]]:
         if self._data[:4] != MAGIC:
@@ -134,13 +186,16 @@ class _Cursor:
         version = self._scalar("<I")
         if version not in VERSIONS:
             raise ModelLoadError(f"{self._path} has GGUF version {version}; supported: {VERSIONS}")
-        num_tensors, num_pairs = self._count(), self._count()
-        metadata = self._once("key", [(self._string(), self._value(self._scalar("<I"))) for _ in range(num_pairs)])
+        num_tensors, num_pairs = self._count(MOST_ENTRIES), self._count(MOST_ENTRIES)
+        metadata = self._once("key", [(self._name("key"), self._value(self._scalar("<I"))) for _ in range(num_pairs)])
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ModelLoadError(f"{self._path} has an invalid alignment {alignment!r}")
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ModelLoadError(f"{self._path} has an invalid alignment {alignment!r}; it must be a power of 2")
         base = -(-self._at // alignment) * alignment
+        for name, _, _, offset in table:
+            if offset % alignment:
+                raise ModelLoadError(f"{self._path} is corrupt: tensor {name!r} is not aligned to {alignment} bytes")
         tensors = [GGUFTensor(name, shape, kind, base + offset) for name, shape, kind, offset in table]
         return metadata, self._once("tensor", [(tensor.name, tensor) for tensor in tensors])
 
@@ -154,11 +209,21 @@ class _Cursor:
         return found
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, num_dims = self._string(), self._scalar("<I")
-        if num_dims > 8:
+        name, num_dims = self._name("tensor"), self._scalar("<I")
+        if len(name.encode()) > MOST_NAME_BYTES:
+            raise ModelLoadError(f"{self._path} is corrupt: a tensor's name has more than {MOST_NAME_BYTES} bytes")
+        if not 1 <= num_dims <= MOST_DIMS:
             raise ModelLoadError(f"{self._path} is corrupt: tensor {name!r} has {num_dims} dimensions")
         shape = tuple(self._scalar("<Q") for _ in range(num_dims))
+        if not 1 <= math.prod(shape) <= MOST_VALUES:
+            raise ModelLoadError(f"{self._path} is corrupt: tensor {name!r} has shape {shape[::-1]}")
         return name, shape[::-1], self._scalar("<I"), self._scalar("<Q")
+
+    def _name(self, what: str) -> str:
+        name = self._string()
+        if not name:
+            raise ModelLoadError(f"{self._path} is corrupt: a {what} has no name")
+        return name
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -170,6 +235,9 @@ class _Cursor:
         return self._scalar(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
+        self._num_items += count
+        if self._num_items > MOST_ITEMS:
+            raise ModelLoadError(f"{self._path}: more than {MOST_ITEMS} items in the arrays of its metadata")
         if kind in _SCALARS:
             item = np.dtype(_SCALARS[kind])
             self._check(count * item.itemsize)
@@ -183,9 +251,11 @@ class _Cursor:
         self._at += length
         return self._data[self._at - length : self._at].decode("utf-8")
 
-    def _count(self) -> int:
+    def _count(self, most: int = MOST_HEADER_BYTES) -> int:
         """A number of things that follow; each takes at least a byte."""
         count = int(self._scalar("<Q"))
+        if count > most:
+            raise ModelLoadError(f"{self._path} is corrupt: {count} at byte {self._at - 8} is more than {most}")
         self._check(count)
         return count
 
@@ -197,3 +267,5 @@ class _Cursor:
     def _check(self, num_bytes: int) -> None:
         if self._at + num_bytes > len(self._data):
             raise ModelLoadError(f"{self._path} is corrupt or truncated at byte {self._at}")
+        if self._at + num_bytes > MOST_HEADER_BYTES:
+            raise ModelLoadError(f"{self._path}: its header is larger than {MOST_HEADER_BYTES >> 20} MiB")

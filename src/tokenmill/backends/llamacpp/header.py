@@ -52,13 +52,15 @@ class LlamaOptions:
     """One memory for all sequences, or one for each that runs; None: the latter where all have room in it."""
     parked_cells: int | None = None
     """Cells that KV of ended requests may keep while others run; None: as many as slow a step down by a tenth."""
+    probe: bool = True
+    """Load the file in a child process first: llama.cpp aborts the process on some damaged files."""
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch"):
             _check_count(name, getattr(self, name), least=1)
         _check_count("parked_cells", self.parked_cells, least=0)
         _check_count("n_gpu_layers", self.n_gpu_layers, least=-1)
-        for name in ("flash_attn", "use_mmap", "use_mlock", "repack", "kv_unified"):
+        for name in ("flash_attn", "use_mmap", "use_mlock", "repack", "kv_unified", "probe"):
             value = getattr(self, name)
             if value is not None and type(value) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {value!r}")
@@ -112,6 +114,9 @@ OTHER_BYTES = 64 << 20
 LOGITS_COPIES = 4
 """Copies of the logits that sampling makes on the way."""
 LOADING_BYTES = 16 << 20
+MOST_LAYERS = 1 << 12
+MOST_SIZE = 1 << 26
+"""Of a vocabulary, a context, a dimension. llama.cpp has 32-bit integers for these, and computes with them."""
 
 
 @dataclass(frozen=True)
@@ -157,30 +162,36 @@ def read_header(path: Path, options: LlamaOptions) -> Header:
     if not isinstance(architecture, str):
         raise ModelLoadError(f"{path} has no general.architecture")
 
-    def number(name: str) -> int:
+    def number(name: str, *, least: int = 0, most: int = MOST_SIZE) -> int:
         value = file.get(f"{architecture}.{name}")
-        return value if type(value) is int and value > 0 else 0
+        if type(value) is not int:
+            return 0  # llama.cpp says whether it needs one
+        if not least <= value <= most:
+            raise ModelLoadError(f"{path}: {architecture}.{name} must be from {least} to {most}, not {value}")
+        return value
 
+    num_layers = number("block_count", least=1, most=MOST_LAYERS)
     hidden_size, num_heads = number("embedding_length"), number("attention.head_count")
     head_dim = hidden_size // num_heads if num_heads else 0
     key_dim, value_dim = number("attention.key_length") or head_dim, number("attention.value_length") or head_dim
-    kv_heads = _by_layer(file.get(f"{architecture}.attention.head_count_kv", num_heads), number("block_count"))
+    kv_heads = _by_layer(file.get(f"{architecture}.attention.head_count_kv", num_heads), num_layers)
+    tokens = file.get("tokenizer.ggml.tokens")
     return Header(
         architecture=architecture,
-        vocab_size=number("vocab_size") or len(file.get("tokenizer.ggml.tokens") or ()),
+        vocab_size=number("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0),
         hidden_size=hidden_size,
         inner_size=max(number("feed_forward_length"), number("ssm.inner_size")),
-        max_context=number("context_length"),
+        max_context=number("context_length", least=1),
         weight_bytes=sum(part.stat().st_size for part in file.paths),
         layers=tuple(_layer(heads, key_dim, value_dim, options) for heads in kv_heads),
-        state_bytes=4 * number("block_count") * _state_size(number),
+        state_bytes=4 * num_layers * _state_size(number),
     )
 
 
 def _by_layer(heads: Any, num_layers: int) -> list[int]:
     """Key and value heads of each layer: files give one number for all, or a list."""
-    listed = heads if isinstance(heads, list) else [heads] * num_layers
-    return [one if type(one) is int else 0 for one in listed]
+    listed = heads[:MOST_LAYERS] if isinstance(heads, list) else [heads] * num_layers
+    return [one if type(one) is int and 0 < one <= MOST_SIZE else 0 for one in listed]
 
 
 def _layer(num_heads: int, key_dim: int, value_dim: int, options: LlamaOptions) -> LayerKV:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp as llama
+import numpy as np
 
 from tokenmill.backends.llamacpp.backend import LlamaBackend
 from tokenmill.backends.llamacpp.header import Header, LlamaOptions, num_states, parked_cells, read_header, read_options
@@ -25,7 +29,7 @@ from tokenmill.backends.llamacpp.native import (
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext, stream_cells
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.contract.backend import KV_SHARE, LoadOptions, MemoryPlan, free_host_bytes, num_processors
-from tokenmill.errors import ConfigError, ModelLoadError, Unsupported
+from tokenmill.errors import ConfigError, ModelLoadError, TokenmillError, Unsupported
 from tokenmill.progress import ProgressLine
 
 CHUNK = 1 << 16
@@ -114,6 +118,7 @@ WHOLE_CONVERSATIONS = 4
 
 def open_vocab(path: Path) -> LlamaVocab:
     """The vocabulary in a GGUF file, without its weights. Freed with the last reference to it."""
+    probe(path, vocab_only=True)
     native = NativeModel(path, n_gpu_layers=0, vocab_only=True)
     vocab = LlamaVocab(native)
     weakref.finalize(vocab, native.close)
@@ -245,6 +250,8 @@ def open_path(path: Path, options: LoadOptions) -> LlamaModel:
     chosen = _checked(path, options)
     header = read_header(path, chosen)
     _check_memory(path, header, chosen)
+    if chosen.probe:
+        probe(path)
     with ProgressLine(f"loading {path.name} into llama.cpp", PERCENT) as progress:
         native = NativeModel(
             path,
@@ -259,6 +266,77 @@ def open_path(path: Path, options: LoadOptions) -> LlamaModel:
         raise ModelLoadError(f"{path}: {header.architecture} is an encoder and cannot generate text")
     log.info("%s: %s, as it is in its file, by llama.cpp", path.name, native.description)
     return LlamaModel(path, native, header, chosen)
+
+
+PROBE_S = 60.0
+PROBE_BYTES_PER_S = 50e6
+"""A probe may take so long, and as long as reading the file at this rate."""
+PROBE_CELLS = 32
+PROBE_TEXT = b"Hello, world 1"
+_PROBE = "import sys; from tokenmill.backends.llamacpp.model import load_once; load_once(*sys.argv[1:])"
+_probed: set[tuple[Path, int, int, bool]] = set()
+"""Files that a child process has loaded: path, size, time of change, vocabulary only."""
+
+
+def probe(path: Path, *, vocab_only: bool = False) -> None:
+    """Have a child process load a file and compute a token; `ModelLoadError` if llama.cpp ends that process.
+
+    llama.cpp asserts much of what a file says, and a failed assertion is the end of its process, with all that a server
+    has running in it. A file that the child has loaded is not probed again. Errors that llama.cpp returns are left to
+    the caller's own attempt.
+    """
+    stat = path.stat()
+    key = (path.resolve(), stat.st_size, stat.st_mtime_ns, vocab_only)
+    if key in _probed:
+        return
+    command = [sys.executable, "-P", "-c", _PROBE, str(path), *(["vocabulary"] if vocab_only else [])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),  # the same code as here
+        "CUDA_VISIBLE_DEVICES": "",
+        "GGML_NO_BACKTRACE": "1",
+    }
+    limit_s = PROBE_S + stat.st_size / PROBE_BYTES_PER_S
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelLoadError(f"{path}: llama.cpp did not load it within {limit_s:.0f} s in a child process") from None
+    except OSError as error:
+        log.warning("%s is loaded without a probe: no child process could be started: %s", path, error)
+        return
+    if done.returncode < 0:
+        said = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        reason = said[-1] if said else f"signal {-done.returncode}"
+        raise ModelLoadError(f"{path}: llama.cpp aborts on it: {reason}")
+    _probed.add(key)
+
+
+def load_once(path: str, *only: str) -> None:
+    """What the child process of a probe does. Errors are the parent's to find."""
+    try:
+        native = NativeModel(Path(path), n_gpu_layers=0, repack=False, vocab_only=bool(only))
+        if llama.llama_vocab_type(native.vocab) != llama.LLAMA_VOCAB_TYPE_NONE:
+            LlamaVocab(native).tokenize(PROBE_TEXT, add_special=True, parse_special=False)
+        if only or not native.generates:
+            return
+        settings = ContextSettings(
+            n_ctx=PROBE_CELLS,
+            n_batch=PROBE_CELLS,
+            n_ubatch=PROBE_CELLS,
+            n_seq_max=1,
+            kv_unified=True,
+            n_threads=num_processors(),
+            n_threads_batch=num_processors(),
+            flash_attn=None,
+            type_k="f16",
+            type_v="f16",
+        )
+        zero = np.zeros(1, dtype=np.int32)
+        NativeContext(native, settings).decode(zero, zero, zero[:, None], np.ones(1, dtype=np.uint8))
+    except TokenmillError as error:
+        print(error, file=sys.stderr)
 
 
 class LlamaDescription:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFTensor
+from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile, GGUFLayout, GGUFTensor
 from tokenmill.backends.torch.config import (
     MOST_CONTEXT,
     MOST_LAYERS,
@@ -147,9 +147,6 @@ class GGUFSource:
         self._permuted = heads if file.get("general.architecture") in PERMUTED else {}
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Only of tensors whose values are really in the file."""
-        for tensor in self._file.tensors.values():
-            self._file.bytes_of(tensor, _layout(self._file, tensor).num_bytes)
         return {name: tensor.shape for name, tensor in self._file.tensors.items()}
 
     def load(self, name: str) -> Tensor:
@@ -161,7 +158,8 @@ class GGUFSource:
         """A matrix as the file has it; None if it is of a type that is not taken over as it is."""
         tensor = self._file.tensors[name]
         layout = _layout(self._file, tensor)
-        found = from_gguf(layout.kind.name, self._file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows))
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+            found = from_gguf(layout.kind.name, self._file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows))
         parts = [] if found is None else [part for part in (found.scale, found.minimum) if part is not None]
         if not all((np.abs(part) <= MOST_WEIGHT).all() for part in parts):  # NaN is not, either
             raise ModelLoadError(f"{self.where}: {name} has non-finite values")
@@ -187,33 +185,11 @@ class GGUFSource:
         return rows.reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How a tensor's values are stored: in rows of blocks."""
-
-    kind: Any
-    """gguf's name of the type."""
-    rows: Shape
-    """The tensor's shape, with bytes for the last dimension."""
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.rows)
-
-
-def _layout(file: GGUFFile, tensor: GGUFTensor) -> _Layout:
-    import gguf
-
-    try:
-        kind = gguf.GGMLQuantizationType(tensor.type)
-        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise ModelLoadError(f"{file.path}: {tensor.name} has an unknown type {tensor.type}") from None
-    if not tensor.shape or tensor.shape[-1] % per_block:
-        raise ModelLoadError(
-            f"{file.path}: {tensor.name} has shape {tensor.shape}, not a multiple of the block size {per_block}"
-        )
-    return _Layout(kind, (*tensor.shape[:-1], tensor.shape[-1] // per_block * block_bytes))
+def _layout(file: GGUFFile, tensor: GGUFTensor) -> GGUFLayout:
+    layout = file.layout(tensor)
+    if layout is None:
+        raise ModelLoadError(f"{file.path}: {tensor.name} has an unknown type {tensor.type}")
+    return layout
 
 
 def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
@@ -223,7 +199,8 @@ def dequantise(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     layout = _layout(file, tensor)
     rows = file.bytes_of(tensor, layout.num_bytes).reshape(layout.rows)
     try:
-        values = gguf.quants.dequantize(rows, layout.kind)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused when it is loaded
+            values = gguf.quants.dequantize(rows, layout.kind)
     except NotImplementedError:
         raise ModelLoadError(f"{file.path}: {tensor.name} has the unsupported type {layout.kind.name}") from None
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(tensor.shape))
