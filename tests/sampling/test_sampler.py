@@ -324,3 +324,16 @@ def test_the_largest_allowed_logit_of_each_row() -> None:
     assert values[rows].tolist() == wanted.amax(dim=-1)[rows].tolist()
     assert values[7] == -torch.inf
     assert values[9].isnan()
+
+
+def test_logits_of_numpy_are_sampled_on_one_thread() -> None:
+    """Their backend computes on threads of its own: those of torch would spin beside them."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        sample(random_logits(1), [SamplingParams()], as_torch=True)
+        assert torch.get_num_threads() == 2
+        sample(random_logits(1), [SamplingParams()])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(own)

@@ -61,6 +61,8 @@ class StepSampler:
 
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
+        if from_numpy and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # such backends have threads of their own, and torch's would spin beside them
         raw = torch.from_numpy(logits) if from_numpy else logits
         state, rows = self.state, self.rows
         fused = fused_draw() if raw.is_cuda else None
