@@ -244,6 +244,25 @@ def test_typed_text_survives_the_end_of_an_answer(visit: Visit) -> None:
     expect(question).to_have_value(SPAIN)
 
 
+HAS_FOCUS_AT_ONCE = """() => {
+    window.hadFocus = null;
+    new MutationObserver(() => {
+        const field = document.querySelector("[aria-label='Your question']");
+        if (field) window.hadFocus ??= field === document.activeElement;
+    }).observe(document.body, { childList: true, subtree: true });
+}"""
+
+
+def test_an_editor_is_focused_as_soon_as_it_is_there(visit: Visit) -> None:
+    """What moved the caret later would tear apart what was typed meanwhile."""
+    visit.open(max_tokens=1)
+    visit.ask(JAPAN)
+    visit.page.evaluate(HAS_FOCUS_AT_ONCE)
+    visit.act(visit.questions.last, "Edit and ask again")
+    expect(visit.page.get_by_label("Your question")).to_be_focused()
+    assert visit.page.evaluate("window.hadFocus") is True
+
+
 def test_two_tabs_that_answer_at_once_lose_nothing(visit: Visit) -> None:
     visit.open(max_tokens=1000)  # stopped when the other tab has asked
     visit.ask("hi")

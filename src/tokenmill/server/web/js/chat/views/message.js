@@ -1,6 +1,6 @@
 // One message: what was said, what it took, and what can be done with it.
 import { Emitter, useChanges } from "../../shared/emitter.js";
-import { html, useEffect, useRef, useState } from "../../shared/view.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../../shared/view.js";
 import { count, duration, rate } from "../../shared/words.js";
 import { RESTARTED, canGoOn } from "../answer.js";
 import { copy } from "../copying.js";
@@ -143,7 +143,7 @@ function Stats({ stats }) {
 
 function Editor({ text, label, action, isBusy, onSave, onCancel }) {
   const field = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => { // with the field itself: what is typed at once must not find the caret moved
     field.current.focus();
     field.current.setSelectionRange(text.length, text.length);
   }, []);
