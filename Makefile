@@ -6,6 +6,7 @@ MINUTES ?= 5
 MODEL  ?= smollm2-135m
 PORT   ?= 8000
 BIN    := $(VENV)/bin
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of test processes import the same sources
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 GPU    := $(strip $(shell nvidia-smi -L 2>/dev/null | grep '^GPU') $(wildcard /proc/driver/nvidia/gpus/*))

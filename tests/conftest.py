@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is; in the servers that tests start, too
 
 import pytest
-import torch
-
-torch.set_num_threads(1)
 
 LONGEST_FIRST = ("web", "e2e", "native", "conformance", "session", "server", "engine")
 """Directories of tests in this order, then the others, whose files are short: no worker ends much later than another.

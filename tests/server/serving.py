@@ -171,6 +171,7 @@ def running(
     thread.start()
     while not server.is_ready:
         assert thread.is_alive()
+        time.sleep(0.001)  # it needs the interpreter meanwhile
     port = listener.getsockname()[1]
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=WAIT_S) as client:
         yield Running(port, llm, served, client, loops[0])
