@@ -736,3 +736,84 @@ def test_what_the_child_logs_is_logged_here_at_the_parents_level(caplog: pytest.
     assert record.name == process.__name__
     assert record.levelname == "ERROR"
     assert "Traceback" in record.getMessage()
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+class Degraded:
+    """An engine process with two cores, of which the first one hangs; a request on the second one still runs."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "hang"
+        extra = {**OPTIONS, "max_context": 1 << 16, "hang_file": str(file)}
+        options = {"extra": extra, "hang_timeout_s": 1.0, "kv_cache_tokens": 1 << 18, "workers": 2}
+        self.client = ProcessClient("fake", options)
+        self.pid = self.client.process.pid
+        file.touch()
+        hung, self.running = Listener(), Listener()
+        self.client.submit(request("hung", LONG, temperature=0), hung, core=0)
+        wait(self.client, lambda: not file.exists())
+        self.client.submit(request("running", 60_000, temperature=0), self.running, core=1)
+        assert hung.result()[1] is FinishReason.ERROR
+        assert "hangs" in (hung.outputs[-1].error or "")
+        wait(self.client, lambda: self.client.cores_alive == [1])
+
+    def retire(self) -> None:
+        """End the last request, and wait until the process is being replaced."""
+        assert goes_on(self.client, "running", self.running)
+        wait(self.client, lambda: self.client._retired is not None)
+
+
+@pytest.fixture
+def degraded(tmp_path: Path) -> Iterator[Degraded]:
+    made = Degraded(tmp_path)
+    try:
+        yield made
+    finally:
+        made.client.close()
+
+
+@pytest.mark.req("R32")
+def test_a_process_that_lost_a_core_is_replaced_when_idle_and_holds_requests(degraded: Degraded) -> None:
+    client = degraded.client
+    assert client.process.pid == degraded.pid, "others still have requests there"
+    degraded.retire()
+    assert client.cores_alive == [0, 1]
+    held = {name: Listener() for name in ("held", "cancelled", "bound")}
+    for name, listener in held.items():
+        tokens, core = LONG if name == "cancelled" else 3, 0 if name == "bound" else None
+        client.submit(request(name, tokens, temperature=0), listener, core)
+    client.cancel("cancelled")
+    with pytest.raises(InvalidRequest, match="already running"):
+        client.submit(request("held"), Listener())
+    assert held["cancelled"].result()[1] is FinishReason.CANCELLED
+    assert [held[name].result()[1] for name in ("held", "bound")] == [FinishReason.LENGTH] * 2
+    assert client.process.pid != degraded.pid
+    assert client.cores_alive == [0, 1]
+
+
+@pytest.mark.req("R32")
+@pytest.mark.parametrize("why", ["no process", "closed"])
+def test_held_requests_end_if_no_process_comes(degraded: Degraded, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise EngineDead("no more processes")
+
+    client, held = degraded.client, Listener()
+    monkeypatch.setattr(process, "RETRY_S", 0.0)
+    tried = threading.Event()
+
+    def new_child() -> None:
+        client.submit(request("held"), held)
+        tried.set()
+        monkeypatch.setattr(client, "_new_child", refuse)
+        if why == "closed":
+            client._is_closed.set()
+        refuse()
+
+    monkeypatch.setattr(client, "_new_child", new_child)
+    degraded.retire()
+    assert tried.wait(WAIT_S)
+    assert held.result()[1] is (FinishReason.SHUTDOWN if why == "closed" else FinishReason.ERROR)
+    with pytest.raises(EngineDead):
+        client.submit(request("more"), Listener())

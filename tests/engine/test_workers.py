@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.helpers import alone, request
+from tests.engine.test_pool import Listener, backend, make_pool
 from tests.parity.checkpoints import save
 from tokenmill import LLM, open_model
-from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import num_processors
 from tokenmill.engine.client import QueuedClient, ThreadClient
-from tokenmill.engine.pool import EnginePool
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.pool import ROUTE_BLOCK, EnginePool, PrefixRoutes, Sink
+from tokenmill.engine.request import Request
 from tokenmill.entrypoints.fit import plan_fit
 from tokenmill.entrypoints.options import load_for_engine
 from tokenmill.errors import ConfigError, Unsupported
+from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -107,3 +116,169 @@ def test_workers_take_what_was_planned_for_them(tmp_path: Path) -> None:
     num_cells = model.free_bytes // model.info.kv_bytes_per_token // 2 + 16
     with pytest.raises(ConfigError, match="are free"):
         LLM(model, tokenizer=ByteTokenizer(), workers=2, kv_cache_tokens=4 * num_cells)
+
+
+# -- routing ----------------------------------------------------------------------------------------------------------
+
+PREFIX = (*range(1, 61), 7, 7, 7, 7)
+OTHER = (*range(60, 0, -1), 9, 9, 9, 9)
+"""Two blocks each."""
+
+
+@contextmanager
+def busy(pool: EnginePool) -> Iterator[None]:
+    """Inside, no core looks into its inbox: what is submitted counts as load until the end."""
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def block(_: EngineCore) -> None:
+        begun.release()
+        release.wait(WAIT_S)
+
+    for core in pool.cores:
+        core.call(block)
+    for _ in pool.cores:
+        assert begun.acquire(timeout=WAIT_S)
+    try:
+        yield
+    finally:
+        release.set()
+
+
+class Submitter:
+    """Submits prompts without a core of their own; notes which took them."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._names = itertools.count()
+        self.listeners: list[Listener] = []
+
+    def __call__(self, *prompts: tuple[int, ...], core: int | None = None) -> list[int]:
+        chosen = []
+        for prompt in prompts:
+            self.listeners.append(Listener())
+            sent = request(f"r{next(self._names)}", prompt, max_new_tokens=2)
+            chosen.append(self._pool.submit(sent, self.listeners[-1], core))
+        return chosen
+
+    def wait(self) -> None:
+        for listener in self.listeners:
+            assert listener.result()[1] is FinishReason.LENGTH
+
+
+def test_a_request_goes_to_the_core_with_its_prefix() -> None:
+    with make_pool(num_cores=2) as pool:
+        submit = Submitter(pool)
+        assert submit(PREFIX) == [0]
+        assert submit(OTHER) == [1], "nothing tells which: they take turns"
+        submit.wait()
+        for _ in range(3):
+            assert submit((*OTHER, 1), (*PREFIX, 2)) == [1, 0]
+            submit.wait()
+        assert submit((*PREFIX[:32], *OTHER)) == [0], "one block is a prefix, too"
+        submit.wait()
+
+
+def test_a_core_that_is_much_busier_is_not_chosen_for_a_prefix() -> None:
+    with make_pool(num_cores=2) as pool:
+        submit = Submitter(pool)
+        with busy(pool):
+            assert submit(*[PREFIX] * 3) == [0, 0, 0]
+            assert submit(PREFIX) == [1], "three requests more are too many"
+            assert submit(*[PREFIX] * 3) == [1, 1, 0], "both have it now, or soon: the least loaded one takes it"
+        submit.wait()
+
+
+def test_prefixes_of_other_namespaces_and_of_bound_requests() -> None:
+    with make_pool(num_cores=2) as pool:
+        submit = Submitter(pool)
+        assert submit(PREFIX, core=1) == [1]
+        submit.wait()
+        assert submit(PREFIX) == [1], "what a session has computed is of use to others"
+        submit.wait()
+        salted = [request(f"s{i}", PREFIX, max_new_tokens=1, namespace="salt") for i in range(2)]
+        listeners = [Listener(), Listener()]
+        assert pool.submit(salted[0], listeners[0]) == 0
+        listeners[0].result()
+        assert pool.submit(salted[1], listeners[1]) == 0
+        listeners[1].result()
+
+
+def test_routes_are_as_many_as_the_kv_can_hold_and_go_with_it() -> None:
+    routes = PrefixRoutes(2, num_cells=4 * ROUTE_BLOCK)
+    first, second = [1, 2, 3], [1, 2, 4, 5]
+    routes.note(0, first)
+    assert [routes.num_cached(core, second) for core in (0, 1)] == [2, 0]
+    routes.note(0, second)
+    assert (routes.num_cached(0, second), routes.num_cached(0, first)) == (4, 2), "the oldest block is forgotten"
+    routes.forget(0)
+    assert routes.num_cached(0, second) == 0
+    with make_pool(num_cores=2) as pool:
+        submit = Submitter(pool)
+        assert submit(PREFIX, OTHER) == [0, 1]
+        submit.wait()
+        backend(pool).faults.add(Fault(FaultKind.FATAL))
+        failing = Listener()
+        assert pool.submit(request("failing", (1, 2)), failing, core=0) == 0
+        assert failing.result()[1] is FinishReason.ERROR
+        pool.cores[0].call(lambda core: core.stats()).result(WAIT_S)  # it was built again
+        assert pool._routes is not None
+        assert pool._routes.num_cached(0, pool._routes.blocks_of(request("x", PREFIX))) == 0
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R32")
+def test_killing_a_worker_fails_only_its_own_requests() -> None:
+    with make_pool(num_cores=3) as pool:
+        listeners: dict[int, list[Listener]] = {core: [Listener() for _ in range(4)] for core in range(3)}
+        backend(pool, 1).faults.add(Fault(FaultKind.FATAL, after=3))
+        with busy(pool):
+            for core, own in listeners.items():
+                for i, listener in enumerate(own):
+                    pool.submit(request(f"{core}.{i}", (core, i), max_new_tokens=100), listener, core)
+        for core, own in listeners.items():
+            for i, listener in enumerate(own):
+                tokens, reason = listener.result()
+                whole = alone((core, i), 100)
+                if core == 1:
+                    assert reason is FinishReason.ERROR
+                    assert tokens == whole[: len(tokens)]
+                else:
+                    assert (tokens, reason) == (whole, FinishReason.LENGTH)
+        again = Listener()
+        pool.submit(request("again", (1, 0), max_new_tokens=9), again, core=1)
+        assert again.result() == (alone((1, 0), 9), FinishReason.LENGTH)
+        assert [core.num_restarts for core in pool.cores] == [0, 1, 0]
+
+
+def test_a_request_goes_to_a_core_whose_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.engine.pool.HANGS_AFTER_S", 0.01)
+    with make_pool(num_cores=2) as pool:
+        hold, stalled = Fault(FaultKind.STALL), Listener()
+        backend(pool).faults.add(hold)
+        pool.submit(request("stalled", PREFIX, max_new_tokens=3), stalled, core=0)
+        assert hold.stalled.wait(WAIT_S)
+        while pool.cores[0].seconds_since_heartbeat() < 0.01:
+            hold.release.wait(0.01)
+        submit = Submitter(pool)
+        assert submit(PREFIX) == [1], "though the other one has its prefix"
+        submit.wait()
+        hold.release.set()
+        assert stalled.result()[1] is FinishReason.LENGTH
+
+
+def test_a_request_that_meets_a_dying_core_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was alive when it was chosen."""
+    with make_pool(num_cores=2) as pool:
+        monkeypatch.setattr(pool, "_choose", lambda _: 0 if pool.cores[0].is_alive else 1)
+        submit_first = pool.cores[0].submit
+
+        def submit_late(sent: Request, sink: Sink) -> None:
+            pool.cores[0].stop()
+            submit_first(sent, sink)
+
+        monkeypatch.setattr(pool.cores[0], "submit", submit_late)
+        submit = Submitter(pool)
+        assert submit(PREFIX) == [1]
+        submit.wait()

@@ -59,7 +59,7 @@ class EngineClient(RequestClient, Protocol):
 
     @property
     def seconds_silent(self) -> float:
-        """How long the slowest core has been inside one step; 0 when all are idle. Grows when one hangs."""
+        """How long all cores that take requests have been inside one step; 0 when one is idle. Grows when all hang."""
         ...
 
     @property
@@ -248,7 +248,7 @@ class ThreadClient:
 
     @property
     def seconds_silent(self) -> float:
-        return max(core.seconds_since_heartbeat() for core in self.pool.cores)
+        return min((core.seconds_since_heartbeat() for core in self.pool.cores if core.is_alive), default=0.0)
 
     @property
     def is_hung(self) -> bool:

@@ -1,24 +1,28 @@
 """`EnginePool`: N engine cores on one model, each owned by a thread of its own.
 
 Everybody else talks to a core through its inbox; step results go from the core's thread straight to the callers' sinks.
-A sink is called on that thread and must not block: it may set an event or fill a queue. When a core dies its requests
-get their terminal events, and the thread builds a new core on the same model. A core whose step does not return is
-abandoned by the pool's supervisor thread: its requests get their terminal events, and it takes no others.
+A sink is called on that thread and must not block: it may set an event or fill a queue. A request that is not bound to
+a core goes to the one that probably has its prefix in KV (`PrefixRoutes`), unless that one is much busier than another.
+When a core dies its requests get their terminal events, and the thread builds a new core on the same model. A core
+whose step does not return is abandoned by the pool's supervisor thread: its requests get their terminal events, and it
+takes no others. Requests of the other cores notice neither.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import queue
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from tokenmill.config import EngineConfig
@@ -44,11 +48,17 @@ ANSWER_S = 10.0
 """How long a core may take to answer: it does so between two steps."""
 RESTART_WINDOW_S = 600.0
 """Restarts of a core are counted over this long."""
+HANGS_AFTER_S = 5.0
+"""A step that takes longer probably hangs: no request goes there that another core can take."""
 HANG_FACTOR = 10.0
 """A step hangs when it takes this many times as long as predicted, and at least `hang_timeout_s`."""
 MIN_LOOK_S = 0.02
 """Between two looks of the supervisor at a core that is about to be abandoned."""
 CLOSED = "the engine was closed"
+ROUTE_BLOCK = 32
+"""Tokens of a prompt that are looked up together: a shorter common prefix does not matter for routing."""
+ROUTE_SLACK = 2
+"""A core with the prefix of a request in KV may have this many requests more than the least loaded one."""
 
 
 class Sinks:
@@ -167,9 +177,12 @@ class CoreThread:
         events: EventBus,
         restarts: RestartLimit,
         on_end: Callable[[str], None] = lambda _: None,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_end = on_end
         """Told the id of each request that has ended, before its sink is."""
+        self._on_restart = on_restart
+        """Told that the core was built again, without the KV of the one before."""
         self.events = events
         """Outlives the core: subscribers stay through a restart."""
         self.num_restarts = 0
@@ -399,6 +412,7 @@ class CoreThread:
             try:
                 self.core = self._make_core(self.events)
                 self.num_restarts += 1
+                self._on_restart()
                 self.core.tell_start()
                 return True
             except Exception:
@@ -425,6 +439,47 @@ class CoreThread:
             tell(sink, StepResult.of_end(request_id, reason, why))
 
 
+class PrefixRoutes:
+    """Which core has how much of a prompt in KV, judging by the prompts that each was given.
+
+    A core's `PrefixIndex` belongs to its thread, which is inside a step most of the time. This is a guess that needs no
+    answer from it: hashes of the blocks of prompts, as many for each core as its KV can hold, least recently used ones
+    forgotten first. A wrong guess costs recomputation.
+    """
+
+    def __init__(self, num_cores: int, num_cells: int) -> None:
+        self._max_blocks = max(1, num_cells // ROUTE_BLOCK)
+        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_cores)]
+
+    @staticmethod
+    def blocks_of(request: Request) -> list[int]:
+        """A hash for each whole block of its prompt, of everything up to the block's end."""
+        prompt = request.token_array()
+        found, before = [], hash(request.hints.namespace)
+        for end in range(ROUTE_BLOCK, len(prompt) + 1, ROUTE_BLOCK):
+            before = hash((before, prompt[end - ROUTE_BLOCK : end].tobytes()))
+            found.append(before)
+        return found
+
+    def num_cached(self, core: int, blocks: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from the first on, this core was given before."""
+        known = self._blocks[core]
+        return next((i for i, block in enumerate(blocks) if block not in known), len(blocks))
+
+    def note(self, core: int, blocks: Sequence[int]) -> None:
+        """The core is given a prompt."""
+        known = self._blocks[core]
+        for block in reversed(blocks):  # the first ones are shared most, and forgotten last
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) > self._max_blocks:
+            known.popitem(last=False)
+
+    def forget(self, core: int) -> None:
+        """The core has lost its KV."""
+        self._blocks[core].clear()
+
+
 class EnginePool:
     """N cores on one `ModelHandle`: weights once, a KV memory and a thread each."""
 
@@ -443,12 +498,17 @@ class EnginePool:
             return EngineCore(model.new_backend(limits), model.info, config, clock, events)
 
         self.cores: list[CoreThread] = []
+        self._routes = PrefixRoutes(num_cores, limits.num_cells) if num_cores > 1 and config.prefix_caching else None
+        self._turns = itertools.count(1)
+        self._latest_turn = [0] * num_cores
+        """When each core was last given a request. These three are used under the lock."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         try:
             for i in range(num_cores):
-                restarts = RestartLimit(max_restarts, RESTART_WINDOW_S, clock)
-                self.cores.append(CoreThread(f"tokenmill-core-{i}", make_core, EventBus(clock), restarts, on_end))
+                restarts, on_restart = RestartLimit(max_restarts, RESTART_WINDOW_S, clock), partial(self._forget, i)
+                name = f"tokenmill-core-{i}"
+                self.cores.append(CoreThread(name, make_core, EventBus(clock), restarts, on_end, on_restart))
         except BaseException:
             self.close()
             raise
@@ -467,19 +527,47 @@ class EnginePool:
     def submit(
         self, request: Request, sink: Sink, core: int | None = None, on_core: Callable[[int], None] = lambda _: None
     ) -> int:
-        """Give the request to a core, the least loaded one unless told; returns which.
+        """Give the request to a core, chosen by prefix and load unless told; returns which.
 
         `on_core` is told before the core has it: it may end before this returns.
         """
+        blocks = [] if self._routes is None else self._routes.blocks_of(request)
         with self._lock:
-            index = self._least_loaded() if core is None else core
-            on_core(index)
-            self.cores[index].submit(request, sink)
+            while True:
+                index = self._choose(blocks) if core is None else core
+                on_core(index)
+                try:
+                    self.cores[index].submit(request, sink)
+                except EngineDead:  # just now, perhaps: then another one takes it
+                    if core is not None or not any(one.is_alive for one in self.cores):
+                        raise
+                else:
+                    break
+            self._latest_turn[index] = next(self._turns)
+            if self._routes is not None:
+                self._routes.note(index, blocks)
         return index
 
-    def _least_loaded(self) -> int:
-        alive = [i for i, core in enumerate(self.cores) if core.is_alive] or range(len(self.cores))
-        return min(alive, key=lambda i: self.cores[i].load)
+    def _choose(self, blocks: Sequence[int]) -> int:
+        """The core with the longest prefix in KV among those that are not much busier than the least loaded one.
+
+        Cores of which nothing else tells which to take go in turn, so that the KV of all of them is used.
+        """
+        alive = [i for i, core in enumerate(self.cores) if core.is_alive]
+        if not alive:
+            return 0  # which says why
+        going = [i for i in alive if self.cores[i].seconds_since_heartbeat() < HANGS_AFTER_S]
+        loads = {i: self.cores[i].load for i in going or alive}
+        least = min(loads.values())
+        cores = [i for i, load in loads.items() if load <= least + ROUTE_SLACK]
+        cached = {i: 0 if self._routes is None else self._routes.num_cached(i, blocks) for i in cores}
+        return max(cores, key=lambda i: (cached[i], -loads[i], -self._latest_turn[i]))
+
+    def _forget(self, core: int) -> None:
+        """On the thread of a core that was built again."""
+        if self._routes is not None:
+            with self._lock:
+                self._routes.forget(core)
 
     def cancel(self, core: int, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.cores[core].cancel(request_id, reason)

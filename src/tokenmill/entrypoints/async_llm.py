@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient, ThreadClient
 from tokenmill.engine.events import CoreSnapshot
-from tokenmill.engine.pool import MakeSubscriber
+from tokenmill.engine.pool import HANGS_AFTER_S, MakeSubscriber
 from tokenmill.engine.request import Hints
 from tokenmill.entrypoints.options import (
     EngineOptions,
@@ -38,9 +38,6 @@ from tokenmill.text.turn_parser import TurnPlan
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.process import ProcessClient
-
-HANGS_AFTER_S = 5.0
-"""A step that takes longer has hung, as far as readiness goes."""
 
 
 def open_engine(
@@ -115,13 +112,13 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """Does it take requests, and do its steps end?"""
+        """Does it take requests, and do the steps of a worker end?"""
         return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
 
     @property
     def is_hung(self) -> bool:
-        """Was an engine core abandoned that can't be replaced? Only a restart of this process helps."""
-        return self._client.is_hung
+        """Was the last engine core abandoned, and can't be replaced? Only a restart of this process helps."""
+        return self._client.is_hung and not self._client.cores_alive
 
     @property
     def num_cores(self) -> int:

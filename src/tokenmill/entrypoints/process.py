@@ -3,7 +3,9 @@
 The engine process loads the weights and runs the engine's threads; this one never touches them, and the two share no
 interpreter lock. They talk over a private unix socket: one message per step. Neither outlives the other: the child ends
 when its standard input, a pipe from the parent, is closed by whatever ends the parent. When the child ends, every
-waiting caller is told, and another one is started: all that an engine process knows can be computed again.
+waiting caller is told, and another one is started: all that an engine process knows can be computed again. A child that
+has lost some of its cores runs on for the requests of the others, and is replaced once it is idle; requests that come
+meanwhile wait for the next one.
 
 A mistake costs its own request only. What can't be sent is refused on the caller's thread; a message that fails in the
 child ends the request it is about; a sink that raises loses the request it listens to.
@@ -207,6 +209,10 @@ class ProcessClient:
         self._is_closed = threading.Event()
         self._gone: str | None = "the engine process is starting"
         """Why no request can be sent now."""
+        self._retired: _Child | None = None
+        """A child that is being replaced though it has cores left. Until the next one is ready, requests are held."""
+        self._held: list[bytes] = []
+        """Messages about requests for the next child."""
         self._cores_alive: list[int] = []
         self._silent_s, self._pulse_at = 0.0, time.monotonic()
         self._hang_timeout_s: float | None = None
@@ -241,6 +247,8 @@ class ProcessClient:
 
     @property
     def cores_alive(self) -> list[int]:
+        if self._retired is not None:
+            return list(range(self._num_cores))  # the next child will have them
         return self._cores_alive if self._gone is None else []
 
     @property
@@ -256,13 +264,13 @@ class ProcessClient:
         check_request(request, self.model.info, self.max_model_len)
         message = wire.pack(wire.Submit.of(request, core))
         with self._lock:
-            if self._gone is not None:
+            if self._gone is not None and self._retired is None:
                 raise EngineDead(self._gone)
             if request.request_id in self._requests:
                 raise InvalidRequest(f"request {request.request_id} is already running")
             self._requests[request.request_id] = request
             self._sinks.add(request.request_id, sink)
-            self._child.mail.post(message)
+            self._send(message)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         check_cancel(reason)
@@ -275,7 +283,14 @@ class ProcessClient:
         """Post it if its request is running; else there is nothing to end."""
         with self._lock:
             if message.request_id in self._requests:
-                self._child.mail.post(wire.pack(message))
+                self._send(wire.pack(message))
+
+    def _send(self, message: bytes) -> None:
+        """Post a message about a request, or hold it for the next child. Under the lock."""
+        if self._retired is None:
+            self._child.mail.post(message)
+        else:
+            self._held.append(message)
 
     def release(self, owner: str) -> None:
         with self._lock:
@@ -399,8 +414,9 @@ class ProcessClient:
                 self._num_failed_starts = MAX_FAILED_STARTS  # a bug, which another process would meet again
             finally:
                 child.end()
-                self._end_all(why or f"the engine process ended with exit code {child.process.returncode}")
+                self._end_all(why or f"the engine process ended with exit code {child.process.returncode}", child)
             goes_on = self._start_again()
+        self._end_all(self._gone or "")  # requests that were held for a child that has not come
 
     def _why_hung(self, child: _Child) -> str:
         """Nothing unless the child has stopped to run Python; while it does, it abandons its own cores."""
@@ -448,9 +464,13 @@ class ProcessClient:
         elif isinstance(message, wire.Pulse):
             self._cores_alive, self._silent_s = message.cores_alive, message.seconds_silent
             self._pulse_at = time.monotonic()
-            if not message.cores_alive:  # it is about to end
-                with self._lock:
+            with self._lock:
+                if not message.cores_alive:  # it is about to end
                     self._gone = self._gone or "all cores of the engine process have failed"
+                elif len(message.cores_alive) < self._num_cores and not self._requests and self._gone is None:
+                    self._gone = f"engine process {self._child.process.pid} has lost a core and is replaced"
+                    self._retired = self._child
+                    self._child.process.kill()
             for request_id in message.started:
                 self._note_started(request_id)
         elif isinstance(message, wire.Answer):
@@ -480,6 +500,9 @@ class ProcessClient:
             self._num_failed_starts = 0
             if not self._is_closed.is_set():
                 self._gone = None
+            held, self._held, self._retired = self._held, [], None
+            for message in held:
+                self._send(message)
         if not self._ready.done():
             self._ready.set_result(ready)
 
@@ -523,17 +546,19 @@ class ProcessClient:
                 for request_id in unheard:
                     self.cancel(request_id)
 
-    def _end_all(self, why: str) -> None:
-        """Tell every caller that the child is gone."""
+    def _end_all(self, why: str, child: _Child | None = None) -> None:
+        """Tell every caller that the child is gone; of one that was retired when idle, requests wait for the next."""
         with self._lock:
             closed = self._is_closed.is_set()
-            if not closed:
+            are_held = not closed and child is not None and child is self._retired
+            if not closed and not are_held:
                 self._gone = why
-            gone = self._gone or ""
-            reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
-            ends = [StepResult.of_end(request_id, reason, gone) for request_id in self._requests]
-            parts = [part for end in ends for part in self._sinks.route(end)]
-            self._requests = {}
+            gone, parts = self._gone or "", []
+            if not are_held:
+                reason = FinishReason.SHUTDOWN if closed else FinishReason.ERROR
+                ends = [StepResult.of_end(request_id, reason, gone) for request_id in self._requests]
+                parts = [part for end in ends for part in self._sinks.route(end)]
+                self._requests, self._held, self._retired = {}, [], None
             questions, self._questions = self._questions, {}
             all_following = list(self._following.items())
         for sink, part in parts:

@@ -96,7 +96,7 @@ class ServedModel:
         template = llm.opened.text.template
         self.reasons = template is not None and template.turn_format.reasons
         """May its answers begin with thinking?"""
-        self.sessions = SessionService(llm, limits=limits, store=store, texts=texts)
+        self.sessions = SessionService(llm, routing="least_loaded", limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()
 
