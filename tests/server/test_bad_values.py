@@ -31,6 +31,7 @@ from tests.server.refusals import (
     refuse,
 )
 from tests.server.serving import HI, KEY, Reply, Running
+from tokenmill.server.fields import MAX_JSON_WORK, json_work
 
 # -- I02: too much of something ---------------------------------------------------------------------------------------
 
@@ -118,8 +119,9 @@ def test_i02_a_million_of_something_takes_no_longer(server: Running, what: str) 
     path, param, value = LARGE[what]
     content = json.dumps(changed(path, **{param: value}), separators=(",", ":"))
     assert len(content) < server.served.config.max_body_bytes
+    is_parsed = json_work(content.encode(), MAX_JSON_WORK) <= MAX_JSON_WORK
     with nothing_runs(server):
-        check_refusal(post(server, path, content, LARGE_S), 400, param, what)
+        check_refusal(post(server, path, content, LARGE_S), 400, param if is_parsed else None, what)
 
 
 def test_i02_a_body_that_is_larger_than_any_may_be(server: Running) -> None:

@@ -20,7 +20,7 @@ from tests.text.test_pieces import default_tokenizer
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.server import bodies as routing
+from tokenmill.server import fields
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.telemetry import hub as telemetry
 from tokenmill.server.telemetry.metrics import Metrics
@@ -115,7 +115,7 @@ def test_21_1_long_texts_are_parsed_rendered_and_tokenized_off_the_event_loop(
 
         monkeypatch.setattr(owner, attribute, watched)
 
-    watch(routing.pydantic_core, "from_json", "parse", len)
+    watch(fields.pydantic_core, "from_json", "parse", len)
     watch(chat, "run_template", "render", lambda _, variables: len(str(variables)))
     watch(ByteTokenizer, "encode_template", "tokenize", lambda _, text: 4 * len(text))
     reply = ROUTES[name](server)
@@ -229,7 +229,7 @@ def test_21_1_a_body_of_millions_of_values_is_not_parsed(server: Running) -> Non
     content = b'{"model": "fake", "prompt": [' + b"1," * (1 << 21) + b"1]}"
     reply = server.post(COMPLETIONS, content)
     assert reply.status == 400
-    assert reply.error["message"] == f"the body has {(1 << 21) + 1} commas; at most {1 << 20} are allowed"
+    assert reply.error["message"].startswith("too many values in the body: ")
 
 
 def test_21_1_long_answers_of_tokenize_are_whole(server: Running) -> None:

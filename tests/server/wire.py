@@ -235,6 +235,49 @@ def diary_of(server: Running) -> Iterator[Diary]:
         end()
 
 
+class LoopLag:
+    """How long a server's event loop has been kept from its callbacks, in processor time.
+
+    A probe is due every 2 ms. It counts as late by what this process has computed since the last one, on any thread:
+    the loop's own work, and what others did while they held the interpreter lock. Time in which the machine ran other
+    processes is not counted; where other threads compute without the lock and the loop waits for a core, too much is.
+    """
+
+    PERIOD_S = 0.002
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self._last = 0.0, 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        self._last = time.monotonic(), time.process_time()
+        self._tick()
+
+    async def stop(self) -> None:
+        assert self._next is not None
+        self._next.cancel()
+        self._tick()
+        self._next.cancel()
+
+    def _tick(self) -> None:
+        now = time.monotonic(), time.process_time()
+        late_s, computed_s = (one - before for one, before in zip(now, self._last, strict=True))
+        self.worst_s = max(self.worst_s, min(late_s - self.PERIOD_S, computed_s))
+        self._last = now
+        self._next = asyncio.get_running_loop().call_later(self.PERIOD_S, self._tick)
+
+
+@contextmanager
+def lag_of(server: Running) -> Iterator[LoopLag]:
+    lag = LoopLag()
+    server.do(lag.start())
+    try:
+        yield lag
+    finally:
+        server.do(lag.stop())
+
+
 class Hold:
     """The engine stands still in a step."""
 

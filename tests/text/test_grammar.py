@@ -159,6 +159,14 @@ def test_malformed_constraints_are_rejected_when_they_are_made(outputs: dict[str
         StructuredOutputs(**outputs)
 
 
+def test_thousands_of_choices(compiler: GrammarCompiler) -> None:
+    """Each of them would be an alternative of the parser, which has room for 2,000 at a time."""
+    choices = [f"{i:04}" for i in range(4000)]
+    state = compiler.compile(StructuredOutputs(choice=choices)).start()
+    assert state.advance(b"3999")
+    assert state.is_complete
+
+
 def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     times: list[float] = []
     compiler.on_compiled = times.append

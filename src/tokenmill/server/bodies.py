@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-import pydantic_core
 from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -17,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.errors import ApiError, error_response
+from tokenmill.server.fields import read_json
 from tokenmill.server.streaming import ClientGone, while_connected
 from tokenmill.server.telemetry.figures import CLIENT_GONE
 from tokenmill.text.workers import TextWorkers
@@ -25,29 +24,11 @@ KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the serve
 """For the document only: who may come in is decided before any route."""
 
 
-BEYOND_LIMITS = {
-    "number out of range": "an integer in the body has more than 4300 digits",
-    "recursion limit exceeded": "the body is nested more than 200 levels deep",
-}
-"""What the parser says of JSON that is valid, but more than it reads."""
-
-
-MAX_COMMAS = 1 << 20
-"""In a body: parsing holds the interpreter lock for a tenth of a second where they all separate values."""
-
-
 def _parsed(body: bytes) -> Any:
-    """JSON, parsed strictly: no NaN, no lone surrogates, no nesting without end."""
-    if len(body) > MAX_COMMAS and (count := body.count(b",")) > MAX_COMMAS:
-        raise HTTPException(400, f"the body has {count} commas; at most {MAX_COMMAS} are allowed")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        return read_json(body)
     except ValueError as error:
-        said = str(error)
-        where = re.search(r"line \d+ column \d+", said)
-        at = f": see {where.group()}" if where else ""
-        problem = next((words for limit, words in BEYOND_LIMITS.items() if limit in said), "the body is not valid JSON")
-        raise HTTPException(400, f"{problem}{at}") from None
+        raise HTTPException(400, str(error)) from None
 
 
 class JsonRoute(APIRoute):

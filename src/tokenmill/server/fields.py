@@ -9,14 +9,76 @@ would give an answer that the client did not ask for. The table in docs/request-
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
 
+import pydantic_core
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, WithJsonSchema
 
+from tokenmill.params import shown
 from tokenmill.server.errors import ApiError
+
+# -- JSON that somebody sends -----------------------------------------------------------------------------------------
+
+BEYOND_LIMITS = {
+    "number out of range": "an integer in {} has more than 4300 digits",
+    "recursion limit exceeded": "{} is nested more than 200 levels deep",
+}
+"""What the parser says of JSON that is valid, but more than it reads."""
+MAX_JSON_WORK = 1 << 20
+"""Of a body: a parser holds the interpreter lock to the end, which is some 40 ms by then."""
+OBJECT_WORK, KEY_WORK = 12, 6
+"""An object or an array, and a key, in terms of a plain value in a list."""
+WORK_PIECE = 1 << 16
+"""Bytes that are looked at in one go, while no other thread runs."""
+
+
+class MuchWork(ValueError):
+    """Parsing it would hold up the event loop."""
+
+
+def json_work(text: bytes, enough: int) -> int:
+    """How long JSON takes to be parsed: what its commas, keys and brackets come to; counting stops beyond `enough`.
+
+    Where that seems too much, those within strings do not count.
+    """
+    if (most := _work(text)) <= enough:
+        return most
+    at, work, in_string = 0, 0, False
+    while at < len(text) and work <= enough:
+        piece = text[at : at + WORK_PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) > 1:  # it ends within an escape
+            piece = piece[:-1]
+        at += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        work += _work(b"".join(parts[in_string::2]))
+        in_string ^= len(parts) % 2 == 0
+    return work
+
+
+def _work(text: bytes) -> int:
+    return text.count(b",") + KEY_WORK * text.count(b":") + OBJECT_WORK * (text.count(b"{") + text.count(b"["))
+
+
+def read_json(text: bytes, what: str = "the body", most_work: int = MAX_JSON_WORK) -> Any:
+    """JSON, parsed strictly: no NaN, no lone surrogates, no nesting without end. `ValueError` says what is wrong."""
+    if json_work(text, most_work) > most_work:
+        rule = f"commas + {KEY_WORK} x keys + {OBJECT_WORK} x objects and arrays"
+        raise MuchWork(f"too many values in {what}: {rule} may be {most_work} at most")
+    try:
+        return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        said = str(error)
+        where = re.search(r"line \d+ column \d+", said)
+        at = f": see {where.group()}" if where else ""
+        problem = next((words for limit, words in BEYOND_LIMITS.items() if limit in said), "{} is not valid JSON")
+        raise ValueError(f"{problem.format(what)}{at}") from None
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
 
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Flag = StrictBool | None
@@ -149,7 +211,7 @@ def _content(value: Any) -> Any:
         raise ValueError("must be a string or a list of text parts")
     other = next((part for part in value if part.get("type") != "text" or not isinstance(part.get("text"), str)), None)
     if other is not None:
-        raise ValueError(f"content parts of type {other.get('type')!r:.40} are not supported; supported: text")
+        raise ValueError(f"content parts of type {shown(other.get('type'))} are not supported; supported: text")
     return value
 
 

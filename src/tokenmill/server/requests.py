@@ -6,10 +6,9 @@ ones are ignored. Types are checked here, limits come from `ServerConfig`, and v
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,26 +24,40 @@ from pydantic import (
 )
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.params import CONSTRAINTS, MAX_LOGPROBS, MAX_SEED, MAX_TOKENS, SamplingParams, StructuredOutputs
+from tokenmill.params import (
+    CONSTRAINTS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_TOKENS,
+    SamplingParams,
+    StructuredOutputs,
+    min_json_chars,
+    shown,
+)
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import (
     KNOWN,
+    MAX_JSON_WORK,
     Content,
     Endpoint,
     Flag,
     Ids,
     JsonObject,
     JsonSchema,
+    MuchWork,
     Number,
     Stop,
     Texts,
     TextsOrIds,
     at_most,
+    json_work,
     list_of,
+    read_json,
 )
 from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
-from tokenmill.text.tool_grammar import Tool, ToolUse
+from tokenmill.text.tool_grammar import REMARKS, Tool, ToolUse
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +306,8 @@ TopLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None
 # -- tools and reasoning ----------------------------------------------------------------------------------------------
 
 MAX_TOOLS = 1024
+MAX_PAST_CALLS, MAX_ARGUMENTS_WORK = 4096, MAX_JSON_WORK // 4
+"""In all messages: past calls are checked on the event loop."""
 NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
 Tools = Annotated[
     Any,
@@ -349,8 +364,19 @@ def tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: b
     if mode == "none":
         return ToolUse()
     chosen = tuple(tool for tool in declared if wanted is None or tool.name in wanted)
+    _check_length(chosen)
     is_one = mode == "named" or parallel is False  # a function that is named is called once
     return ToolUse(chosen, required=mode != "auto", parallel=not is_one)
+
+
+def _check_length(tools: Sequence[Tool]) -> None:
+    """Their grammar is bounded, too, but it is made late: when the prompt is rendered and tokenized."""
+    left = MAX_GRAMMAR_BYTES
+    for tool in tools:
+        left -= min_json_chars(tool.schema, left, REMARKS)
+        if left < 0:
+            what = f"at most {MAX_GRAMMAR_BYTES >> 10} KiB are allowed, without descriptions"
+            raise ApiError(400, f"tools: the schemas are too long: {what}", param="tools")
 
 
 def _choice(choice: Any) -> tuple[list[str] | None, str]:
@@ -364,7 +390,7 @@ def _choice(choice: Any) -> tuple[list[str] | None, str]:
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
-        if isinstance(listed, list) and listed and allowed.get("mode") in ("auto", "required"):
+        if isinstance(listed, list) and 0 < len(listed) <= MAX_TOOLS and allowed.get("mode") in ("auto", "required"):
             names = [_choice({"type": "function", **one})[0] for one in listed if isinstance(one, Mapping)]
             return [name for one in names if one is not None for name in one], allowed["mode"]
     what = 'must be "auto", "none", "required", or an object that names a function'
@@ -375,11 +401,11 @@ def _tool(place: int, tool: Mapping[str, Any]) -> Tool:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
         kind = tool.get("type")
-        raise ApiError(400, f"tools[{place}]: tools of type {kind!r:.40} are not supported: function", param="tools")
+        raise ApiError(400, f"tools[{place}]: tools of type {shown(kind)} are not supported: function", param="tools")
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         what = "a name of 1 to 64 letters, digits, underscores, dashes and dots"
-        raise ApiError(400, f"tools[{place}]: a function requires {what}, not {name!r:.80}", param="tools")
+        raise ApiError(400, f"tools[{place}]: a function requires {what}, not {shown(name)}", param="tools")
     if schema is not None and (not isinstance(schema, Mapping) or schema.get("type", "object") != "object"):
         raise ApiError(400, f"tools[{place}]: the parameters of {name} must be a schema of an object", param="tools")
     return Tool(name, schema or {"type": "object", "properties": {}})
@@ -394,25 +420,38 @@ def session_use(declared: Sequence[Mapping[str, Any]], body: ChatFields) -> Tool
     return tool_use(declared, body.tool_choice, body.parallel_tool_calls)
 
 
-def check_calls(message: Mapping[str, Any], param: str = "messages") -> None:
-    """The tool calls of a past message: each has a name, and arguments that are a JSON object."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise ApiError(400, "tool_calls must be a list", param=param)
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ApiError(400, "a tool call requires a function with a name", param=param)
-        given = function.get("arguments")
+def check_calls(messages: Iterable[Mapping[str, Any]], param: str = "messages") -> None:
+    """The tool calls of past messages: each has a name, and arguments that are a JSON object."""
+    left, num_calls = MAX_ARGUMENTS_WORK, 0
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise ApiError(400, "tool_calls must be a list", param=param)
+        num_calls += len(calls)
+        if num_calls > MAX_PAST_CALLS:
+            raise ApiError(400, f"at most {MAX_PAST_CALLS} tool calls in all messages", param=param)
+        for call in calls:
+            left -= _check_call(call, param, left)
+
+
+def _check_call(call: Any, param: str, most_work: int) -> int:
+    """Returns how much work it was to read its arguments."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(400, "a tool call requires a function with a name", param=param)
+    arguments = given = function.get("arguments") or {}
+    what, text = f"the arguments of the call of {function['name'][:64]}", b""
+    if isinstance(given, str):
+        text = given.strip().encode()
         try:
-            arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-        except (ValueError, RecursionError):
+            arguments = read_json(text, what, most_work) if text else {}
+        except MuchWork as error:
+            raise ApiError(400, f"{error}, with those of the calls before", param=param) from None
+        except ValueError:
             arguments = None
-        if not isinstance(arguments, dict):
-            what = f"the arguments of the call of {function['name'][:64]} must be a JSON object"
-            raise ApiError(400, f"{what}, not {given!r:.80}", param=param)
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{what} must be a JSON object, not {shown(given)}", param=param)
+    return json_work(text, most_work)
 
 
 def with_effort(options: dict[str, Any], effort: str | None) -> dict[str, Any]:
@@ -459,8 +498,8 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             raise ApiError(400, what, param="messages")
         if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
             raise ApiError(400, "a tool message requires tool_call_id", param="messages")
-        if message.role == "assistant" and message.model_extra and "tool_calls" in message.model_extra:
-            check_calls(message.model_extra)
+    assistants = (message.model_extra for message in messages if message.role == "assistant")
+    check_calls(extra for extra in assistants if extra)
 
 
 def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
@@ -517,7 +556,7 @@ class ChatRequest(ChatFields):
     endpoint = Endpoint.CHAT
 
     model: ModelName = None
-    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 16), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 14), Field(min_length=1)]
     # Extensions.
     session_id: StrictStr | None = Field(
         None, max_length=256, description="Go on with this session: messages are only what is new."

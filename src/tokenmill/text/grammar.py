@@ -43,6 +43,10 @@ MAX_FORCED = 16 << 10
 """Characters that one literal, or one expression at least, may have: a longer run would hold up an engine's step."""
 MAX_STEP_ITEMS = 10_000
 """Of the parser in one step, some 10 ms; llguidance's own limit is five times that."""
+MAX_SYMBOLS = 50_000
+"""Of a grammar: some 1,000 tools, or 2 s of compiling; llguidance's own limit is ten times that."""
+MAX_ENUM_PARTS = 4096
+"""Arrays and objects in an enum, each of which takes 50 microseconds to compile; texts and numbers take none."""
 FIRST_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}}
 MAX_GBNF_BYTES = 64 << 10
 """GBNF is converted to Lark in Python."""
@@ -296,7 +300,7 @@ def _any(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLT
 def _compiled(outputs: StructuredOutputs, tokenizer: LLTokenizer, eos_ids: frozenset[int]) -> Grammar:
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(step_max_items=MAX_STEP_ITEMS)
+    limits = LLParserLimits(step_max_items=MAX_STEP_ITEMS, max_grammar_size=MAX_SYMBOLS)
     try:
         matcher = LLMatcher(tokenizer, grammar_source(outputs), log_level=0, limits=limits)
     except InvalidRequest:
@@ -306,9 +310,14 @@ def _compiled(outputs: StructuredOutputs, tokenizer: LLTokenizer, eos_ids: froze
     # The first step belongs to compiling: what explodes does so here, and states begin with its tables.
     if not matcher.is_error():
         matcher.compute_ff_tokens()
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise _rejected(f"{outputs.kind}: {_reason(matcher.get_error())}")
+        allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        second = matcher.deep_copy()
+        second.consume_token(int(np.unpackbits(allowed, bitorder="little").argmax()))
+        failed = next((one for one in (matcher, second) if one.is_error()), None)
+    else:
+        failed = matcher
+    if failed is not None:
+        raise _rejected(f"{outputs.kind}: {_reason(failed.get_error())}")
     return Grammar(matcher, eos_ids)
 
 
@@ -328,7 +337,9 @@ def grammar_source(outputs: StructuredOutputs) -> str:
         for choice in outputs.choice:
             _check_literal("choice", choice)
         listed = "\n  | ".join(_lark_string(choice) for choice in outputs.choice if choice)
-        return LLMatcher.grammar_from_lark(f"start: {listed}")
+        return LLMatcher.grammar_from_lark(
+            f"start: CHOICE\nCHOICE: {listed}"
+        )  # a terminal: rules have few alternatives
     if outputs.structural_tag is not None:
         return LLMatcher.grammar_from_lark(_lark("structural_tag", _tags(str(outputs.structural_tag)), whitespace))
     return LLMatcher.grammar_from_lark(_lark("grammar", _as_lark(str(outputs.grammar)), whitespace))
@@ -344,7 +355,9 @@ def _whitespace(outputs: StructuredOutputs) -> Any:
 def _parsed(kind: str, text: str) -> Any:
     try:
         schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise _rejected(f"{kind} is nested too deeply") from None
+    except ValueError as error:
         raise _rejected(f"{kind} is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise _rejected(f"{kind} must be a JSON object, not {type(schema).__name__}")
@@ -359,6 +372,8 @@ def _reason(error: str) -> str:
     """Why llguidance does not compile a grammar, without advice about its own options."""
     if error.startswith("NoExtension"):
         return "no text satisfies it"
+    if "Current row has" in error:
+        return "it has too many alternatives at a time; list literals in a terminal, whose name is in upper case"
     if error.startswith("oneOf"):
         return "the keyword oneOf is supported only where its alternatives exclude each other; use anyOf"
     return _first_line(error)
@@ -510,13 +525,20 @@ class _Audit:
                 raise self._unsupported(f"{keyword} over {MAX_FORCED}", path)
         if isinstance(schema.get("pattern"), str):
             _check_forced(f"{self._kind}: pattern", schema["pattern"])
-        for value in (schema.get("const"), *(schema["enum"] if isinstance(schema.get("enum"), list) else ())):
+        for value in (schema.get("const"), *_listed(schema, "enum")):
             if isinstance(value, str):
                 _check_literal(self._kind, value)
+        if sum(isinstance(value, (dict, list)) for value in _listed(schema, "enum")) > MAX_ENUM_PARTS:
+            raise self._unsupported(f"enum with more than {MAX_ENUM_PARTS} arrays and objects", path)
         schema.pop("uniqueItems", None)  # false: it means nothing
 
     def _unsupported(self, keyword: str, path: str) -> InvalidRequest:
         return _rejected(f"{self._kind}: the keyword {keyword} is not supported (at {path})")
+
+
+def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def _parts(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

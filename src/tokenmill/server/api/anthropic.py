@@ -319,7 +319,7 @@ def _past_call(block: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(400, "the input of a tool_use block must be an object", param="messages")
     function = {"name": block.get("name"), "arguments": json.dumps(given, ensure_ascii=False)}
     call = {"id": block["id"], "type": "function", "function": function}
-    check_calls({"tool_calls": [call]})
+    check_calls([{"tool_calls": [call]}])
     return call
 
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tokenmill.outputs import CompletionOutput, OutputDelta, RequestOutput, TurnPart
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, shown
 from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
@@ -120,33 +120,36 @@ def as_messages(body: ResponsesRequest, most_parts: int) -> list[dict[str, Any]]
     if not isinstance(items, list) or not items:
         raise ApiError(400, "input must be a string or a list of items", param="input")
     messages: list[dict[str, Any]] = []
+    known: set[str] = set()
     for item in items:
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "function_call":
-            _add_call(messages, item)
+            known.add(_add_call(messages, item))
         elif kind == "function_call_output":
             messages.append(_call_output(item, most_parts))
-            known = {call["id"] for message in messages for call in message.get("tool_calls", ())}
             if body.previous_response_id is None and item["call_id"] not in known:
-                what = f"no function call found for the output with call_id {item['call_id']!r:.80}"
+                what = f"no function call found for the output with call_id {shown(item['call_id'])}"
                 raise ApiError(400, what, param="input")
         elif kind != "reasoning":  # past thinking is the template's to show or drop: it is not sent back in the clear
             messages.append(dict(as_message(item, most_parts)))
     if not messages:
         raise ApiError(400, "input must have a message", param="input")
+    check_calls(messages, "input")
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> str:
+    """Returns its id."""
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    call = {"id": item.get("call_id"), "type": "function", "function": function}
-    if not isinstance(call["id"], str):
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
         raise ApiError(400, "a function_call item requires call_id", param="input")
-    check_calls({"tool_calls": [call]}, "input")
+    call = {"id": call_id, "type": "function", "function": function}
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    return call_id
 
 
 def _call_output(item: dict[str, Any], most_parts: int) -> dict[str, Any]:
@@ -161,10 +164,10 @@ def as_message(item: Any, most_parts: int, param: str = "input") -> dict[str, st
     if not isinstance(item, dict) or item.get("type", "message") != "message":
         kind = item.get("type") if isinstance(item, dict) else type(item).__name__
         known = "message, function_call, function_call_output, reasoning"
-        raise ApiError(400, f"input items of type {kind!r:.40} are not supported; supported: {known}", param=param)
+        raise ApiError(400, f"input items of type {shown(kind)} are not supported; supported: {known}", param=param)
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or role not in get_args(Role):
-        raise ApiError(400, f"unknown role {role!r:.40}", param=param)
+        raise ApiError(400, f"unknown role {shown(role)}", param=param)
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list) or not 1 <= len(content) <= most_parts:

@@ -309,7 +309,9 @@ def as_input(given: Any, config: ServerConfig, param: str = "input") -> Input:
         return given
     if len(given) > config.max_messages:
         raise ApiError(400, f"at most {config.max_messages} messages", param=param)
-    return [_session_message(item, config, param) for item in given]
+    messages = [_session_message(item, config, param) for item in given]
+    check_calls(messages, param)
+    return messages
 
 
 def _session_message(item: Any, config: ServerConfig, param: str) -> dict[str, Any]:
@@ -322,7 +324,6 @@ def _session_message(item: Any, config: ServerConfig, param: str) -> dict[str, A
                 raise ApiError(400, "a tool message requires tool_call_id", param=param)
             message["tool_call_id"] = item["tool_call_id"]
         return message
-    check_calls(item, param)
     content = item.get("content")
     said = None if content is None else as_message(item, config.max_content_parts, param)["content"]
     return {"role": "assistant", "content": said, "tool_calls": calls}
