@@ -39,9 +39,9 @@ $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	@echo "setting up $(VENV): test and quality tools, a browser, llama.cpp (built if there is no wheel: some minutes)"
+	@echo "setting up $(VENV): test and quality tools, a browser, nginx, llama.cpp (built if there is no wheel: some minutes)"
 	@$(PIP) -e '.[dev,llamacpp]'
-	@sh tools/chromium.sh
+	@sh tools/test_packages.sh
 	@touch $@
 
 serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API; TORCH=cpu|cuda

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 from collections import deque
@@ -161,6 +162,9 @@ class Address:
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            if isinstance(error, ssl.SSLCertVerificationError):
+                hint = "set SSL_CERT_FILE to the certificate of its authority"
+                raise ConfigError(f"{self.url}: {error.verify_message}; {hint}") from None
             raise EngineDead(f"no server at {self.url}: {error}") from None
         if answer.status == 200:
             return answer

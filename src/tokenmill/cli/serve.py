@@ -34,6 +34,27 @@ def serve(
         list[str] | None,
         typer.Option(envvar="TOKENMILL_ADMIN_KEY", help="API key that may load and unload models (repeatable)."),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Certificate chain (PEM): serve HTTPS.", show_default="none: HTTP")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(help="Private key of the certificate (PEM).", show_default="in the file of the certificate"),
+    ] = None,
+    ssl_keyfile_password: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TOKENMILL_SSL_KEYFILE_PASSWORD", help="Password of an encrypted private key.", show_default="none"
+        ),
+    ] = None,
+    forwarded_allow_ips: Annotated[
+        str | None,
+        typer.Option(
+            help="Proxies whose X-Forwarded-For and X-Forwarded-Proto headers are believed: addresses or networks, "
+            "separated by commas; '*' for all.",
+            show_default="none",
+        ),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow binding to a non-loopback address without an API key.")
     ] = False,
@@ -185,6 +206,10 @@ def serve(
         port=port,
         key_hashes=tuple(hash_key(key) for key in api_key or ()),
         admin_key_hashes=tuple(hash_key(key) for key in admin_key or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_keyfile_password=ssl_keyfile_password,
+        forwarded_allow_ips=tuple(part.strip() for part in (forwarded_allow_ips or "").split(",") if part.strip()),
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),

@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
 from tokenmill import __version__
-from tokenmill.errors import EngineDead, ModelLoadError
+from tokenmill.errors import ConfigError, EngineDead, ModelLoadError
 from tokenmill.server import web
 from tokenmill.server.api import anthropic, chat_completions, completions, embeddings, operations, responses, sessions
 from tokenmill.server.bodies import HANDLERS
@@ -105,6 +106,7 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
     sys.setswitchinterval(SWITCH_S)
+    check_certificate(config)
     server = Server(Served(config, specs, spec_of))
     server.served.models.after_change = server.settle
     listener = _listen(config)
@@ -134,6 +136,11 @@ class Server(uvicorn.Server):
             timeout_keep_alive=round(config.idle_s),
             timeout_graceful_shutdown=max(1, round(LAST_WORDS_S)),
             server_header=False,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_keyfile_password=config.ssl_keyfile_password,
+            proxy_headers=bool(config.forwarded_allow_ips),
+            forwarded_allow_ips=list(config.forwarded_allow_ips),
         )
         super().__init__(settings)
         self.served = served
@@ -157,7 +164,8 @@ class Server(uvicorn.Server):
     async def load_and_serve(self, listener: socket.socket) -> bool:
         """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
         host, port = listener.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self.served.config.ssl_certfile is None else "https"
+        where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         models = self.served.models
         names = ", ".join(entry.spec.name for entry in models.entries)
         first = ", ".join(entry.spec.name for entry in models.entries if entry.spec.at_start) or "nothing yet"
@@ -252,6 +260,30 @@ class Server(uvicorn.Server):
 
 def say(what: str) -> None:
     print(f"tokenmill: {what}", file=sys.stderr, flush=True)
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """`ConfigError` if the server's certificate and private key cannot be used."""
+    if config.ssl_certfile is None:
+        return
+    key_file = config.ssl_keyfile or config.ssl_certfile
+    for option, path in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", key_file)):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
+    if b"ENCRYPTED" in content and config.ssl_keyfile_password is None:  # OpenSSL would ask the terminal
+        raise ConfigError(f"the private key in {key_file} is encrypted: use --ssl-keyfile-password")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"the private key in {key_file} is not that of {config.ssl_certfile}") from None
+        reason = (error.reason or "not PEM").lower().replace("_", " ")
+        raise ConfigError(
+            f"cannot use the certificate in {config.ssl_certfile} with the private key in {key_file}: {reason}"
+        ) from None
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
 
 from tokenmill.errors import ConfigError
@@ -36,6 +37,14 @@ class ServerConfig:
     """Make `model` optional in requests to a server with one model."""
     web: bool = True
     """Serve the web UI at /."""
+    ssl_certfile: Path | None = None
+    """Certificate chain (PEM): serve HTTPS."""
+    ssl_keyfile: Path | None = None
+    """Private key of the certificate (PEM); None if it is in the same file."""
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    """Password of an encrypted private key."""
+    forwarded_allow_ips: tuple[str, ...] = ()
+    """Addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` headers are believed."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
     """Allow-list of `chat_template_kwargs`."""
 
@@ -109,6 +118,13 @@ class ServerConfig:
             raise ConfigError(f"binding to {self.host} requires --api-key (or --insecure)")
         if hash_key("") in self.every_key_hash:
             raise ConfigError("an API key must not be empty")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ConfigError("a private key requires its certificate: --ssl-certfile")
+        for proxy in self.forwarded_allow_ips:
+            try:
+                ip_network("0.0.0.0/0" if proxy == "*" else proxy)
+            except ValueError as error:
+                raise ConfigError(f"forwarded_allow_ips: {error}; use addresses, networks or '*'") from None
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         if self.tokenizer_threads < 2:

@@ -277,8 +277,10 @@ class Middleware:
             return
         path = ascii(scope["path"])[1:-1][:200]  # nothing in it may look like a line of the log
         key, used, first = caller.key[:KEY_DIGITS] or "-", caller.usages, caller.first_token_at
+        client = ascii((scope["client"] or ("-",))[0])[1:-1][:64]  # from a header, behind a proxy
         request = {
             "id": caller.request_id,
+            "client": client,
             "call_id": caller.call_id,
             "method": scope["method"],
             "path": path,
@@ -292,8 +294,8 @@ class Middleware:
             "completion_tokens": sum(usage.completion_tokens for usage in used) if used else None,
             "ttft_ms": None if first is None else round(1000 * (first - caller.began), 1),
         }
-        what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key)
-        access.log(level, "%s %s %d %.0f ms %s key=%s", *what, extra={"request": request})
+        what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key, client)
+        access.log(level, "%s %s %d %.0f ms %s key=%s client=%s", *what, extra={"request": request})
 
 
 def known_key(key: bytes | None, key_hashes: tuple[bytes, ...]) -> bytes | None:

@@ -111,8 +111,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._expect_within(self.limits.header_timeout_s)  # uvicorn's own timer ends with any byte
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client half-closed: it may still want its answers."""
-        if not self._unanswered or self._unanswered[-1].more_body:
+        """The client half-closed: it may still want its answers. TLS has no such state: there it has left."""
+        is_tls = self.transport.get_extra_info("ssl_object") is not None
+        if is_tls or not self._unanswered or self._unanswered[-1].more_body:
             return False
         self._unanswered[-1].keep_alive = False
         self._look_for_client(0)
