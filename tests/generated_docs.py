@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.metadata
 import inspect
+import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
@@ -262,6 +265,67 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 
 
+# -- third-party.md ----------------------------------------------------------------------------------------------------
+
+ROOT = DOCS.parent
+LICENSES = {"axe-playwright-python": "MIT", "opentelemetry-exporter-otlp-proto-http": "Apache-2.0", "xllamacpp": "MIT"}
+"""Of packages that name it in their license file alone, and of those that the tests do not install."""
+
+
+def python_packages() -> str:
+    """Direct dependencies and pinned packages. A license is looked up once for each version: the installed package has
+    it, and not every package is installed everywhere.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {"runtime": project["dependencies"], **project["optional-dependencies"]}
+    uses: dict[str, list[str]] = {}
+    versions: dict[str, str] = {}
+    for extra, requirements in needed.items():
+        for requirement in requirements:
+            (name,) = re.findall(r"^[A-Za-z0-9._-]+", requirement)
+            if name != "tokenmill":
+                uses.setdefault(_normal(name), []).append(extra)
+                versions[_normal(name)] = requirement[len(name) :].partition(";")[0].strip() or "any"
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            versions[_normal(name)] = version
+    known = dict(re.findall(r"^\| (\S+ \| [^|]+) \| ([^|]+) \|", (DOCS / "third-party.md").read_text(), re.MULTILINE))
+    rows = []
+    for name, version in sorted(versions.items()):
+        license_ = known.get(f"{name} | {version}") or _license(name)
+        rows.append((name, version, license_, ", ".join(uses.get(name, ["tests"]))))
+    return _table(("package", "version", "license", "needed by"), rows)
+
+
+def vendored_files() -> str:
+    """JavaScript and fonts of the web page."""
+    manifest = json.loads((ROOT / "src/tokenmill/server/web/vendor/MANIFEST.json").read_text())
+    rows = dict.fromkeys((one["package"], one["version"], one["licence"]) for one in manifest)
+    return _table(("package", "version", "license"), list(rows))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _license(name: str) -> str:
+    """What an installed package says of itself."""
+    if name in LICENSES:
+        return LICENSES[name]
+    try:
+        metadata = importlib.metadata.metadata(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            f"docs/third-party.md has no license of {name}; install the package, then `make docs`"
+        ) from None
+    said = metadata.get("License-Expression") or metadata.get("License") or ""
+    classified = [one.split(" :: ")[-1] for one in metadata.get_all("Classifier") or () if one.startswith("License ::")]
+    found = said.partition("\n")[0] if 0 < len(said.partition("\n")[0]) < 120 else ", ".join(classified)
+    assert found, f"{name} names no license"
+    return found
+
+
 GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "request-fields.md": {"fields": request_fields},
     "anthropic.md": {"fields": partial(fields_of, Endpoint.MESSAGES, ANTHROPIC)},
@@ -272,6 +336,7 @@ GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "server": server_options,
         "commands": command_options,
     },
+    "third-party.md": {"python": python_packages, "web": vendored_files},
 }
 """Page -> name of the part -> what belongs there, between <!-- generated: NAME --> and <!-- end -->."""
 
