@@ -211,6 +211,27 @@ def test_text_between_calls_is_content_too(name: str) -> None:
     assert _accepts(turn_grammar(form, {}, TOOLS), text)
 
 
+@pytest.mark.parametrize("name", [*DERIVED, *NAMED])
+def test_an_answer_that_is_cut_has_no_markup_in_its_content(name: str) -> None:
+    """Wherever it ends: half an opening, of the first call or another, is neither content nor a call."""
+    form = NAMED[name] if name in NAMED else _format_of(name)[1]
+    said, several = "Let me see.", list(CASES["several"])
+    if form.calls is None:
+        end, head = "<|end|><|start|>assistant", "<|channel|>commentary to=functions"
+        text = f"<|channel|>final<|message|>{said}{end}"
+        text += end.join(f"{head}.{one}<|message|>{json.dumps(given)}" for one, given in several)
+    else:
+        said = said if form.calls.trigger is not None else ""
+        text = said + form.calls.write(several if form.calls.separator is not None else several[:1])
+    for count in range(1, len(text) + 1):
+        parser = open_parser(form, SCHEMAS)
+        turn = ParsedTurn.of([*parser.push(text[:count]), *parser.close(is_cut=True)])
+        assert said.startswith(turn.content), text[:count]
+        assert all(call.name in SCHEMAS for call in turn.calls)
+    assert turn.content == said
+    assert _calls_of(turn) == several[: len(turn.calls)]
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9999, 9999) | st.text(st.characters(codec="utf-8"), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -243,7 +243,7 @@ class Choice:
         if was_reasoning or parser.in_reasoning:
             self.num_reasoning += len(delta.token_ids)
         if reason is not None:
-            parts += parser.close()
+            parts += parser.close(is_cut=reason != FinishReason.STOP.value)
             if parser.num_calls and reason == FinishReason.STOP.value:
                 reason = FinishReason.TOOL_CALLS.value
         return delta._replace(parts=parts, finish_reason=reason)

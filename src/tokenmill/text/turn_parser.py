@@ -81,12 +81,16 @@ class Mismatch(Exception):
     """The text is not what the format says."""
 
 
+class BrokenOff(Mismatch):
+    """The text is over before it is what the format says."""
+
+
 class _Pieces:
     """A parser that works on a buffer: each state takes something from its beginning, or waits for more."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._is_over = False
+        self._is_over = self._is_cut = False
         self._parts: list[TurnPart] = []
         self._state: Callable[[], None]
         self.num_calls = 0
@@ -105,9 +109,9 @@ class _Pieces:
         parts, self._parts = self._parts, []
         return _joined(parts)
 
-    def close(self) -> list[TurnPart]:
-        """The text is over: what waited is decided."""
-        self._is_over = True
+    def close(self, *, is_cut: bool = False) -> list[TurnPart]:
+        """The text is over: what waited is decided. `is_cut`: it would have gone on, and half a marker is not text."""
+        self._is_over, self._is_cut = True, is_cut
         return self.push("")
 
     @property
@@ -229,8 +233,12 @@ class TurnParser(_Pieces):
     def _starts_with(self, text: str, marker: str) -> bool:
         if text.startswith(marker):
             return True
-        if not self._is_over and marker.startswith(text):
-            raise Unfinished
+        if marker.startswith(text):
+            if not self._is_over:
+                raise Unfinished
+            if self._is_cut:
+                self._over()
+                raise Unfinished
         return False
 
     def _skip_into_reasoning(self) -> None:
@@ -248,7 +256,7 @@ class TurnParser(_Pieces):
             self._text = self._text[at + len(closing) :]
             self.in_reasoning, self._drops_space, self._state = False, True, self._content
         elif self._is_over:
-            self._say("reasoning", self._take(len(self._text)).rstrip())
+            self._say("reasoning", self._text[: self._num_left(closing)].rstrip())
             self._over()
         else:
             self._say("reasoning", self._take(_num_settled(self._text, closing)))
@@ -265,7 +273,8 @@ class TurnParser(_Pieces):
             self._taken = self._take(len(self._trigger))
             self._state = self._head
         elif self._is_over:
-            self._say_content(self._text.rstrip() if self.num_calls else self._text)
+            text = self._text if self._trigger is None else self._text[: self._num_left(self._trigger)]
+            self._say_content(text.rstrip() if self.num_calls else text)
             self._over()
         elif self._trigger is None:
             self._say_content(self._take(len(self._text)))
@@ -273,6 +282,10 @@ class TurnParser(_Pieces):
         else:
             self._say_content(self._take(_num_settled(self._text, self._trigger)))
             raise Unfinished
+
+    def _num_left(self, marker: str) -> int:
+        """Characters of a text that is over, without half a marker where it was cut."""
+        return _num_before(self._text, marker) if self._is_cut else len(self._text)
 
     def _say_content(self, text: str) -> None:
         if not text:
@@ -295,8 +308,8 @@ class TurnParser(_Pieces):
         """Take what the format says comes next; otherwise what was taken is content."""
         try:
             count = self._match(pattern)
-        except Mismatch:
-            self._abandon()
+        except Mismatch as error:
+            self._abandon(is_cut=self._is_cut and isinstance(error, BrokenOff))
         else:
             self._taken += self._take(count)
             self._state = then
@@ -306,15 +319,18 @@ class TurnParser(_Pieces):
             return match(pattern, self._text, self._slots)
         except Unfinished:
             if self._is_over:
-                raise Mismatch from None
+                raise BrokenOff from None
             raise
 
-    def _abandon(self) -> None:
-        """It is no call: the text stays, and the marker does not count again."""
+    def _abandon(self, *, is_cut: bool) -> None:
+        """It is no call: the text stays, and the marker does not count again. Of one that was cut, nothing stays."""
+        if is_cut:
+            return self._over()
         self._say_content(self._taken)
         self._taken = ""
         self._withheld = None
         self._state = self._content
+        return None
 
     def _head(self) -> None:
         skipped = self._taken if self._trigger and self._taken == self._trigger else ""
@@ -326,7 +342,7 @@ class TurnParser(_Pieces):
         if end == len(self._text) and not self._is_over:
             raise Unfinished
         if self._text[:end] not in self._tools:
-            return self._abandon()
+            return self._abandon(is_cut=self._is_cut and end == len(self._text))
         self._name = self._take(end)
         self._taken += self._name
         self._slots = {}
@@ -398,8 +414,8 @@ class TurnParser(_Pieces):
         """After the arguments."""
         try:
             count = self._match(self._format.tail)
-        except Mismatch:
-            count = 0
+        except Mismatch as error:
+            count = len(self._text) if self._is_cut and isinstance(error, BrokenOff) else 0
         self._take(count)
         if self._withheld is not None:
             self._announce()
@@ -417,17 +433,23 @@ class TurnParser(_Pieces):
         if self._format.closing:
             try:
                 self._take(self._match(self._format.closing))
+            except BrokenOff:
+                if self._is_cut:
+                    return self._over()
             except Mismatch:
                 pass
             else:
                 self.num_ended, self._state = self.num_calls, self._content
-                return
+                return None
         try:
             self._taken = self._take(self._match((self._format.separator or "") + self._format.head))
-        except Mismatch:
+        except Mismatch as error:
+            if self._is_cut and isinstance(error, BrokenOff):
+                return self._over()
             self.num_ended, self._state = self.num_calls, self._content
         else:
             self._state = self._read_name
+        return None
 
     # -- arguments one by one -----------------------------------------------------------------------------------------
 
@@ -456,8 +478,9 @@ class TurnParser(_Pieces):
                 return self._end_arguments()
         try:
             head = self._match_after(style.head, skip)
-        except Mismatch:
-            return self._end_arguments()
+        except Mismatch as error:
+            is_cut = self._is_cut and isinstance(error, BrokenOff)
+            return self._cut_off() if is_cut else self._end_arguments()
         self._read_argument(head)
         return None
 
@@ -466,7 +489,7 @@ class TurnParser(_Pieces):
             return skip + match(pattern, self._text[skip:])
         except Unfinished:
             if self._is_over:
-                raise Mismatch from None
+                raise BrokenOff from None
             raise
 
     def _end_arguments(self) -> None:
@@ -677,7 +700,7 @@ class HarmonyParser(_Pieces):
     def _header(self) -> None:
         at = self._text.find("<|message|>")
         if at < 0:
-            if self._is_over:  # a model that does not keep to the format
+            if self._is_over and not self._is_cut:  # a model that does not keep to the format
                 self._say("content", MARKERS.sub("", self._take(len(self._text))))
             raise Unfinished
         header = self._take(at + len("<|message|>"))
@@ -701,7 +724,7 @@ class HarmonyParser(_Pieces):
             self.num_ended = self.num_calls
             return
         count = len(self._text)
-        if not self._is_over:
+        if not self._is_over or self._is_cut:
             count = min(_num_before(self._text, end) for end in ENDS)
         self._say(self._kind, self._take(count))
         raise Unfinished
