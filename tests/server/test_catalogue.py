@@ -68,7 +68,10 @@ BAD = {
     "an empty list": ("model = []", "has no [[model]] table"),
     "a table": ('[model]\npath = "fake"', "has no [[model]] table"),
     "a list of texts": ('model = ["fake"]', "has no [[model]] table"),
-    "something else": ('[server]\nport = 1\n[[model]]\npath = "fake"', "unknown server; supported: [[model]] tables"),
+    "something else": (
+        '[server]\nport = 1\n[[model]]\npath = "fake"',
+        "unknown server; supported: [[model]], [[key]] and [limits]",
+    ),
     "no path": ('[[model]]\nname = "a"', "model 'a': path is missing"),
     "an unknown setting": ('[[model]]\npath = "fake"\ncolour = 1', "unknown setting colour; known: aliases,"),
     "the engine's own": ('[[model]]\npath = "fake"\nconfig = 1', "unknown setting config"),

@@ -15,7 +15,7 @@ import pytest
 from tests.server.refusals import BODIES, CHAT
 from tests.server.serving import KEY, Reply, Running, request
 from tokenmill.errors import ConfigError
-from tokenmill.server import middleware
+from tokenmill.server import keys
 from tokenmill.server.api.operations import EVENTS
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig, hash_key
@@ -26,7 +26,13 @@ from tokenmill.server.web import assets
 OPEN = {"/health", "/health/live", "/health/ready"}
 FILES = set(assets())
 OPENAI = ["/models", "/models/{name:path}", "/chat/completions", "/completions", "/responses", "/embeddings"]
-OPENAI += ["/requests/{request_id}/cancel", "/requests/{request_id}/timeline", "/scheduler", "/scheduler/events"]
+OPENAI += [
+    "/usage",
+    "/requests/{request_id}/cancel",
+    "/requests/{request_id}/timeline",
+    "/scheduler",
+    "/scheduler/events",
+]
 OPENAI += [
     "/models/cached",
     "/models/load",
@@ -189,7 +195,7 @@ def test_a_key_is_not_empty() -> None:
 
 def test_s03_all_keys_are_compared_in_constant_time() -> None:
     """A loop over all keys that nothing leaves early, with compare_digest of hashes; no other comparison of keys."""
-    (method,) = ast.parse(textwrap.dedent(inspect.getsource(middleware.known_key))).body
+    (method,) = ast.parse(textwrap.dedent(inspect.getsource(keys.known_key))).body
     loops = [node for node in ast.walk(method) if isinstance(node, ast.For)]
     assert [ast.unparse(loop.iter) for loop in loops] == ["key_hashes"]
     inside = [node for statement in loops[0].body for node in ast.walk(statement)]
@@ -198,9 +204,7 @@ def test_s03_all_keys_are_compared_in_constant_time() -> None:
     assert calls == ["hmac.compare_digest"]
     compared = [node for node in ast.walk(method) if isinstance(node, ast.Compare)]
     assert all(isinstance(node.ops[0], ast.Is | ast.IsNot) for node in compared)
-    names = {
-        node.attr for node in ast.walk(ast.parse(inspect.getsource(middleware))) if isinstance(node, ast.Attribute)
-    }
+    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(keys))) if isinstance(node, ast.Attribute)}
     assert "compare_digest" in names
 
 

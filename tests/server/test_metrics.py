@@ -197,6 +197,7 @@ def _check_histograms(now: Scrape) -> None:
 
 def _check_labels(now: Scrape) -> None:
     known = {"endpoint": ENDPOINTS.labels, "outcome": OUTCOMES, "model": {"fake"}}
+    known |= {"key": {"api-key-1", "api-key-2"}, "admitted": {"yes", "no"}, "kind": {"prompt", "cached", "completion"}}
     known["finish_reason"] = {one.value for one in FinishReason}
     for sample in now.samples:
         for label, value in sample.labels.items():

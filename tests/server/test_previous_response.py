@@ -391,9 +391,10 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
                 "return str(await model.sessions.fork(before.session_id))", "return before.session_id"), branch),
     (PlantedBug("instructions stay", StoredResponse, "conversation", "said[1:]", "said"),
      lambda server: other_instructions(server, stream=False)),
-    (PlantedBug("sessions stay", ResponseStore, "add", "self.forget(oldest)", "pass"), forget),
-    (PlantedBug("the newest is forgotten", ResponseStore, "add", "self._stored.popitem(last=False)",
-                "self._stored.popitem(last=True)"), forget),
+    (PlantedBug("sessions stay", ResponseStore, "_evict", "self.forget(self._remove(oldest))",
+                "self._remove(oldest)"), forget),
+    (PlantedBug("the newest is forgotten", ResponseStore, "_evict", "self._stored.items()",
+                "reversed(self._stored.items())"), forget),
     (PlantedBug("what is cut off stays", responses, "_answer", "store.forget(StoredResponse(*made))", "pass"),
      leave_early),
 ]  # fmt: skip

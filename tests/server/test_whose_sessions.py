@@ -105,7 +105,7 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
         PlantedBug("a list of all", Served, "sessions", MINE, MINE.replace("caller.key", "")),
         other_keys_see_nothing,
     ),
-    (PlantedBug("one KV for all", Served, "hints", "self._has_several_keys", "False"), kv_is_not_shared),
+    (PlantedBug("one KV for all", Served, "hints", "self.keys.are_several", "False"), kv_is_not_shared),
 ]
 
 

@@ -14,6 +14,7 @@ from tokenmill.cli.chat import chat
 from tokenmill.cli.check import check
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
+from tokenmill.cli.keys import keys
 from tokenmill.cli.models import models, pull
 from tokenmill.cli.replay import replay
 from tokenmill.cli.serve import serve
@@ -30,6 +31,7 @@ app.command()(check)
 app.command()(top)
 app.command()(replay)
 app.add_typer(models, name="models")
+app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130

@@ -25,7 +25,9 @@ def serve(
     keep_alive: Annotated[
         float | None, typer.Option(help="Unload a model after this many idle seconds.", show_default="never")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to bind to; non-loopback requires --api-key.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to bind to; non-loopback requires --api-key or --keys-file.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Require this API key (repeatable).")
@@ -52,6 +54,15 @@ def serve(
         typer.Option(
             help="Proxies whose X-Forwarded-For and X-Forwarded-Proto headers are believed: addresses or networks, "
             "separated by commas; '*' for all.",
+            show_default="none",
+        ),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="TOKENMILL_KEYS_FILE",
+            help="Keys with names, limits and expiry (TOML or JSON), reloaded on SIGHUP; see `tokenmill keys`.",
+            dir_okay=False,
             show_default="none",
         ),
     ] = None,
@@ -195,6 +206,7 @@ def serve(
     try:
         from tokenmill.server.app import serve as run
         from tokenmill.server.config import ServerConfig, hash_key
+        from tokenmill.server.keys import has_keys
         from tokenmill.server.middleware import configure_logs
         from tokenmill.server.models import ANY_NAME, named, read_catalogue, short_name, spec
     except ImportError as error:
@@ -210,6 +222,7 @@ def serve(
         ssl_keyfile=ssl_keyfile,
         ssl_keyfile_password=ssl_keyfile_password,
         forwarded_allow_ips=tuple(part.strip() for part in (forwarded_allow_ips or "").split(",") if part.strip()),
+        keys_file=config if keys_file is None and config is not None and has_keys(config) else keys_file,
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),

@@ -39,6 +39,14 @@ from tokenmill.server.telemetry.figures import Endpoints
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
 V1 = "/v1"
+METERED = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+        *("/v1/sessions/{id}/generate", "/v1/sessions/{id}/regenerate"),
+        *("/v1/messages", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    }
+)
+"""Endpoints that generate, by their label: limits on requests and tokens apply to these."""
 BACKLOG = 2048
 SWITCH_S = 0.001
 """Interpreter switch interval (default: 5 ms): each engine step needs the lock often."""
@@ -87,8 +95,16 @@ def create_app(served: Served) -> FastAPI:
         endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
         dialects=dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),
         uploads=frozenset({V1 + sessions.RESTORE, sessions.RESTORE}),
+        metered=METERED,
     )
-    app.add_middleware(Middleware, config=served.config, gate=served.gate, paths=paths, telemetry=served.telemetry)
+    app.add_middleware(
+        Middleware,
+        config=served.config,
+        gate=served.gate,
+        paths=paths,
+        telemetry=served.telemetry,
+        keys=served.keys,
+    )
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     return app
@@ -216,13 +232,25 @@ class Server(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._stop)
+        handlers = dict.fromkeys(SIGNALS, self._stop)
+        if self.served.config.keys_file is not None:
+            handlers[signal.SIGHUP] = self.reload_keys
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in SIGNALS:
+            for number in handlers:
                 loop.remove_signal_handler(number)
+
+    def reload_keys(self) -> None:
+        """Read the keys file again; if it is wrong, go on with what was read before."""
+        try:
+            self.served.keys.reload()
+        except ConfigError as error:
+            say(f"the keys are unchanged: {error}")
+        else:
+            say(f"read {len(self.served.keys.accounts)} keys")
 
     async def _exit_on_hang(self) -> None:
         """Shut down once an engine thread hangs, if that is wanted."""

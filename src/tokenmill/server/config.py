@@ -27,6 +27,8 @@ class ServerConfig:
     """SHA-256 of each API key; empty for no authentication."""
     admin_key_hashes: tuple[bytes, ...] = ()
     """SHA-256 of each key that may load and unload models. With API keys but no admin keys, loading is disabled."""
+    keys_file: Path | None = None
+    """Keys with names, limits and expiry (`keys.py`), besides those above; read again on SIGHUP."""
     insecure: bool = False
     """Allow binding to a non-loopback address without an API key."""
     allowed_hosts: frozenset[str] = frozenset()
@@ -114,8 +116,8 @@ class ServerConfig:
     """Shut down with exit code 4 when a step on an engine thread never returns."""
 
     def __post_init__(self) -> None:
-        if self.host not in LOOPBACK and not self.key_hashes and not self.insecure:
-            raise ConfigError(f"binding to {self.host} requires --api-key (or --insecure)")
+        if self.host not in LOOPBACK and not self.key_hashes and self.keys_file is None and not self.insecure:
+            raise ConfigError(f"binding to {self.host} requires --api-key or --keys-file (or --insecure)")
         if hash_key("") in self.every_key_hash:
             raise ConfigError("an API key must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):

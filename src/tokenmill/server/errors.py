@@ -98,7 +98,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, AnswerLost):
         return ApiError(409, str(error), code="answer_lost", details={"durable_offset": error.durable_offset})
     if isinstance(error, Overloaded):
-        return _overloaded(str(error))
+        return _overloaded(str(error), RETRY_SOON)
     if isinstance(error, InsufficientMemory):
         return ApiError(507, str(error), "server_error", "out_of_memory")
     if isinstance(error, EngineDead):
@@ -114,7 +114,7 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
     if ended in ENDED_WELL:
         return None
     if ended is FinishReason.OVERLOAD:
-        return _overloaded(detail or "too many requests")
+        return _overloaded(detail or "too many requests")  # the middleware adds when to come again
     if ended is FinishReason.ERROR:
         return ApiError(500, "the request failed", "server_error", reason, cause=detail)
     message = f"the request ended: {detail or reason}"
@@ -158,8 +158,8 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"the model {model!r:.200} does not exist", code="model_not_found", param="model")
 
 
-def _overloaded(message: str) -> ApiError:
-    return ApiError(429, message, "rate_limit_error", "rate_limit_exceeded", headers=RETRY_SOON)
+def _overloaded(message: str, headers: dict[str, str] = {}) -> ApiError:  # noqa: B006
+    return ApiError(429, message, "rate_limit_error", "rate_limit_exceeded", headers=headers)
 
 
 def internal_error() -> ApiError:

@@ -598,6 +598,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.ANTHROPIC, "container", "no code is executed", where=MESSAGES),
     *_rejected(Origin.ANTHROPIC, "mcp_servers", "tools are called by the client", neutral=([],), where=MESSAGES),
     # Our own.
+    *_rejected(Origin.OWN, "max_context max_tokens_per_step", "quotas of the request", where=frozenset()),
     *_rejected(Origin.OWN, "timeout_s", "seconds after which the request ends; also the header `X-Request-Timeout`"),
     *_rejected(
         Origin.OWN,

@@ -1,13 +1,13 @@
 """The middleware: one ASGI layer in front of all routes, and the log.
 
 It names, counts and logs every request, and admits or refuses it: while the server loads or stops, by its host, by its
-API key, by the size and type of its body. Rules go by the routed path and nothing else. Runs on the event loop.
+API key and its limits, by the size and type of its body. Rules go by the routed path and nothing else. Runs on the
+event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import Usage
-from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key
+from tokenmill.server.config import LOOPBACK, ServerConfig
 from tokenmill.server.errors import ApiError, Dialect
+from tokenmill.server.keys import Account, KeyRing, retry_headers
 from tokenmill.server.protocol import Connection
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome
 from tokenmill.server.telemetry.hub import Telemetry
@@ -50,6 +51,12 @@ KEY_DIGITS = 8
 """Of a key's hash, in the log."""
 BLOCKED_S, MOST_BLOCKED = 0.002, 1024
 """Shorter waits for the client are not noted, nor are more of them."""
+LIMIT_HEADERS = (
+    "retry-after-ms",
+    "x-queue-position",
+    *(f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+)
+"""What clients are told of the limits that apply to them, besides Retry-After."""
 CLOSE = {"Connection": "close"}
 """On an error that is sent before the whole body was read."""
 LINGER_BYTES, LINGER_S = 16 << 20, 5.0
@@ -75,10 +82,16 @@ class Caller:
 
     request_id: str
     connection: Connection
-    dialect: Dialect = Dialect.OPENAI
-    """The API that it speaks, which decides the shape of errors."""
+    account: Account
+    """Whose limits apply to it, and who is charged."""
     key: str = ""
     """The hash of the API key it came with; empty where none is needed."""
+    dialect: Dialect = Dialect.OPENAI
+    """The API that it speaks, which decides the shape of errors."""
+    queue_position: int | None = None
+    """How many requests were queued before it."""
+    reserved: int = 0
+    """Tokens that were taken from the account's limit for it, until it is over."""
     call_id: str = "-"
     """The id of what it runs, as its answer has it: chatcmpl-..."""
     model: str = "-"
@@ -95,6 +108,12 @@ class Caller:
     """When sending waited for the client."""
     differs_in: tuple[int, str] | None = None
     """The message in which a chat's prompt diverges from the cached prefix: its number and its role."""
+
+    def charge(self, usage: Usage) -> None:
+        """Tokens that were run for it."""
+        self.usages.append(usage)
+        self.account.charge(usage, self.reserved)
+        self.reserved = 0
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         return self.dialect.error_body(error, self.request_id)
@@ -130,6 +149,8 @@ class Paths:
     """The API of each path that is not OpenAI's."""
     uploads: frozenset[str] = frozenset()
     """These take a session file; all others take JSON."""
+    metered: frozenset[str] = frozenset()
+    """Labels of the endpoints that generate: limits on requests and tokens apply to these."""
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
@@ -140,14 +161,16 @@ class Middleware:
     all others.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, gate: Gate, paths: Paths, telemetry: Telemetry) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, gate: Gate, paths: Paths, telemetry: Telemetry, keys: KeyRing
+    ) -> None:
         self._app = app
         self._gate = gate
         self._paths = paths
         self._telemetry = telemetry
-        self._key_hashes = config.every_key_hash
+        self._keys = keys
         # Where a key is needed, a web page that makes its own name resolve to this machine has none.
-        is_open = not config.key_hashes and not config.insecure
+        is_open = not config.key_hashes and config.keys_file is None and not config.insecure
         hosts = {name.lower().encode() for name in config.allowed_hosts | LOOPBACK | {config.host}}
         self._hosts = hosts if is_open else None
         self._max_body_bytes = config.max_body_bytes
@@ -158,7 +181,7 @@ class Middleware:
                 "allow_origins": config.cors_origins,
                 "allow_methods": ["GET", "POST", "DELETE"],
                 "allow_headers": ["*"],
-                "expose_headers": ["x-request-id", "retry-after"],
+                "expose_headers": ["x-request-id", "retry-after", *LIMIT_HEADERS],
             }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,7 +193,7 @@ class Middleware:
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
         is_named = len(given) == 1 and SANE_ID.fullmatch(given[0]) is not None
         request_id = given[0] if is_named else f"req-{secrets.token_hex(16)}"
-        caller = scope["state"]["caller"] = Caller(request_id, scope["state"]["connection"])
+        caller = scope["state"]["caller"] = Caller(request_id, scope["state"]["connection"], self._keys.anonymous)
         caller.dialect = (
             Dialect.ANTHROPIC if ANTHROPIC_HEADER in headers else self._paths.dialects.get(path, Dialect.OPENAI)
         )
@@ -183,20 +206,27 @@ class Middleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if caller.dialect is Dialect.ANTHROPIC:
                     message["headers"].append((b"request-id", request_id.encode()))
+                if is_metered:
+                    self._add_limits(message, caller)
             if caller.connection.flow.write_paused:
                 await caller.note_blocked(send(message))
             else:
                 await send(message)
 
-        app = self._app
-        if (refusal := self._refusal(scope, headers, caller)) is not None:
+        endpoint, app = self._paths.endpoints[path], self._app
+        is_metered = endpoint in self._paths.metered and scope["method"] == "POST"
+        refusal, is_admitted = self._refusal(scope, headers, caller), False
+        if refusal is None and is_metered:
+            caller.queue_position = self._telemetry.num_waiting
+            refusal = caller.account.admit()
+            is_admitted = refusal is None
+        if refusal is not None:
             app = self._refuse(refusal, caller)
         elif b"transfer-encoding" in headers:  # with a length, the parser reads no more than that
             receive = self._counted(receive)
         if self._cors is not None:
             app = CORSMiddleware(app, **self._cors)
         is_waited_for = path not in self._paths.public and path not in self._paths.endless
-        endpoint = self._paths.endpoints[path]
         self._telemetry.traffic.enter(endpoint)
         self._gate.num_inside += is_waited_for
         try:
@@ -206,6 +236,8 @@ class Middleware:
             raise
         finally:
             self._gate.num_inside -= is_waited_for
+            if is_admitted:
+                caller.account.leave(status, caller.reserved)
             self._finish(scope, caller, status, endpoint)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], caller: Caller) -> ApiError | None:
@@ -218,11 +250,11 @@ class Middleware:
             if host is None or (host[1] or host[2]) not in self._hosts:
                 return UNKNOWN_HOST
         # A browser sends OPTIONS without a key, to ask whether it may send one; no route answers to it.
-        if self._key_hashes and not is_public and scope["method"] != "OPTIONS":
-            known = known_key(_given_key(scope), self._key_hashes)
-            if known is None:
+        if self._keys.is_required and not is_public and scope["method"] != "OPTIONS":
+            account = self._keys.find(_given_key(scope))
+            if account is None:
                 return INVALID_KEY
-            caller.key = known.hex()
+            caller.account, caller.key = account, account.key.id
         # Nothing is decompressed, so nothing expands to gigabytes. A form on some web page can send neither JSON nor
         # session files.
         length = headers.get(b"content-length", b"0")
@@ -237,6 +269,19 @@ class Middleware:
             return None if kind == MEDIA_TYPE.encode() else NO_FILE
         is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
         return None if is_json else NO_JSON
+
+    def _add_limits(self, message: Message, caller: Caller) -> None:
+        """Say where the caller stands; and after a refusal by the queue, when there will be room."""
+        account, headers = caller.account, message["headers"]
+        position = caller.queue_position
+        if message["status"] == 429 and not any(name.lower() == b"retry-after" for name, _ in headers):
+            position = self._telemetry.num_waiting + account.num_refused_ahead()
+            wait = retry_headers(account.retry_s())
+            headers += [(name.lower().encode(), value.encode()) for name, value in wait.items()]
+        if position is not None:
+            headers.append((b"x-queue-position", str(position).encode()))
+        if account.is_rated:
+            headers += account.rate_headers()
 
     def _refuse(self, refusal: ApiError, caller: Caller) -> ASGIApp:
         """Answers with the error that keeps a request out."""
@@ -296,17 +341,6 @@ class Middleware:
         }
         what = (scope["method"], path, status, 1000 * seconds, caller.call_id, key, client)
         access.log(level, "%s %s %d %.0f ms %s key=%s client=%s", *what, extra={"request": request})
-
-
-def known_key(key: bytes | None, key_hashes: tuple[bytes, ...]) -> bytes | None:
-    """The hash of a key that is allowed. All hashes are compared, each in constant time."""
-    if key is None:
-        return None
-    given, found = hash_key(key), None
-    for known in key_hashes:
-        if hmac.compare_digest(known, given):
-            found = known
-    return found
 
 
 def _given_key(scope: Scope) -> bytes | None:

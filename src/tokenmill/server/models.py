@@ -476,9 +476,9 @@ def read_catalogue(path: Path, options: Mapping[str, Any], keep_alive_s: float |
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    unknown = set(content) - {"model"}
+    unknown = set(content) - {"model", "key", "limits"}
     if unknown:
-        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: [[model]] tables")
+        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: [[model]], [[key]] and [limits]")
     tables = content.get("model")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path} has no [[model]] table")

@@ -108,6 +108,13 @@ class Hinted(Body):
     cache_salt: StrictStr | None = Field(
         None, min_length=1, max_length=256, description="KV is shared only between requests with the same salt."
     )
+    max_context: Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | None = Field(
+        None, description="Maximum tokens of prompt and output together, below those of the model and the API key."
+    )
+    max_tokens_per_step: Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | None = Field(
+        None,
+        description="Maximum prompt tokens in one engine step: others notice less of the request.",
+    )
 
 
 # The document's bounds would be floats, which round these up to values that are not allowed.

@@ -344,6 +344,30 @@ class Scheduler(BaseModel):
     models: list[ServedModel]
 
 
+class KeyUsage(BaseModel):
+    object: Literal["usage"]
+    key: str = Field(description="The name of the API key.")
+    admin: bool
+    expires_at: int | None
+    running: int = Field(description="Requests that are not done.")
+    requests: int = Field(description="Requests that were admitted.")
+    refused: int = Field(description="Requests that exceeded a limit of the key, or found the queue full.")
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    sessions: int
+    session_bytes: int
+    stored_responses: int
+    limits: dict[str, int] = Field(description="The limits of the key, by their names in the keys file.")
+    remaining: dict[str, int] = Field(description="What is left now of the limits on requests and tokens.")
+
+
+class UsageList(BaseModel):
+    object: Literal["list"]
+    since: int = Field(description="When the server started, in seconds since the epoch.")
+    data: list[KeyUsage]
+
+
 class TimelinePhase(BaseModel):
     phase: Literal["queued", "prefill", "decode", "preempted"]
     begin: float

@@ -6,18 +6,19 @@ import asyncio
 import heapq
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from tokenmill.engine.request import Hints
+from tokenmill.engine.request import Hints, Quota
 from tokenmill.errors import SessionNotFound, TokenmillError
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, stopping, unavailable
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.middleware import Caller, Gate
 from tokenmill.server.models import Models, ModelSpec, ServedModel
 from tokenmill.server.requests import Hinted
@@ -52,15 +53,19 @@ class Served:
         self.config = config
         self.started = int(time.time())
         self.calls = OpenCalls()
-        self._has_several_keys = len(config.every_key_hash) > 1
+        self.keys = KeyRing(config)
         self.spans = None if config.spans_url is None else open_spans(config.spans_url)
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
         self.gate = Gate(LOADING)
-        limits = SessionLimits(ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes)
+        limits = SessionLimits(
+            ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes, quota=self.keys.session_quota
+        )
         self.store = None if config.store is None else SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)
         self.models = Models(specs, self.calls, self.telemetry, limits, self.store, self.texts, spec_of)
-        self.responses = ResponseStore(config.max_stored_responses)
+        self.responses = ResponseStore(
+            config.max_stored_responses, lambda key: self.keys.limits_of(key).stored_responses
+        )
 
     def open(self) -> None:
         """The models are loaded: admit requests, unless the server is shutting down already."""
@@ -105,8 +110,15 @@ class Served:
 
         Where there are several keys, they share no KV: timing can't tell what another one has cached.
         """
-        salts = (*((key,) if self._has_several_keys else ()), *((body.cache_salt,) if body.cache_salt else ()))
-        return Hints(priority=body.priority or 0, key=key, namespace=salts or None)
+        salts = (*((key,) if self.keys.are_several else ()), *((body.cache_salt,) if body.cache_salt else ()))
+        return Hints(priority=body.priority or 0, key=key, namespace=salts or None, quota=self.quota(key, body))
+
+    def quota(self, key: str, body: Hinted) -> Quota:
+        """How much of the engine a request may use: what its key may, or less where the body says so."""
+        quota = self.keys.quota(key)
+        given = {name: getattr(body, name) for name in ("max_context", "max_tokens_per_step")}
+        own = {name: min(value, getattr(quota, name) or value) for name, value in given.items() if value is not None}
+        return replace(quota, **own) if own else quota
 
     def timeout(self, http: HttpRequest, body: Hinted) -> float:
         """Seconds that a request may take: the server's limit, or less where the header or the body says so."""
@@ -181,18 +193,40 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The most recent responses of /v1/responses, each a session cut after its answer; older ones are evicted."""
+    """The most recent responses of /v1/responses, each a session cut after its answer; older ones are evicted.
 
-    def __init__(self, most: int) -> None:
+    They are divided by key: where there are too many, the oldest of the key that has most is evicted.
+    """
+
+    def __init__(self, most: int, most_of: Callable[[str], int | None] = lambda key: None) -> None:  # noqa: ARG005
         self._most = most
+        self._most_of = most_of
+        """The limit of a key, if it has one."""
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        """By key."""
         self._ending: set[asyncio.Task[None]] = set()
 
     def add(self, response_id: str, stored: StoredResponse) -> None:
         self._stored[response_id] = stored
+        self._counts[stored.key] += 1
         while len(self._stored) > self._most:
-            _, oldest = self._stored.popitem(last=False)
-            self.forget(oldest)
+            self._evict(max(self._counts, key=self._counts.__getitem__))
+        limit = self._most_of(stored.key)
+        while limit is not None and self._counts[stored.key] > limit:
+            self._evict(stored.key)
+
+    def _evict(self, key: str) -> None:
+        """Forget the oldest response of a key."""
+        oldest = next(name for name, one in self._stored.items() if one.key == key)
+        self.forget(self._remove(oldest))
+
+    def _remove(self, response_id: str) -> StoredResponse:
+        stored = self._stored.pop(response_id)
+        self._counts[stored.key] -= 1
+        if not self._counts[stored.key]:
+            del self._counts[stored.key]
+        return stored
 
     def find(self, response_id: str, key: str) -> StoredResponse:
         """One of this key's, whose session is still there."""
@@ -201,7 +235,7 @@ class ResponseStore:
             try:
                 stored.sessions.get(stored.session_id)
             except TokenmillError:  # it has ended, or its model is gone
-                del self._stored[response_id]
+                self._remove(response_id)
             else:
                 self._stored.move_to_end(response_id)
                 return stored
@@ -213,6 +247,10 @@ class ResponseStore:
         ending = asyncio.ensure_future(_end(stored))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+    def num_of(self, key: str) -> int:
+        """How many a key has."""
+        return self._counts[key]
 
     def __len__(self) -> int:
         return len(self._stored)

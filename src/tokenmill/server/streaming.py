@@ -282,6 +282,8 @@ class Call:
         more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index, "plan": plan}
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
+        if self.caller.account.is_rated:
+            self.caller.reserved += self.caller.account.reserve(len(prompt) + params.n * (num_wanted or 0))
 
     async def chat(self, asked: ChatInput, *, reasons: bool) -> None:
         """Add the answer to a conversation, in whatever dialect it was asked for; `reasons`: the model may think."""
@@ -440,7 +442,7 @@ class Call:
         self._source = None
         for generation in source.generations:
             if generation.num_generated or generation.is_finished:
-                self.caller.usages.append(generation.usage)
+                self.caller.charge(generation.usage)
                 cache = generation.cache
                 if cache is not None and cache.divergence is not None and self._messages is not None:
                     self._note_difference(generation, self._messages, cache.divergence.at)

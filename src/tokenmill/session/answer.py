@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from tokenmill.errors import IntegrityError, InvalidRequest
-from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs, TurnPart
+from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs, TurnPart, Usage
 from tokenmill.pipeline.output import Engine, Generation
 
 
@@ -32,6 +32,8 @@ class Answer:
         """Its name: another answer has another one."""
         self.undo: Callable[[], None] | None = None
         """Takes back what was put in together with the question, if there is no answer at all."""
+        self.on_usage: Callable[[Usage], None] | None = None
+        """Told what it has cost, once, whether anybody reads it or not."""
         self.text = ""
         self.token_ids = array("i")
         self._ends = array("i")
@@ -117,6 +119,8 @@ class Answer:
             self._alarm.cancel()
             self._alarm = None
         self.is_released = True
+        if self.on_usage is not None and self.end is not None and self.end.usage is not None:
+            self.on_usage(self.end.usage)
         saving = self._on_end(self)
         if saving is None:
             self._finish()

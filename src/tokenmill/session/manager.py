@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -90,11 +91,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class SessionQuota:
+    """How many sessions a key may have; None: no limit of its own."""
+
+    max_sessions: int | None = None
+    max_log_bytes: int | None = None
+    is_shared: bool = False
+    """Leave room for other keys: at least as many bytes as its own logs take must be free."""
+
+
+def _no_quota(_: str) -> SessionQuota:
+    return SessionQuota()
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionLimits:
     """Limits on the sessions of a service."""
 
     max_log_bytes: int = 1024 * MIB
-    """Bytes of all logs together; the number of sessions has no other limit."""
+    """Bytes of all logs together; without quotas, the number of sessions has no other limit."""
+    quota: Callable[[str], SessionQuota] = _no_quota
+    """The quota of a key, as it is now."""
     ttl_s: float | None = None
     """End a session after this many idle seconds; None: never."""
     stall_timeout_s: float | None = 30.0
@@ -104,25 +121,53 @@ class SessionLimits:
 
 
 class LogBudget:
-    """Bytes of the logs of all sessions, and how many they may have together."""
+    """Sessions and bytes of their logs, of all keys and of each, and how many there may be."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, quota: Callable[[str], SessionQuota]) -> None:
         self._max_bytes = max_bytes
+        self._quota = quota
         self.total = 0
         self._bytes_of: dict[str, int] = {}
+        self._num_sessions: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
 
-    def set(self, session_id: str, num_bytes: int) -> None:
+    def set(self, session: Session) -> None:
         """A session's log has this size now."""
-        self.total += num_bytes - self._bytes_of.get(session_id, 0)
-        self._bytes_of[session_id] = num_bytes
+        key, before = session.options.key, self._bytes_of.get(session.session_id)
+        more = session.num_bytes - (before or 0)
+        self._bytes_of[session.session_id] = session.num_bytes
+        self._num_sessions[key] += before is None and session.options.is_kept
+        self._num_bytes[key] += more
+        self.total += more
 
-    def release(self, session_id: str) -> None:
-        self.total -= self._bytes_of.pop(session_id, 0)
+    def release(self, session: Session) -> None:
+        key, num_bytes = session.options.key, self._bytes_of.pop(session.session_id, None)
+        if num_bytes is None:
+            return
+        self.total -= num_bytes
+        self._num_bytes[key] -= num_bytes
+        self._num_sessions[key] -= session.options.is_kept
+        if not self._num_bytes[key] and not self._num_sessions[key]:
+            del self._num_sessions[key], self._num_bytes[key]
 
-    def check(self) -> None:
-        """Raise `Overloaded` if it is used up."""
-        if self.total >= self._max_bytes:
-            raise Overloaded(f"the session logs take {self.total} bytes; end some sessions first")
+    def used(self, key: str) -> tuple[int, int]:
+        """A key's sessions, without those of stored responses, and the bytes of all their logs."""
+        return self._num_sessions[key], self._num_bytes[key]
+
+    def check(self, key: str, num_new: int = 0) -> None:
+        """Raise `Overloaded` if a key's share of the bytes is used up, or it can't have so many new sessions."""
+        quota, (count, num_bytes) = self._quota(key), self.used(key)
+        free, why = self._max_bytes - self.total, None
+        if num_new and quota.max_sessions is not None and count + num_new > quota.max_sessions:
+            why = f"this API key has {count} sessions, its limit is {quota.max_sessions}"
+        elif quota.max_log_bytes is not None and num_bytes >= quota.max_log_bytes:
+            why = f"the session logs of this API key take {num_bytes} bytes, its limit is {quota.max_log_bytes}"
+        elif free <= 0:
+            why = f"the session logs take {self.total} bytes"
+        elif quota.is_shared and num_bytes > free:
+            why = f"the session logs of this API key take {num_bytes} bytes, more than are left for others"
+        if why is not None:
+            raise Overloaded(f"{why}; end some sessions first")
 
 
 class SessionManager:
@@ -145,7 +190,7 @@ class SessionManager:
         self.limits = limits
         self.texts = texts
         """Where long input is rendered and tokenized."""
-        self.budget = LogBudget(limits.max_log_bytes)
+        self.budget = LogBudget(limits.max_log_bytes, limits.quota)
         self.queue = CommandQueue()
         self.is_leaving = False
         """It is being unloaded: nothing new begins, and its sessions end."""
@@ -263,7 +308,7 @@ class SessionManager:
 
     def fork(self, session: Session, at_turn: int | None, at_token: int | None) -> Session:
         """A session that continues another one, or a turn or token of it, on the same engine core. It is added."""
-        self.budget.check()
+        self.budget.check(session.options.key, num_new=int(session.options.is_kept))
         options = session.options.for_fork(session.num_forks + 1)
         child = Session(new_name(), session.core, options, session.system, asyncio.get_running_loop().time())
         child.restore(session.snapshot())
@@ -284,7 +329,7 @@ class SessionManager:
         session.has_saved_kv = True
         session.mark = mark_before(session)
         self.queue.add(session)
-        self.budget.set(session.session_id, session.num_bytes)
+        self.budget.set(session)
         if self.limits.ttl_s is not None and stored.idle_s >= self.limits.ttl_s:
             self.end(session)
         return session
@@ -319,7 +364,7 @@ class SessionManager:
     def used(self, session: Session) -> None:
         """Note that a session was used, and how large its log is now."""
         session.last_used, session.used_at = asyncio.get_running_loop().time(), time.time()
-        self.budget.set(session.session_id, session.num_bytes)
+        self.budget.set(session)
         self.watch_idle()
 
     async def change(self, session_id: str, operation: Callable[[Session], T]) -> T:
@@ -457,7 +502,7 @@ class SessionManager:
         session.state = SessionState.ENDED
         self.queue.remove(session)
         self.routing.leave(session.core, session.system)
-        self.budget.release(session.session_id)
+        self.budget.release(session)
         self.client.release(session.session_id)
         if self.persistence is None or not session.options.is_kept:
             return None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, Unpack
 
 from tokenmill.contract import ModelHandle
 from tokenmill.engine.client import EngineClient
-from tokenmill.engine.request import Hints
+from tokenmill.engine.request import Hints, Quota
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
@@ -252,7 +252,7 @@ class SessionService:
         `title` and `metadata` are for lists of sessions: the model does not see them.
         """
         loaded = self._model()
-        loaded.budget.check()
+        loaded.budget.check(key, num_new=int(is_kept))
         if sampling_params is not None:
             await loaded.intake.prepare(sampling_params)
         session = loaded.new_session(
@@ -296,7 +296,7 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            loaded.budget.check()
+            loaded.budget.check(session.options.key)
             text, longest = loaded.opened.text, loaded.client.max_model_len
             return session.append(given, text, longest, raw=raw, continue_final_message=continue_final_message)
 
@@ -325,6 +325,7 @@ class SessionService:
         request_id: str | None = None,
         timeout_s: float | None = None,
         priority: int | None = None,
+        quota: Quota = Quota(),
         use: ToolUse | None = None,
         thinking_budget: int | None = None,
         **changes: Any,
@@ -334,8 +335,9 @@ class SessionService:
         `given` is appended first, as one with the answer; `again` puts it in place of the last one. If it then ends
         without a word, by an error or a cancel, the session is as it was. If it `must_fit`, an answer that could
         outgrow the context is refused; else it ends there. `request_id` names it; it ends with `timeout` after
-        `timeout_s`, waiting for the session included; its `priority` is the session's, unless told. `use` says which
-        functions it may call, `thinking_budget` for how many tokens the model may think.
+        `timeout_s`, waiting for the session included; its `priority` is the session's, unless told. `quota` limits
+        what it may use of the engine. `use` says which functions it may call, `thinking_budget` for how many tokens the
+        model may think.
         """
         loaded = self._model()
         loop = asyncio.get_running_loop()
@@ -359,7 +361,7 @@ class SessionService:
             else:
                 session.attempt = 0
             if given is not None:
-                loaded.budget.check()
+                loaded.budget.check(session.options.key)
                 session.append(given, loaded.opened.text, loaded.client.max_model_len, raw=False)
             params = session.options.for_answer({"attempt": session.attempt, **changes})
             loaded.commit_prompt(session, params, must_fit)
@@ -369,7 +371,8 @@ class SessionService:
             if loaded.is_leaving:
                 raise EngineDead("the model is being closed")
             params, plan, before = prepared
-            hints = session.hints if priority is None else replace(session.hints, priority=priority)
+            order = session.hints.priority if priority is None else priority
+            hints = replace(session.hints, priority=order, quota=quota)
             live = loaded.begin_answer(session, params, plan, hints, request_id, left())
             if given is not None or again:
                 live.undo = partial(session.restore, before)
@@ -478,7 +481,7 @@ class SessionService:
         loaded = self._model()
 
         def operation(session: Session) -> int:
-            loaded.budget.check()
+            loaded.budget.check(session.options.key)
             return session.edit(turn, content, loaded.opened.text, loaded.client.max_model_len)
 
         return await loaded.change_text(session_id, num_chars(content), operation)
@@ -509,7 +512,7 @@ class SessionService:
         untrusted file, `template_options` names the options that it may set; then its KV is ignored.
         """
         loaded = self._model()
-        loaded.budget.check()
+        loaded.budget.check(key, num_new=1)
         hints = Hints(key=key, namespace=namespace, priority=priority)
         session = await loaded.imported(source, hints, template_options)
         if loaded.is_leaving:
@@ -533,6 +536,10 @@ class SessionService:
     def list(self, key: str | None = None) -> list[SessionInfo]:
         """All sessions, or those of a key."""
         return [self.get(name) for _, name in self.creation_times(key)]
+
+    def usage_of(self, key: str) -> tuple[int, int]:
+        """How many sessions a key has, and the bytes of their logs."""
+        return (0, 0) if self._loaded is None else self._loaded.budget.used(key)
 
     def creation_times(self, key: str | None = None) -> builtins.list[tuple[float, str]]:
         """When each session was created, and its name: what a list of many is sorted by."""

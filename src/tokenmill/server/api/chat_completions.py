@@ -45,6 +45,7 @@ def chat_routes(served: Served) -> APIRouter:
             hints: dict[str, Any] = {
                 "timeout_s": call.timeout_s,
                 "priority": body.priority,
+                "quota": call.hints.quota,
                 "request_id": f"{call.id}/0",
             }
             use = session_use(model.sessions.tools_of(body.session_id), body)

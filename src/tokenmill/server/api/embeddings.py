@@ -92,7 +92,7 @@ async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, con
         outputs += await call.do(embedding)
     data = []
     for index, output in enumerate(outputs):
-        call.caller.usages.append(output.usage)
+        call.caller.charge(output.usage)
         vector: Any = output.outputs.embedding
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
@@ -17,8 +17,8 @@ from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas
 from tokenmill.server.api import anthropic
 from tokenmill.server.bodies import KEY, JsonRoute
-from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, Dialect
+from tokenmill.server.keys import Account
 from tokenmill.server.middleware import Caller
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
@@ -40,7 +40,7 @@ EVENTS = "/scheduler/events"
 def model_routes(served: Served) -> APIRouter:
     """List, load and unload the models of a server."""
     api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["models"])
-    models, config = served.models, served.config
+    models = served.models
     about_one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Model}}
 
     @api.get("/models", responses={200: {"model": schemas.ModelList}, **schemas.errors(401, 503)})
@@ -54,7 +54,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.get("/models/cached", responses={200: {"model": schemas.CachedModels}, **schemas.errors(401, 403, 503)})
     async def list_cached(http: Request) -> Response:
         """Downloaded models that `POST /models/load` could add; with an admin key."""
-        _check_admin(http.state.caller, config)
+        _check_admin(http.state.caller)
         found = [
             {"id": one.name, "object": "cached_model", "bytes": one.num_bytes, "last_used": int(one.last_used)}
             for one in await models.cached()
@@ -64,7 +64,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
     async def load_model(http: Request, body: LoadModel) -> Response:
         """Load a model of the server, or a downloaded one, if it fits. One that is loaded stays as it is."""
-        _check_admin(http.state.caller, config)
+        _check_admin(http.state.caller)
         await models.load_cached(body.model)
         await served.models.use(body.model)
         return JSONResponse(describe(models.entry(body.model), served.started))
@@ -72,7 +72,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
     async def unload_model(http: Request, body: UnloadModel) -> Response:
         """Unload a model: its memory is free. The next request for it loads it again."""
-        _check_admin(http.state.caller, config)
+        _check_admin(http.state.caller)
         entry = models.entry(body.model)
         await models.unload(entry, force=bool(body.force))
         return JSONResponse(describe(entry, served.started))
@@ -89,10 +89,9 @@ def model_routes(served: Served) -> APIRouter:
     return api
 
 
-def _check_admin(caller: Caller, config: ServerConfig) -> None:
+def _check_admin(caller: Caller) -> None:
     """Raise unless the caller may load and unload models: with an admin key, or where there are no keys at all."""
-    is_admin = any(hmac.compare_digest(known.hex(), caller.key) for known in config.admin_key_hashes)
-    if not is_admin and (config.key_hashes or config.admin_key_hashes):
+    if not caller.account.key.is_admin:
         raise ApiError(403, "requires an admin key (--admin-key)", code="admin_key_needed")
 
 
@@ -139,6 +138,14 @@ def engine_routes(served: Served) -> APIRouter:
         generations = [_generation(one, first, now, _cache(served, one, names)) for one in found]
         return JSONResponse({"id": request_id, "object": "request.timeline", "generations": generations})
 
+    @api.get("/usage", responses={200: {"model": schemas.UsageList}, **schemas.errors(401, 503)}, tags=["telemetry"])
+    async def get_usage(http: Request) -> Response:
+        """What the caller's key has used since the server started, and its limits; with an admin key, of all keys."""
+        own: Account = http.state.caller.account
+        shown = served.keys.accounts if own.key.is_admin else [own]
+        data = [usage_shape(one, served) for one in shown]
+        return JSONResponse({"object": "list", "since": served.started, "data": data})
+
     @api.get(
         "/scheduler", responses={200: {"model": schemas.Scheduler}, **schemas.errors(401, 503)}, tags=["telemetry"]
     )
@@ -163,6 +170,23 @@ def engine_routes(served: Served) -> APIRouter:
         return EventStream(PieceEvents(_follow(telemetry, names, pace_s)), http.state.caller, config)
 
     return api
+
+
+def usage_shape(account: Account, served: Served) -> dict[str, Any]:
+    """What one key has used."""
+    key, used = account.key, [model.sessions.usage_of(account.key.id) for model in served.models.loaded]
+    return {
+        "object": "usage",
+        "key": key.name,
+        "admin": key.is_admin,
+        "expires_at": None if key.expires_at is None else int(key.expires_at),
+        **asdict(account.totals),
+        "sessions": sum(count for count, _ in used),
+        "session_bytes": sum(num_bytes for _, num_bytes in used),
+        "stored_responses": served.responses.num_of(key.id),
+        "limits": {name: value for name, value in asdict(key.limits).items() if value is not None},
+        "remaining": account.remaining(),
+    }
 
 
 def _scheduler(telemetry: Telemetry, names: ShowName) -> dict[str, Any]:
@@ -254,7 +278,8 @@ def _told(told: Told, names: ShowName) -> bytes:
 def probe_routes(served: Served) -> APIRouter:
     """Health probes and metrics, at the root only."""
     api = APIRouter(route_class=JsonRoute.with_texts(served.texts))
-    metrics = Metrics(served.telemetry)
+    keys = served.keys
+    metrics = Metrics(served.telemetry, lambda: {one.key.name: one.totals for one in keys.accounts})
     health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
     about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
 

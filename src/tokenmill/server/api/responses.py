@@ -110,7 +110,7 @@ def _answer(
     # All of a request's parameters are its own; the seed of an unseeded one is drawn anew.
     changes = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "attempt"}
     own = {"timeout_s": call.timeout_s, "priority": hints.priority, "request_id": f"{call.id}/0", **changes}
-    own |= {"use": use, "thinking_budget": body.thinking_token_budget}
+    own |= {"quota": hints.quota, "use": use, "thinking_budget": body.thinking_token_budget}
     return SessionSource(model.sessions, session, on_end=end, given=messages, must_fit=must_fit, **own)
 
 

@@ -16,6 +16,7 @@ from tokenmill.server.api.responses import as_message
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import Caller
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import (
     AnswerRequest,
@@ -34,6 +35,7 @@ from tokenmill.server.requests import (
 from tokenmill.server.served import Served
 from tokenmill.server.streaming import AnswerEvents, read_event_id, while_connected
 from tokenmill.server.telemetry.timeline import cost_json
+from tokenmill.session.answer import Answer
 from tokenmill.session.records import MEDIA_TYPE
 from tokenmill.session.session import Input, SessionInfo
 
@@ -156,14 +158,16 @@ def session_routes(served: Served) -> APIRouter:
         body.check(config)
         model = find(http, session_id)
         given = None if body.input is None else as_input(body.input, config)
+        caller: Caller = http.state.caller
         options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
+        options["quota"] = served.quota(caller.key, body)
         options |= {
             "use": session_use(model.sessions.tools_of(session_id), body),
             "thinking_budget": body.thinking_token_budget,
         }
         live = await while_connected(http, model.sessions.answer(session_id, given=given, again=again, **options))
+        charge_for(live, caller)
         stream = AnswerEvents(http, model.name, model.forms, session_id, live)
-        caller = http.state.caller
         caller.model = model.name
         served.telemetry.note_call(caller.key, caller.request_id, live.request_id)
         return stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
@@ -250,7 +254,7 @@ def session_routes(served: Served) -> APIRouter:
         http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
     ) -> Response:
         """A new session from a file that `save` gave. It is the caller's, whosever it was."""
-        hints = served.hints(http.state.caller.key, Hinted(timeout_s=None, priority=None, cache_salt=None))
+        hints = served.hints(http.state.caller.key, Hinted.model_validate({}))
         found = await served.models.use(model)
         data = await http.body()
         known = config.template_options | {"tools"}
@@ -266,6 +270,14 @@ def session_routes(served: Served) -> APIRouter:
         return shown(model, session_id)
 
     return api
+
+
+def charge_for(live: Answer, caller: Caller) -> None:
+    """Charge an answer when it ends: whoever reads it, and whether its client is still there."""
+    if live.is_released and live.end is not None and live.end.usage is not None:
+        caller.account.charge(live.end.usage)
+    else:
+        live.on_usage = caller.account.charge
 
 
 def session_shape(model: ServedModel, info: SessionInfo) -> dict[str, Any]:

@@ -323,6 +323,21 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile("".join(made), re.DOTALL)
 
 
+@dataclass
+class KeyTotals:
+    """What an API key has used since the server started. For the event loop's thread."""
+
+    running: int = 0
+    """Requests that are not done."""
+    requests: int = 0
+    """Requests that were admitted."""
+    refused: int = 0
+    """Requests that exceeded a limit of the key, or found the queue full."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class Traffic:
     """Counts requests where they enter and leave. For the event loop's thread.
 

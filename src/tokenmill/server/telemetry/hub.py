@@ -124,6 +124,11 @@ class Telemetry:
                 sums[model].merge(one)
         return sums
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queues of all engines."""
+        return sum(watch.view.num_waiting for watches in self._watches.values() for watch in watches)
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def note_call(self, key: str, request_id: str, call_id: str) -> None:

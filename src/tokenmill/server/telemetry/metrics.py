@@ -1,11 +1,12 @@
 """`Metrics`: the figures in Prometheus' form, in a registry of the server's own. They are put together when asked for.
 
-Labels have few values: the model's name, one of our endpoints, an outcome, a finish reason. Never an id or a key.
+Labels have few values: the model's name, one of our endpoints, an outcome, a finish reason, the name of an API key as
+the operator wrote it. Never an id or a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from tokenmill import __version__
 from tokenmill.engine.events import Phase
-from tokenmill.server.telemetry.figures import CoreFigures, Outcome, Tally, Traffic
+from tokenmill.server.telemetry.figures import CoreFigures, KeyTotals, Outcome, Tally, Traffic
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.live import CoreWatch
 
@@ -55,8 +56,10 @@ PHASES = {
 class Metrics(Collector):
     """A server's metrics. For the event loop's thread."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, keys: Callable[[], Mapping[str, KeyTotals]] = dict) -> None:
         self._telemetry = telemetry
+        self._keys = keys
+        """What each API key has used, by its name."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -72,6 +75,7 @@ class Metrics(Collector):
         _add(lag, [], self._telemetry.loop_lag_s)
         yield lag
         yield from _traffic(self._telemetry.traffic)
+        yield from _by_key(self._keys())
         yield from _engine(self._telemetry.figures())
         yield from _now(self._telemetry.watches)
 
@@ -99,6 +103,22 @@ def _traffic(traffic: Traffic) -> Iterator[Metric]:
         if endpoint in traffic.seconds:
             _add(seconds, [endpoint], traffic.seconds[endpoint])
     yield from (received, running, ended, seconds)
+
+
+def _by_key(keys: Mapping[str, KeyTotals]) -> Iterator[Metric]:
+    running = GaugeMetricFamily("tokenmill_key_requests_running", "Requests of an API key.", labels=["key"])
+    requests = CounterMetricFamily(
+        "tokenmill_key_requests", "Requests of an API key that generate, by whether they were admitted.",
+        labels=["key", "admitted"],
+    )  # fmt: skip
+    tokens = CounterMetricFamily("tokenmill_key_tokens", "Tokens of an API key, by kind.", labels=["key", "kind"])
+    for name, totals in keys.items():
+        running.add_metric([name], totals.running)
+        requests.add_metric([name, "yes"], totals.requests)
+        requests.add_metric([name, "no"], totals.refused)
+        for kind in ("prompt", "cached", "completion"):
+            tokens.add_metric([name, kind], getattr(totals, f"{kind}_tokens"))
+    yield from (running, requests, tokens)
 
 
 def _engine(models: dict[str, CoreFigures]) -> Iterator[Metric]:
