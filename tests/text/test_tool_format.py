@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.tool_templates import HARMONY, PLAIN, WRITTEN, stored_templates
+from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.grammar import grammar_source
@@ -502,3 +503,58 @@ def test_ids_of_other_servers_are_shortened_for_templates_that_take_nine_charact
     message["tool_calls"][0]["id"] = "call_0123456789abcdef"
     text = template.render([{"role": "user", "content": "hi"}, message], tools=DECLARED)
     assert "call_" not in text
+
+
+# -- bounds of arguments ----------------------------------------------------------------------------------------------
+
+BOUNDED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "minimum": ({"type": "integer", "minimum": 3, "maximum": 12}, [3, 12], [2, 13, -3]),
+    "numbers": ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, [0.25, 1.5], [0, 1.75]),
+    "lengths": ({"type": "string", "minLength": 2, "maxLength": 4}, ["ab", "a\nbc"], ["a", "abcde"]),
+    "pattern": ({"type": "string", "pattern": "^[a-c]+$"}, ["abc"], ["abd", "a c"]),
+    "part": ({"type": "string", "pattern": "b/c"}, ["ab/cd"], ["abcd"]),
+    "enum": ({"enum": ["red", 5]}, ["red", 5], ["green", 6]),
+    "items": ({"type": "array", "items": {"type": "integer", "maximum": 9}, "minItems": 1, "maxItems": 2},
+              [[1], [1, 9]], [[], [1, 2, 3], [10]]),
+    "nested": ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}, "required": ["a"],
+                "additionalProperties": False}, [{"a": 5}], [{"a": 4}, {}]),
+    "tree": ({"$ref": "#/$defs/tree"}, [{"v": 1}, {"v": 1, "next": {"v": 2, "next": {"v": 3}}}],
+             [{"v": -1}, {"v": 1, "next": {"v": 2, "next": {"v": -3}}}]),
+}  # fmt: skip
+TREE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer", "minimum": 0}, "next": {"$ref": "#/$defs/tree"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", [*DERIVED, *(name for name, form in NAMED.items() if not form.is_harmony)])
+def test_bounds_of_arguments_are_enforced_in_every_format(name: str) -> None:
+    form = NAMED[name] if name in NAMED else _format_of(name)[1]
+    assert form.calls is not None
+    for what, (schema, good, bad) in BOUNDED.items():
+        declared = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"tree": TREE}}
+        special = {marker: 256 + place for place, marker in enumerate(sorted(form.markers))}
+        tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes([*special])))
+        for value in (*good, *bad):
+            text = form.calls.write([("f", {"a": value})])
+            for known in ({}, special):  # markers are text, or tokens
+                grammar = turn_grammar(form, known, [Tool("f", declared)], required=True)
+                assert _accepts(grammar, _encoded(text, known), tokenizer) == (value in good), (what, value)
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "prefixItems", "maxProperties", "format"])
+@pytest.mark.parametrize("name", ["qwen3-coder", "quotes of its own", "pythonic"])
+def test_keywords_that_a_format_cannot_enforce_are_named(name: str, keyword: str) -> None:
+    values = {"allOf": [{"type": "string"}], "prefixItems": [{"type": "string"}], "maxProperties": 1, "format": "date"}
+    kinds = {"prefixItems": "array", "maxProperties": "object"}
+    schema = {"type": kinds.get(keyword, "string"), keyword: values[keyword]}
+    tool = Tool("f", {"type": "object", "properties": {"a": schema}})
+    form = NAMED[name] if name in NAMED else _format_of(name)[1]
+    # Where a value is spelled as in JSON, its schema is part of the grammar.
+    if (name, keyword) in (("pythonic", "format"), ("qwen3-coder", "prefixItems"), ("qwen3-coder", "maxProperties")):
+        assert f'"{keyword}"' in turn_grammar(form, {}, [tool])
+    else:
+        with pytest.raises(InvalidRequest, match=f"tools: f: the keyword {keyword} is not supported"):
+            turn_grammar(form, {}, [tool])

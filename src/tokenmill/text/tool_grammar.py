@@ -31,7 +31,11 @@ from tokenmill.text.tool_format import (
 from tokenmill.text.turn_parser import TurnPlan
 
 MAX_REFERENCES = 16
-"""Of schemas within schemas, in formats that spell values in their own way: deeper ones may be any value."""
+"""From one reference to the next, in formats that spell values in their own way."""
+NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+TEXT_BOUNDS = ("minLength", "maxLength", "pattern", "format")
+UNSPELLED = ("allOf", "prefixItems", "additionalItems", "maxProperties", "patternProperties")
+"""Keywords that are not enforced in formats that spell values in their own way."""
 TAIL_TOKENS = 16
 """Of a prompt, in which the markers of thinking are looked for."""
 REMARKS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
@@ -142,7 +146,7 @@ def _as_rule(outputs: StructuredOutputs) -> str:
     if outputs.choice is not None:
         return " | ".join(map(_quoted, outputs.choice))
     if outputs.regex is not None:
-        return "/" + re.sub(r"(?<!\\)/", r"\/", outputs.regex) + "/"
+        return f"/{_slashed(outputs.regex)}/"
     what = f"structured_outputs.{outputs.kind} cannot be combined with tools or reasoning"
     raise InvalidRequest(f"{what}; use json, regex or choice", param="structured_outputs")
 
@@ -236,6 +240,19 @@ class _Grammar:
     def _rule(self, name: str, rule: str) -> str:
         self._rules[name] = rule
         return name.split("[")[0]
+
+    def _bounded_text(self, name: str, marker: str, bounds: Sequence[str]) -> str:
+        """Text that ends with a marker and matches all of these regular expressions."""
+        token = None if self._pattern is None else self._pattern.search(marker)
+        if token is not None:
+            value = self._rule(f"{name.upper()}_VALUE", " & ".join(bounds))
+            if token.start():  # one terminal: two would not know where the first ends
+                value = self._rule(name.upper(), f"{value} {_quoted(marker[: token.start()])}")
+            return f"{value} {self._literal(marker[token.start() :])}"
+        # It can't contain the marker, not even where it would be too short without.
+        without = "~/" + _slashed(f"(?s:.*){_regex_of(marker)}(?s:.*)") + "/"
+        value = self._rule(f"{name.upper()}_VALUE", " & ".join((*bounds, without)))
+        return self._rule(f"{name}[lazy]", f"{value} {_quoted(marker)}")
 
     def _text_up_to(self, name: str, marker: str) -> str:
         """Free text that ends with a marker."""
@@ -333,9 +350,12 @@ class _Values:
     def __init__(self, grammar: _Grammar, style: NamedArguments, tool: Tool, place: int) -> None:
         self._grammar = grammar
         self._style = style
+        self._tool = tool
         self._schema = tool.closed_schema
         self._prefix = f"v{place}"
         self._count = 0
+        self._references: dict[str, str] = {}
+        """Rules of what the schema refers to, which may refer to itself."""
 
     def arguments(self) -> str:
         """Declared ones in their order, optional ones or not; without any declared, all are allowed."""
@@ -345,8 +365,9 @@ class _Values:
         if not declared and self._schema.get("additionalProperties", True) is False:
             return ""
         if not declared:
-            key = "/[a-zA-Z_][a-zA-Z0-9_]*/"
-            one = self._rule(f"{self._around(key)} {self._top({})}")
+            key, others = "/[a-zA-Z_][a-zA-Z0-9_]*/", self._schema.get("additionalProperties", {})
+            self._check(self._schema)
+            one = self._rule(f"{self._around(key)} {self._top(others)}")
             return self._joined([(one, False)], repeat=True)
         required = set(self._schema.get("required") or ())
         pairs = [
@@ -401,63 +422,116 @@ class _Values:
         if kinds == {"boolean"}:
             return f"({self._words(style.true, style.false)}) {tail}"
         if not kinds or "string" in kinds:
-            self._count += 1
-            return self._grammar._text_up_to(f"{self._prefix}_{self._count}", style.tail)
+            self._check(schema)
+            if kinds != {"string"}:  # without quotes, a text looks like any other value
+                self._reject(schema, (*TEXT_BOUNDS, *NUMBER_BOUNDS))
+            return self._text(schema, style.tail)
         shared: dict[str, Any] = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
         return f"{_json({**schema, **shared}, JsonArguments())} {tail}"
 
     def _words(self, *words: str) -> str:
         return " | ".join(map(_quoted, words))
 
-    def _value(self, schema: Any, depth: int = 0) -> str:
-        """A value with quotes and brackets of the format's own. What a schema says beyond types is not enforced."""
-        if depth > MAX_REFERENCES:
-            return self._any()
-        schema = self._resolved(schema)
+    def _text(self, schema: Mapping[str, Any], marker: str) -> str:
+        """A text without quotes and escapes, up to a marker."""
+        self._reject(schema, ("format",))
+        self._count += 1
+        name, bounds = f"{self._prefix}_{self._count}", []
+        if "minLength" in schema or "maxLength" in schema:
+            bounds.append(f"/(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
+        if isinstance(schema.get("pattern"), str):
+            pattern = schema["pattern"]
+            before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
+            bounds.append(f"/{before}(?:{_slashed(pattern.removeprefix('^').removesuffix('$'))}){after}/")
+        if not bounds:
+            return self._grammar._text_up_to(name, marker)
+        return self._grammar._bounded_text(name, marker, bounds)
+
+    def _check(self, schema: Mapping[str, Any]) -> None:
+        self._reject(schema, UNSPELLED)
+
+    def _reject(self, schema: Mapping[str, Any], keywords: Iterable[str]) -> None:
+        found = next((keyword for keyword in keywords if keyword in schema), None)
+        if found is not None:
+            what = f"the keyword {found} is not supported where a model writes arguments one by one, as this one does"
+            raise InvalidRequest(f"tools: {self._tool.name}: {what}", param="tools")
+
+    def _value(self, schema: Any) -> str:
+        """A value with quotes and brackets of the format's own."""
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if isinstance(reference, str) and reference.startswith("#/"):
+            if reference not in self._references:
+                self._count += 1
+                name = self._references[reference] = f"{self._prefix}_{self._count}"
+                self._grammar._rule(name, self._value_of(self._resolved(schema)))
+            return self._references[reference]
+        return self._value_of(schema if isinstance(schema, Mapping) else {})
+
+    def _value_of(self, schema: Mapping[str, Any]) -> str:
+        self._check(schema)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return f"({' | '.join(self._literal(write_value(self._style, value, nested=True)) for value in values)})"
         several = schema.get("anyOf") or schema.get("oneOf")
         if several:
-            return f"({' | '.join(self._value(one, depth + 1) for one in several)})"
+            return f"({' | '.join(self._value(one) for one in several)})"
         kinds = _types(schema)
         if not kinds:
+            self._reject(schema, (*TEXT_BOUNDS, *NUMBER_BOUNDS, "items", "minItems", "maxItems"))
             return self._any()
-        return f"({' | '.join(self._of_kind(kind, schema, depth) for kind in sorted(kinds))})"
+        return f"({' | '.join(self._of_kind(kind, schema) for kind in sorted(kinds))})"
 
-    def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
         style = self._style
         comma = "," if style.bare_keys else ", "
         match kind:
             case "string":
-                return self._string()
+                return self._string(schema)
             case "boolean":
                 return self._words(style.true, style.false)
             case "null":
                 return _quoted(style.null)
-            case "integer":
-                return self._grammar._rule("INTEGER", "/-?(0|[1-9][0-9]*)/")
-            case "number":
+            case "integer" | "number":
+                bounds = {keyword: schema[keyword] for keyword in NUMBER_BOUNDS if keyword in schema}
+                if bounds:
+                    return _json({"type": kind, **bounds}, JsonArguments())
+                if kind == "integer":
+                    return self._grammar._rule("INTEGER", "/-?(0|[1-9][0-9]*)/")
                 return self._grammar._rule("NUMBER", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
             case "array":
-                item = self._rule(self._value(schema.get("items", {}), depth + 1))
-                return f'"[" ({item} ({_quoted(comma)} {item})*)? "]"'
+                return self._array(schema, _quoted(comma))
             case "object" if isinstance(schema.get("properties"), Mapping) and schema["properties"]:
                 colon = ":" if style.bare_keys else ": "
                 needed = set(schema.get("required") or ())
                 pairs = [
-                    (self._rule(f"{self._key(name)} {_quoted(colon)} {self._value(one, depth + 1)}"), name in needed)
+                    (self._rule(f"{self._key(name)} {_quoted(colon)} {self._value(one)}"), name in needed)
                     for name, one in schema["properties"].items()
                 ]
                 return f'"{{" {self._members(pairs, _quoted(comma))} "}}"'
             case _:
+                if isinstance(schema.get("additionalProperties"), Mapping):
+                    self._reject(schema, ("additionalProperties",))
                 return self._any_object()
+
+    def _array(self, schema: Mapping[str, Any], comma: str) -> str:
+        item = self._rule(self._value(schema.get("items", {})))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        more = "" if most is None else most - 1
+        items = f"{item} ({comma} {item}){{{max(least - 1, 0)},{more}}}"
+        return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _key(self, name: str) -> str:
         return self._literal(name if self._style.bare_keys else write_value(self._style, name, nested=True))
 
-    def _string(self) -> str:
+    def _string(self, schema: Mapping[str, Any] | None = None) -> str:
         style = self._style
+        bounds = {keyword: schema[keyword] for keyword in TEXT_BOUNDS if keyword in schema} if schema else {}
+        if bounds and style.is_escaped:
+            return _json({"type": "string", **bounds}, JsonArguments())
+        if bounds:
+            return f"{self._literal(style.string_open)} {self._text(bounds, style.string_close)}"
         if style.is_escaped:
             return self._grammar._rule("STRING", r'/"([^"\\\n]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"/')
         return f"{self._literal(style.string_open)} {self._grammar._text_up_to('string', style.string_close)}"
@@ -518,6 +592,16 @@ def _json(schema: Mapping[str, Any], style: JsonArguments) -> str:
     """A JSON value, with the separators that the template writes."""
     guidance = {"item_separator": style.item_separator, "key_separator": style.key_separator}
     return "%json " + json.dumps({**schema, "x-guidance": guidance})
+
+
+def _slashed(expression: str) -> str:
+    """A regular expression as Lark has it between slashes."""
+    return re.sub(r"(?<!\\)/", r"\/", expression)
+
+
+def _regex_of(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return re.sub(r"[^\w\s<>]", r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def _quoted(text: str) -> str:
