@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
 
+SPECULATION = ("auto", "off", "lookup")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -45,6 +47,8 @@ class EngineConfig:
     """Reuse the KV of common prefixes."""
     forced_tokens: bool = True
     """Append the tokens that a grammar leaves no choice about without drawing them, and compute them in one chunk."""
+    speculation: str = "off"
+    """Who proposes tokens for requests that do not say, verified several at a time: `auto`, `off` or `lookup`."""
     depth: int | None = None
     """Steps submitted ahead, 0 or 1; None for the maximum of the backend."""
 
@@ -66,5 +70,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be positive or None, not {value}")
         if self.target_tick_ms <= 0:
             raise ConfigError(f"target_tick_ms must be positive, not {self.target_tick_ms}")
+        if self.speculation not in SPECULATION:
+            raise ConfigError(f"speculation must be one of {', '.join(SPECULATION)}, not {self.speculation!r}")
         if self.depth not in (None, 0, 1):
             raise ConfigError(f"depth must be 0, 1 or None, not {self.depth}")

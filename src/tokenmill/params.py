@@ -29,6 +29,7 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 4096
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
+SPECULATION = ("auto", "off", "lookup")
 
 
 class Pooling(Enum):
@@ -212,6 +213,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     """What the output must look like: a JSON schema, an expression, a grammar."""
+    speculation: str | None = None
+    """Who proposes tokens to verify several at a time: `auto`, `off` or `lookup`; None: the engine's setting."""
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
@@ -271,7 +274,8 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs"})
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs",
+                       "speculation"})  # fmt: skip
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -298,6 +302,10 @@ def _checked(name: str, value: Any) -> Any:
         return _stop_strings(value)
     elif name == "logit_bias" and value != {}:
         return _logit_bias(value)
+    elif name == "speculation":
+        if value not in SPECULATION:
+            what = f"one of {', '.join(SPECULATION)}"
+            raise InvalidRequest(f"speculation must be {what}, not {shown(value)}", param=name)
     elif name == "structured_outputs":
         return _structured_outputs(value)
     return value

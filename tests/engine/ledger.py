@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.cost_model import FIRST_CHUNK, WINDOW
-from tokenmill.engine.events import Event, FailedStepEvent, Phase, RequestEvent, TickEvent
+from tokenmill.engine.events import Event, FailedStepEvent, Phase, RequestEvent, TickEvent, VerifiedEvent
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.request import Request
 from tokenmill.outputs import FinishReason
@@ -150,6 +150,8 @@ class Ledger:
             self.has_failed = True
         elif isinstance(event, TickEvent):
             self._collect(event)
+        elif isinstance(event, VerifiedEvent):
+            self._verify(event)
         elif isinstance(event, RequestEvent):
             self._enter_phase(event)
 
@@ -160,6 +162,15 @@ class Ledger:
             if share.is_drawn:
                 self.accounts[share.request_id].pending -= 1
                 self.accounts[share.request_id].length += 1
+
+    def _verify(self, event: VerifiedEvent) -> None:
+        """Proposed tokens that were rejected count as if they had never been computed."""
+        rows = {one.row: one for one in self.accounts.values() if one.row is not None}
+        columns = (event.rows, event.num_proposed, event.num_agreed, event.num_drawn)
+        for row, num_proposed, num_agreed, num_drawn in zip(*columns, strict=True):
+            rows[row].length += num_drawn
+            rows[row].computed -= num_proposed - num_agreed
+            self.served[rows[row].key] -= num_proposed - num_agreed
 
     def _enter_phase(self, event: RequestEvent) -> None:
         account = self.accounts[event.request_id]
@@ -217,6 +228,8 @@ class Ledger:
         decoding = sorted(one.row for one in left if self._owes(one) == 1 and one.row is not None)
         step = Step(config.max_num_batched_tokens - len(decoding), self._most_prefill(left, decoding))
         given = {} if plan is None else dict(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True))
+        for one in () if plan is None else plan.verifications:
+            given[one.row] -= len(one.tokens)
         assert list(given)[: 0 if plan is None else plan.num_decode] == decoding, "who decodes"
         self._prefill(step, [one for one in left if self._owes(one) > 1], given)
         self._admit(step, accounts)
@@ -227,7 +240,7 @@ class Ledger:
         assert list(given) == [*decoding, *(one.row for one, _ in step.chunks)], "in which order"
         if plan is not None:
             assert plan.tick == self.tick
-            assert plan.num_tokens == sum(given.values()) <= config.max_num_batched_tokens
+            assert plan.num_tokens == sum(given.values()) + plan.num_proposed <= config.max_num_batched_tokens
             complete = [one.row for one, count in step.chunks if one.computed + count == one.length]
             assert plan.sampled_rows.tolist() == [*decoding, *complete], "who gets a token"
             rows = {one.row: one for one in [*left, *(one for one, _ in step.chunks)]}
@@ -319,6 +332,8 @@ class Ledger:
 
     def _owes(self, one: Account) -> int:
         limit = one.request.max_tokens(self.engine.max_model_len)
+        if one.pending and self.engine.scheduler.speculation.proposer_of(one.request) is not None:
+            return 0  # what follows its last token is proposed once that is known
         return one.length + one.pending - one.computed if one.length + one.pending < limit else 0
 
     def _most(self, one: Account) -> int:

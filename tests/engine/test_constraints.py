@@ -14,12 +14,13 @@ import pytest
 
 from tests.conformance.operations import RandomChooser, one_in
 from tests.engine.helpers import VOCAB, SimulatedClock, Transcript, assert_clean, backend_of, make_engine, run
+from tests.engine.speculating import Oracle, speculate
 from tests.engine.workload import Workload, workload
 from tokenmill import LLM
 from tokenmill.backends.fake import FakeBackend, FakeConfig
 from tokenmill.contract import BatchBuilder, unpack_mask
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.events import ProposalEvent
+from tokenmill.engine.events import Event, ProposalEvent, VerifiedEvent
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import EngineDead, InvalidRequest
@@ -125,17 +126,30 @@ def alone(prompt: tuple[int, ...], outputs: StructuredOutputs | None, output: tu
     return tokens[len(prompt) + len(output) :]
 
 
-def play(load: Workload, seed: int, *, proposes: bool) -> Counter[str]:
+def play(load: Workload, seed: int, *, proposes: bool, speculates: bool = False) -> Counter[str]:
     """A workload of which most requests are constrained; what happened to them, to be sure that it did."""
     choose, clock = RandomChooser(seed), SimulatedClock()
     fake = load.fake | {"num_cells": load.fake["max_context"] + 2 * load.fake["block_size"]}  # the least
-    engine = make_engine(depth=load.depth, fake=fake, clock=clock, forced_tokens=proposes, **load.engine)
+    options = load.engine | {"forced_tokens": proposes, "speculation": "lookup" if speculates else "off"}
+    engine = make_engine(depth=load.depth, fake=fake, clock=clock, **options)
     view, seen = CoreView(engine.snapshot()), Counter[str]()
     engine.events.subscribe(view)
     engine.events.subscribe(lambda event: seen.update(proposals=isinstance(event, ProposalEvent)))
     if load.fault is not None:
         backend_of(engine).faults.add(load.fault)
     transcript, sources = Transcript(), dict[str, tuple[Request, tuple[int, ...]]]()
+
+    def known(request: Request) -> list[int]:
+        one, output = sources[request.request_id]
+        return alone(tuple(one.tokens[: one.num_prompt]), one.draw.params.structured_outputs, output)
+
+    def note_verified(event: Event) -> None:
+        if isinstance(event, VerifiedEvent):
+            seen.update(accepted=sum(event.num_agreed), rejected=sum(event.num_proposed) - sum(event.num_agreed))
+
+    if speculates:
+        speculate(engine, Oracle(known))
+        engine.events.subscribe(note_verified)
     arrivals = sorted(load.requests, key=lambda arrival: arrival[0])
     for tick in range(1500):
         while arrivals and arrivals[0][0] <= tick:
@@ -190,6 +204,18 @@ def test_a_constrained_request_says_what_it_says_alone(depth: int, proposes: boo
     assert seen["forks"] > 5
     assert seen["cancelled"] > 2
     assert (seen["proposals"] > 50) == proposes
+
+
+@pytest.mark.req("R33")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("proposes", [True, False])
+def test_a_constrained_request_that_speculates_says_what_it_says_alone(depth: int, proposes: bool) -> None:
+    seen = Counter[str]()
+    for seed in range(12):
+        seen += play(workload(RandomChooser(seed), depth), seed, proposes=proposes, speculates=True)
+    assert seen["preempted"] > 0
+    assert seen["accepted"] > 40
+    assert seen["rejected"] > 8
 
 
 def rows_of(engine: EngineCore) -> Transcript:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +141,13 @@ class Waits:
             assert waited <= bound, f"{name} waited {waited} ticks, more than {bound}"
 
 
-def play(load: Workload, backend: MakeBackend = FakeBackend) -> Transcript:
+def play(
+    load: Workload, backend: MakeBackend = FakeBackend, prepare: Callable[[EngineCore], None] = lambda _: None
+) -> Transcript:
     """Run a workload and check that nobody noticed anybody else, and in each tick that it went by the rules."""
     clock = SimulatedClock()
     engine = make_engine(depth=load.depth, fake=load.fake, backend=backend, clock=clock, **load.engine)
+    prepare(engine)
     Ledger(engine, load.is_roomy)
     shelf = Shelf(engine)
     waits = Waits(engine)

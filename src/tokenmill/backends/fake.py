@@ -190,7 +190,7 @@ class FakeBackend(PagedBackend[FakeForward]):
     def _sample(self, step: FakeForward, rows: SampleRows, mask: Mask | None) -> Sampled:
         sampled = (rows.sampler or greedy)(step.logits[rows.logits_row], mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[rows.table_row] = np.maximum(sampled.ids, 0)
+        self._last_sampled[rows.table_row] = np.maximum(sampled.ids[: len(rows.table_row)], 0)
         return sampled
 
     def _wait(self, step: FakeForward) -> None:

@@ -151,6 +151,12 @@ def serve(
             help="Append tokens that a grammar leaves no choice about without drawing them.",
         ),
     ] = True,
+    speculation: Annotated[
+        str,
+        typer.Option(
+            help="Speculative decoding of requests that do not set it: off, auto or lookup. The output is the same."
+        ),
+    ] = "off",
     tokenizer_threads: Annotated[
         int, typer.Option(min=2, help="Tokenizer threads for long prompts; one is reserved for prompts up to 64 KiB.")
     ] = 2,
@@ -259,6 +265,7 @@ def serve(
         "queue_timeout_s": queue_timeout,
         "hang_timeout_s": hang_timeout,
         "forced_tokens": forced_tokens,
+        "speculation": speculation,
         "num_threads": threads,
         "workers": workers,
     }

@@ -134,7 +134,10 @@ class SampleRows:
     logits_row: IntArray
     """Row k of the forward's logits."""
     table_row: IntArray
-    """Row of the backend's token table, no row twice: a later batch names this id as `last_sampled(table_row)`."""
+    """Row of the backend's token table, no row twice: a later batch names this id as `last_sampled(table_row)`.
+
+    May be shorter than `logits_row`: the ids of the logits rows beyond it are returned, not remembered.
+    """
     sampler: Sampler | None = None
     """None takes the largest logit."""
 
@@ -356,16 +359,17 @@ def unpack_mask(mask: Mask, vocab: int) -> NDArray[np.bool_]:
 def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mask: Mask | None) -> None:
     """Raise `InvalidOperation` unless the rows and the mask fit the logits. For backends."""
     count = len(rows.logits_row)
-    if len(rows.table_row) != count:
+    if len(rows.table_row) > count:
         raise InvalidOperation(f"{count} logits rows, but {len(rows.table_row)} rows of the token table")
     if count == 0:
         return
     if not 0 <= rows.logits_row.min() <= rows.logits_row.max() < num_logits:
         raise InvalidOperation(f"logits rows must be from 0 to {num_logits - 1}")
-    if not 0 <= rows.table_row.min() <= rows.table_row.max() < max_rows:
-        raise InvalidOperation(f"rows of the token table must be from 0 to {max_rows - 1}")
-    if np.bincount(rows.table_row).max() > 1:
-        raise InvalidOperation("two ids cannot be written to the same row of the token table")
+    if len(rows.table_row):
+        if not 0 <= rows.table_row.min() <= rows.table_row.max() < max_rows:
+            raise InvalidOperation(f"rows of the token table must be from 0 to {max_rows - 1}")
+        if np.bincount(rows.table_row).max() > 1:
+            raise InvalidOperation("two ids cannot be written to the same row of the token table")
     if mask is not None and mask.shape != (count, -(-vocab // 32)):
         raise InvalidOperation(f"the mask has shape {mask.shape}, not {(count, -(-vocab // 32))}")
 

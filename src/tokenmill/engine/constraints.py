@@ -7,7 +7,7 @@ computed while the device is busy.
 
 A proposal is a run of tokens appended to a log without being drawn. The next step computes all of them in one chunk, by
 the scheduler's one rule, and draws what follows the last. A grammar's proposals are certain, so nothing is left to be
-verified; those of a draft model would be compared with what that step draws, and the rest taken back.
+verified. Those of speculation are not: they are verified by the draws of their step, for which there are masks, too.
 """
 
 from __future__ import annotations
@@ -109,22 +109,39 @@ class Constraints:
         """What each of the plan's draws may be; all is allowed for requests that are not constrained, or have left."""
         rows = plan.sampled_rows
         is_held = self._rows.is_constrained[rows] & (self._rows.lease[rows] == plan.sampled_leases)
-        places = is_held.nonzero()[0].astype(np.int32)
-        requests = [self._rows.requests[row] for row in rows[places].tolist()]
-        states = [request.grammar for request in requests if request is not None and request.grammar is not None]
-        if not states:
+        drawn = [
+            (place, request, request.grammar)
+            for place, row in zip(is_held.nonzero()[0].tolist(), rows[is_held].tolist(), strict=True)
+            if (request := self._rows.requests[row]) is not None and request.grammar is not None
+        ]
+        drawn += self._after_proposals(plan)
+        if not drawn:
             return StepMasks()
-        masks = self._writer.write(states, places, len(rows))
+        places = np.array([place for place, _, _ in drawn], dtype=np.int32)
+        masks = self._writer.write([state for _, _, state in drawn], places, len(rows) + len(plan.more_rows))
         failed = []
-        for request, state, place in zip(requests, states, places.tolist(), strict=True):
-            if request is None:
-                continue
+        for place, request, state in drawn:
             if (error := state.error) is not None:
                 failed.append((request, f"its grammar cannot be followed: {error}"))
                 masks[place] = ALL_ALLOWED
             elif not self._may_propose(request) and (forced := state.forced()):
                 masks[place] &= _only(forced[0], masks.shape[1])
         return StepMasks(masks, tuple(failed))
+
+    def _after_proposals(self, plan: StepPlan) -> list[tuple[int, Request, GrammarState]]:
+        """The draws after proposed tokens, and the grammar's state in each; none after a token that it rules out."""
+        drawn = []
+        for one in plan.verifications:
+            request = self._rows.requests[one.row]
+            if self._rows.lease[one.row] != one.lease or request is None or (state := request.grammar) is None:
+                continue
+            first = len(plan.sampled_rows) + one.first_draw
+            for i, token in enumerate(one.tokens):
+                state = state.fork()
+                if not state.advance((token,)):
+                    break  # the draw before it is another token
+                drawn.append((first + i, request, state))
+        return drawn
 
 
 def _only(token: int, width: int) -> Mask:

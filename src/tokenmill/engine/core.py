@@ -93,7 +93,10 @@ class Executor:
         if not len(plan.sampled_rows):
             return Submitted(plan, step.forward)
         try:
-            rows = SampleRows(plan.logits_rows, plan.sampled_rows, self._sampler(plan))
+            logits_rows = plan.logits_rows
+            if plan.verifications:  # what follows proposed tokens is never named by a later batch
+                logits_rows = np.concatenate([logits_rows, plan.more_logits_rows])
+            rows = SampleRows(logits_rows, plan.sampled_rows, self._sampler(plan))
             return Submitted(plan, step.forward, self.backend.sample(step.forward, rows, masks))
         except Exception as error:
             # The forward has been launched and can't be undone from here.
@@ -105,7 +108,11 @@ class Executor:
             return None
         from tokenmill.sampling.sampler import StepSampler  # needs torch, which greedy decoding on numpy does not
 
-        return StepSampler(self._sampling, plan.sampled_rows, plan.positions)
+        if not plan.verifications:
+            return StepSampler(self._sampling, plan.sampled_rows, plan.positions)
+        rows = np.concatenate([plan.sampled_rows, plan.more_rows])
+        positions = np.concatenate([plan.positions, plan.more_positions])
+        return StepSampler(self._sampling, rows, positions, plan.proposed_before())
 
     def collect(self, step: Submitted) -> Sampled:
         """Wait for what the step drew, one id for each of the plan's sampled rows."""
@@ -209,7 +216,7 @@ class EngineCore:
         self.events = events or EventBus(clock)
         self.kv = KVManager(backend.kv, capabilities, self.events, reuse=config.prefix_caching)
         self.max_model_len = _longest_request(config, model.max_context, self.kv)
-        self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events)
+        self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events, self.depth)
         self.failure: BaseException | None = None
         """Why the engine is dead, if it is."""
         self.closed = False
@@ -299,7 +306,9 @@ class EngineCore:
     def expected_step_s(self) -> float:
         """How long the step that the backend was last given should take; 0 if that is not known. Safe on any thread."""
         plan = self._executor.awaited
-        predicted = plan and self.scheduler.cost.predict(plan.num_tokens, plan.attention, plan.num_prefill)
+        predicted = plan and self.scheduler.cost.predict(
+            plan.num_tokens, plan.attention, plan.num_prefill, plan.num_proposed
+        )
         return predicted or 0.0
 
     @property
@@ -403,7 +412,7 @@ class EngineCore:
         self._isolation.note_success()
         plan, now = flight.step.plan, self.events.clock()
         step_s, self._last_collect = now - max(flight.handed_at, self._last_collect), now
-        self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill)
+        self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill, plan.num_proposed)
         self._last_tick = plan.tick
         if self.events.is_heard:
             self._tell_tick(plan, now, flight, step_s)

@@ -1,7 +1,7 @@
 """`CostModel`: predicts the duration of a step and bounds prefill chunks by it. Owned by the engine core's thread.
 
-Steps of two kinds have costs of their own: those that only decode (a replayed CUDA graph, say) and those with prompt
-tokens (launched kernel by kernel). For each kind
+Steps of three kinds have costs of their own: those that only decode (a replayed CUDA graph, say), those that verify
+proposed tokens beside that, and those with prompt tokens (launched kernel by kernel). For each kind
 
     seconds = fixed + per_token * tokens + per_cell * cells read by attention
 
@@ -11,6 +11,7 @@ A single line through both would charge the launch cost of prompt steps to their
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,21 @@ FADING = 0.95
 TOLERANCE = 0.01
 """Residuals below this fraction of a typical step weigh alike."""
 FORGET = 0.98
+
+
+GUESSED = 0.25
+"""What a proposed token costs before that is known, as a fraction of what a step costs whatever is in it."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step: as it is, what any proposed token adds to it, and what each of them does."""
+
+    base: float
+    entry: float
+    each: float
+    is_guessed: bool = False
+    """Nothing was verified yet."""
 
 
 class StepFit:
@@ -116,26 +132,45 @@ class CostModel:
         self.error = 0.0
         self._min_chunk = min_chunk
         """Prompt tokens given whatever they cost: prompts must finish, too."""
-        self._decode, self._prefill = StepFit(), StepFit()
+        self._decode, self._verify, self._prefill = StepFit(), StepFit(), StepFit()
 
-    def observe(self, num_tokens: int, attention: float, seconds: float, num_prefill: int) -> None:
-        """Learn from a step of so many tokens, `num_prefill` of them of prompts."""
-        kind = self._kind(num_prefill)
-        if num_prefill:
+    def observe(
+        self, num_tokens: int, attention: float, seconds: float, num_prefill: int, num_proposed: int = 0
+    ) -> None:
+        """Learn from a step of so many tokens, `num_prefill` of them of prompts, `num_proposed` to be verified."""
+        kind = self._kind(num_prefill, num_proposed)
+        num_more = num_prefill or num_proposed
+        if num_more:
             predicted = kind.predict(num_tokens, attention)
             if predicted is None:  # all that it took beyond decoding is charged to the tokens, for now
-                decoding = self._decode.predict(num_tokens - num_prefill, 0.0) or 0.0
-                kind.assume(max(0.0, seconds - decoding) / num_prefill)
-            elif seconds > 0:
+                decoding = self._decode.predict(num_tokens - num_more, 0.0) or 0.0
+                kind.assume(max(0.0, seconds - decoding) / num_more)
+            elif seconds > 0 and num_prefill:
                 self.error = max(abs(predicted - seconds) / seconds, FORGET * self.error)
         kind.observe(num_tokens, attention, seconds, num_prefill)
 
-    def predict(self, num_tokens: int, attention: float, num_prefill: int = 0) -> float | None:
+    def predict(self, num_tokens: int, attention: float, num_prefill: int = 0, num_proposed: int = 0) -> float | None:
         """Seconds for such a step; None before enough of its kind were seen."""
-        return self._kind(num_prefill).predict(num_tokens, attention)
+        return self._kind(num_prefill, num_proposed).predict(num_tokens, attention)
 
-    def _kind(self, num_prefill: int) -> StepFit:
-        return self._prefill if num_prefill else self._decode
+    def _kind(self, num_prefill: int, num_proposed: int) -> StepFit:
+        return self._prefill if num_prefill else self._verify if num_proposed else self._decode
+
+    def price(self, draft: Draft) -> Price | None:
+        """What proposed tokens cost beside what the step already holds; None before its own cost is known."""
+        per_cell, num_tokens = draft.attention / max(draft.num_tokens, 1), draft.num_tokens
+        kind = self._prefill if draft.chunks else self._decode
+        base = kind.predict(num_tokens, draft.attention)
+        if not base:
+            return None
+        if draft.chunks:
+            each, read = self._prefill.slopes
+            return Price(base, 0.0, each + read * per_cell)
+        verifying = self._verify.predict(num_tokens, draft.attention)
+        if verifying is None:
+            return Price(base, 0.0, base * GUESSED / (1 + GUESSED * num_tokens), is_guessed=True)
+        each, read = self._verify.slopes
+        return Price(base, max(0.0, verifying - base), each + read * per_cell)
 
     def largest_chunk(self, draft: Draft, num_computed: int, target_s: float) -> int:
         """Prefill tokens at position `num_computed` that fit beside what the step already holds.

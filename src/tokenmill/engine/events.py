@@ -164,6 +164,21 @@ class ProposalEvent:
 
 
 @dataclass(frozen=True)
+class VerifiedEvent:
+    """Proposed tokens in these rows were verified; the rows have got the tokens drawn behind those that agreed."""
+
+    at: float
+    proposers: tuple[str, ...]
+    """Of each row's..."""
+    rows: tuple[int, ...]
+    num_proposed: tuple[int, ...]
+    num_agreed: tuple[int, ...]
+    """...first proposed tokens that were drawn as proposed. The others are computed no more."""
+    num_drawn: tuple[int, ...]
+    """Tokens beyond the one that a step gives in any case."""
+
+
+@dataclass(frozen=True)
 class Share:
     """What one request had of a step."""
 
@@ -267,7 +282,9 @@ class StartEvent:
     num_cells: int
 
 
-Event = RequestEvent | TickEvent | ProposalEvent | ParkedEvent | CellsEvent | FailedStepEvent | StartEvent
+Event = (
+    RequestEvent | TickEvent | ProposalEvent | VerifiedEvent | ParkedEvent | CellsEvent | FailedStepEvent | StartEvent
+)
 Subscriber = Callable[[Event], None]
 
 

@@ -432,6 +432,15 @@ class KVManager:
     def _trim(self, seq: int, length: int) -> bool:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)
 
+    def trim(self, seq: int, length: int) -> None:
+        """Remove what a leased sequence holds beyond its first tokens: nobody said the rest."""
+        if not self._trim(seq, length):
+            raise IntegrityError(f"sequence {seq} cannot be rolled back to {length} tokens")
+
+    @property
+    def can_roll_back(self) -> bool:
+        return self._capabilities.partial_rm
+
     # -- after a late failure, and checks -----------------------------------------------------------------------------
 
     def resync(self) -> None:

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from tokenmill.contract import Batch, IntArray
 
+NO_ROWS: IntArray = np.zeros(0, dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -34,7 +36,9 @@ class StepShape:
     sampled_rows: IntArray
     """The rows that get a token."""
     num_decode: int
-    """Rows that had one token to give, the first of them; the other tokens are prefill."""
+    """Rows that decode, the first of them: each has one token to give, and proposed ones behind it. Others prefill."""
+    num_proposed: int = field(kw_only=True, default=0)
+    """Proposed tokens of the rows that decode, to be verified."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +46,23 @@ class StepShape:
 
     @property
     def num_prefill(self) -> int:
-        return self.num_tokens - self.num_decode
+        return self.num_tokens - self.num_decode - self.num_proposed
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Proposed tokens of one row: computed before they are drawn, kept as far as they are what is drawn.
+
+    The row's own draw decides about the first of them. For each of them there is one more draw, of what follows it.
+    """
+
+    row: int
+    lease: int
+    position: int
+    """Of the first one: the length of the log."""
+    tokens: tuple[int, ...]
+    first_draw: int
+    """Place of the draw after the first one among `StepPlan.more_rows`; the others follow it."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +85,23 @@ class StepPlan(StepShape):
     """Cells read by all tokens together: what attention costs."""
     decode_attention: float = field(kw_only=True, default=0.0)
     """Those of them that decodes read."""
+    verifications: tuple[Verification, ...] = field(kw_only=True, default=())
+    more_rows: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
+    """Rows of the draws that follow proposed tokens, one entry a draw; the next two arrays go along with it."""
+    more_logits_rows: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
+    more_positions: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
 
     @property
     def num_tokens(self) -> int:
         return len(self.batch)
+
+    def proposed_before(self) -> dict[int, tuple[int, ...]]:
+        """For each draw after proposed tokens, by its place among all draws: those between the log and the draw."""
+        return {
+            len(self.sampled_rows) + one.first_draw + i: one.tokens[: i + 1]
+            for one in self.verifications
+            for i in range(len(one.tokens))
+        }
 
     def drawing(self, places: NDArray[np.bool_]) -> StepPlan:
         """The same step with draws for these sampled rows only: the others have got their next token elsewhere."""
@@ -91,6 +124,8 @@ class Draft:
     decodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     chunks: dict[int, int] = field(default_factory=dict)
     """Row -> tokens."""
+    proposals: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Row that decodes -> tokens computed behind its own one, to be verified."""
     preempted: bool = False
     num_tokens: int = 0
     attention: float = 0.0
@@ -108,6 +143,12 @@ class Draft:
         self.chunks[row] = self.chunks.get(row, 0) + count
         self.cells += cells
         self._give(count, count * (num_computed + count / 2))
+
+    def give_proposal(self, row: int, tokens: tuple[int, ...], cells: int, num_computed: int) -> None:
+        """Let a row that decodes have proposed tokens behind its own one."""
+        self.proposals[row] = tokens
+        self.cells += cells
+        self._give(len(tokens), len(tokens) * (num_computed + 1 + len(tokens) / 2))
 
     def _give(self, count: int, attention: float) -> None:
         self.budget -= count

@@ -203,10 +203,12 @@ class Request:
         "hints",
         "last_progress",
         "limits",
+        "num_agreed",
         "num_cached",
         "num_pooled",
         "num_preemptions",
         "num_prompt",
+        "num_proposed",
         "pooled",
         "pooling",
         "prompt_logprobs",
@@ -253,6 +255,10 @@ class Request:
         self.verdict: CacheVerdict | None = None
         """Why it is not more."""
         self.num_preemptions = 0
+        self.num_proposed = 0
+        """Tokens that were proposed by speculation, and computed..."""
+        self.num_agreed = 0
+        """...and those of them that were drawn as proposed."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the second prompt token on, if they were asked for."""
         self.pooling = pooling

@@ -12,7 +12,7 @@ from tokenmill.contract import BAD_ROW, DecodeOutput, IntArray, Sampled
 from tokenmill.contract.backend import FloatArray
 from tokenmill.engine.constraints import Constraints, Course
 from tokenmill.engine.events import EventBus, Phase, ProposalEvent
-from tokenmill.engine.plan import PromptRows, StepPlan
+from tokenmill.engine.plan import PromptRows, StepPlan, Verification
 from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
@@ -32,6 +32,32 @@ class Completed:
     token: int | None = None
     error: str | None = None
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a request's proposed tokens."""
+
+    request: Request
+    verification: Verification
+    num_agreed: int
+    """The first so many were drawn as proposed: their KV is that of the log."""
+    num_drawn: int
+    """Tokens that the draws behind them gave, beside the request's own draw..."""
+    completed: tuple[Completed, ...]
+    """...and its end, if one of them was its last."""
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self.verification.tokens) - self.num_agreed
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step's results mean: requests to end, and KV of proposed tokens to remove before that."""
+
+    completed: list[Completed]
+    verified: list[Verified]
 
 
 class _Crowd:
@@ -108,21 +134,52 @@ class Results:
         """Tell what a new request's output has begun with."""
         self._add([request.request_id] * len(request.output), request.output, None)
 
-    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None) -> list[Completed]:
+    def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None) -> Update:
         """Give the sampled tokens to their requests; the requests that are complete with them."""
         completed: list[Completed] = []
         if outputs is not None:
             self._score_prompts(plan, outputs.logits)
             completed = self._pool_prompts(plan, outputs.hidden)
-        rows, ids, still = self._rows.settle(plan, sampled.ids)
+        num_rows = len(plan.sampled_rows)
+        rows, ids, still = self._rows.settle(plan, sampled.ids[:num_rows])
         if self._rows.awaits_token[rows].any():
             self._note_first_tokens(rows, plan.tick)
-        completed += self._hand_out(rows, ids, self._logprobs(rows, sampled, still) if sampled.extras else None)
+        places = still.nonzero()[0]
+        completed += self._hand_out(rows, ids, self._logprobs(rows, sampled, places) if sampled.extras else None)
         if self._sampling.has_rules[rows].any():
             self._advance_rules(rows, ids, {one.request.row for one in completed})
         if self._rows.is_constrained[rows].any():
             completed += self._follow_grammars(rows, ids, {one.request.row for one in completed})
-        return completed
+        verified: list[Verified] = []
+        if plan.verifications:
+            ended = {one.request.row for one in completed}
+            for one in plan.verifications:
+                request = self._still_there(one)
+                if request is not None:
+                    first = len(plan.sampled_rows) + one.first_draw
+                    verified.append(self._verify(request, one, first, sampled, is_over=one.row in ended))
+            completed += [end for one in verified for end in one.completed]
+        return Update(completed, verified)
+
+    def _verify(
+        self, request: Request, proposed: Verification, first: int, sampled: Sampled, *, is_over: bool
+    ) -> Verified:
+        """The request has got its own draw: it gets those behind it, too, as long as it says what was proposed."""
+        log, begin = request.tokens, proposed.position
+        num_drawn, num_agreed, found = 0, _num_common(log[begin:], proposed.tokens), list[Completed]()
+        while not is_over and not found and num_agreed == len(log) - begin:  # so a draw follows the log
+            found = self._take(request, first + num_agreed - 1, sampled)
+            num_drawn, num_agreed = num_drawn + 1, _num_common(log[begin:], proposed.tokens)
+        return Verified(request, proposed, num_agreed, num_drawn, tuple(found))
+
+    def _take(self, request: Request, place: int, sampled: Sampled) -> list[Completed]:
+        """One more token for a request, from the draw at this place: as in a step of its own."""
+        row, ids = np.array([request.row], dtype=np.int32), sampled.ids[place : place + 1]
+        logprobs = self._logprobs(row, sampled, np.array([place])) if sampled.extras else [None]
+        _, completed = self._accept(request, ids.tolist(), logprobs[0])
+        if completed is not None:
+            return [completed]
+        return self._follow_grammars(row, ids, set()) if request.grammar is not None else []
 
     def _follow_grammars(self, rows: IntArray, ids: IntArray, completed: set[int]) -> list[Completed]:
         """Constrained requests have got a token: their grammars follow, and may propose what comes next."""
@@ -148,22 +205,24 @@ class Results:
             self._events.emit(ProposalEvent(self._events.clock(), tuple(proposed), tuple(proposed.values())))
         return found
 
-    def _accept(self, request: Request, proposal: Sequence[int]) -> tuple[int, Completed | None]:
-        """Append proposed tokens to a request's log as if each had been drawn; returns how many it has taken.
+    def _accept(
+        self, request: Request, proposal: Sequence[int], logprobs: TokenLogprobs | None = None
+    ) -> tuple[int, Completed | None]:
+        """Append tokens to a request's log as if each had been drawn in a step; returns how many it has taken.
 
-        The request may be complete before the last of them.
+        The request may be complete before the last of them. `logprobs` are those of a single one.
         """
         row, completed = request.row, None
         accepted: list[int] = []
         for token in proposal:
             request.tokens.append(token)
             accepted.append(token)
-            completed = self._completed_by(request, token, None)
+            completed = self._completed_by(request, token, logprobs)
             if completed is not None:
                 break
         self._rows.accept(row, accepted)
         told = accepted if completed is None else accepted[:-1]
-        self._add([request.request_id] * len(told), told, None)
+        self._add([request.request_id] * len(told), told, None if logprobs is None else [logprobs] * len(told))
         if self._sampling.has_rules[row] and completed is None:
             for token in accepted:
                 self._sampling.advance(row, token)
@@ -258,7 +317,7 @@ class Results:
                 completed.append(_embedded(request, embedding))
         return completed
 
-    def _still_there(self, rows: PromptRows) -> Request | None:
+    def _still_there(self, rows: PromptRows | Verification) -> Request | None:
         """The request that the rows were computed for, if it still runs."""
         return self._rows.requests[rows.row] if self._rows.lease[rows.row] == rows.lease else None
 
@@ -267,9 +326,9 @@ class Results:
             if self._sampling.has_rules[row] and row not in completed:
                 self._sampling.advance(row, token)
 
-    def _logprobs(self, rows: IntArray, sampled: Sampled, still: NDArray[np.bool_]) -> list[TokenLogprobs | None]:
-        """The log-probabilities of the rows that asked for them, None for the others."""
-        chosen, top_ids, top = (sampled.extras[name][still] for name in ("logprob", "top_ids", "top_logprobs"))
+    def _logprobs(self, rows: IntArray, sampled: Sampled, places: NDArray[np.intp]) -> list[TokenLogprobs | None]:
+        """The log-probabilities of the rows that asked for them, None for the others; `places`: their draws."""
+        chosen, top_ids, top = (sampled.extras[name][places] for name in ("logprob", "top_ids", "top_logprobs"))
         found: list[TokenLogprobs | None] = []
         for i, count in enumerate(self._sampling.num_logprobs[rows].tolist()):
             likeliest = zip(top_ids[i, : max(count, 0)].tolist(), top[i, : max(count, 0)].tolist(), strict=True)
@@ -282,6 +341,12 @@ class Results:
             if request is not None:
                 self._events.phase(request, Phase.DECODE, tick)
         self._rows.awaits_token[rows] = False
+
+
+def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
 def _embedded(request: Request, embedding: FloatArray) -> Completed:

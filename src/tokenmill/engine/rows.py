@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tokenmill.contract import Batch, IntArray, Output
 from tokenmill.engine.events import SlotState, SlotView
-from tokenmill.engine.plan import Draft, PromptRows, StepPlan
+from tokenmill.engine.plan import NO_ROWS, Draft, PromptRows, StepPlan, Verification
 from tokenmill.engine.request import NO_ROW, Request
 from tokenmill.errors import IntegrityError
 from tokenmill.params import Pooling
@@ -37,6 +37,22 @@ class _Chunk:
     """The last so many keep their hidden states, for the prompt's embedding."""
     draws: bool
     """Its last token is the last one known, and a new one is drawn."""
+
+
+@dataclass(frozen=True)
+class _Proposed:
+    """The tokens of rows that decode, proposed ones among them; the fields are those of a plan."""
+
+    batch: Batch | None
+    counts: IntArray
+    logits_rows: IntArray
+    verifications: tuple[Verification, ...]
+    more_rows: IntArray
+    more_logits_rows: IntArray
+    more_positions: IntArray
+
+
+NOTHING_PROPOSED = _Proposed(None, NO_ROWS, NO_ROWS, (), NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class RunningRows:
@@ -67,6 +83,8 @@ class RunningRows:
         """Its next token can't be drawn before the last one is known: it is never submitted ahead."""
         self.is_constrained: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its next token can't be drawn before the last one is known, but its forward pass can be submitted ahead."""
+        self.speculates: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """What follows its last token is proposed, so that has to be known: it is never submitted ahead."""
         self.pools: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its embedding is wanted: it never decodes."""
         self.requests: list[Request | None] = [None] * max_rows
@@ -107,6 +125,7 @@ class RunningRows:
         self.awaits_token[row] = True
         self.needs_history[row] = request.draw.params.needs_history
         self.is_constrained[row] = request.grammar is not None
+        self.speculates[row] = False
         self.pools[row] = request.pooling is not None
         self.requests[row] = request
         request.row = row
@@ -127,7 +146,7 @@ class RunningRows:
     def owed(self) -> IntArray:
         """Tokens each row has to be given; 0 for free rows and for those that only wait for a token in flight."""
         wanting = (self.lease != FREE) & (self.num_tokens + self.pending < self.limit)
-        wanting &= ~(self.needs_history & (self.pending > 0))
+        wanting &= ~((self.needs_history | self.speculates) & (self.pending > 0))
         owed: IntArray = np.where(wanting, self.num_tokens + self.pending - self.num_computed, 0)
         return owed
 
@@ -184,13 +203,19 @@ class RunningRows:
         counts, logits_rows = self.ones[: len(decodes)], self.in_order[: len(decodes)]
         scores: tuple[PromptRows, ...] = ()
         pools: tuple[PromptRows, ...] = ()
-        batch = self.decode_batch(decodes) if len(decodes) else None
+        proposed = NOTHING_PROPOSED
+        if draft.proposals:
+            proposed = self._proposed(decodes, draft.proposals)
+            batch, counts, logits_rows = proposed.batch, proposed.counts, proposed.logits_rows
+        else:
+            batch = self.decode_batch(decodes) if len(decodes) else None
         if batch is None or draft.chunks:
+            num_decoded = 0 if batch is None else len(batch)
             chunks = [self._chunk(row, count) for row, count in draft.chunks.items()]
             batch = _join(batch, chunks)
             all_rows = np.concatenate([decodes, np.fromiter(draft.chunks, np.int32)])
             counts = np.concatenate([counts, np.fromiter(draft.chunks.values(), np.int32)])
-            completed, completed_logits, scores = self._logits_of(chunks, len(decodes))
+            completed, completed_logits, scores = self._logits_of(chunks, num_decoded)
             pools = self._hidden_of(chunks)
             sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
             logits_rows = np.concatenate([logits_rows, np.array(completed_logits, dtype=np.int32)])
@@ -210,6 +235,43 @@ class RunningRows:
             pools=pools,
             attention=draft.attention,
             decode_attention=draft.decode_attention,
+            num_proposed=len(proposed.more_rows),
+            verifications=proposed.verifications,
+            more_rows=proposed.more_rows,
+            more_logits_rows=proposed.more_logits_rows,
+            more_positions=proposed.more_positions,
+        )
+
+    def _proposed(self, decodes: IntArray, proposals: dict[int, tuple[int, ...]]) -> _Proposed:
+        """One token for each row that decodes, and proposed ones right behind those of some: all give logits."""
+        counts = np.array([1 + len(proposals.get(row, ())) for row in decodes.tolist()], dtype=np.int32)
+        begin = np.cumsum(counts, dtype=np.int32) - counts
+        rows = np.repeat(decodes, counts)
+        within = np.arange(len(rows), dtype=np.int32) - np.repeat(begin, counts)
+        is_behind = within > 0
+        token = np.repeat(self.input_tokens(decodes), counts)
+        token[is_behind] = [token for row in decodes.tolist() for token in proposals.get(row, ())]
+        batch = Batch(
+            token=token,
+            pos=self.num_computed[rows] + within,
+            seq_ids=self.seq[rows][:, None],
+            output=np.ones(len(rows), dtype=np.uint8),
+        )
+        first_draws = begin - self.in_order[: len(decodes)]
+        verifications = tuple(
+            Verification(row, int(self.lease[row]), int(self.num_tokens[row]), proposals[row], first)
+            for row, first in zip(decodes.tolist(), first_draws.tolist(), strict=True)
+            if row in proposals
+        )
+        more_rows = rows[is_behind]
+        return _Proposed(
+            batch=batch,
+            counts=counts,
+            logits_rows=begin,
+            verifications=verifications,
+            more_rows=more_rows,
+            more_logits_rows=is_behind.nonzero()[0].astype(np.int32),
+            more_positions=self.num_tokens[more_rows] + within[is_behind],
         )
 
     def _chunk(self, row: int, count: int) -> _Chunk:
@@ -294,6 +356,11 @@ class RunningRows:
         self.num_tokens[row] += len(tokens)
         self.last_token[row] = tokens[-1]
         self.pending[row] = 0
+
+    def roll_back(self, row: int, num_computed: int) -> None:
+        """Proposed tokens of the row were rejected: only so many of its log are computed."""
+        self.uncharged[row] -= self.num_computed[row] - num_computed
+        self.num_computed[row] = num_computed
 
     def still_drawing(self, plan: StepPlan) -> StepPlan:
         """A submitted plan that has not been drawn yet, without the rows that have accepted tokens since."""

@@ -32,10 +32,11 @@ from tokenmill.engine.request import (
     check_request,
     check_transition,
 )
-from tokenmill.engine.results import Results
+from tokenmill.engine.results import Results, Verified
 from tokenmill.engine.rows import RunningRows
+from tokenmill.engine.speculation import Speculation
 from tokenmill.errors import InvalidRequest
-from tokenmill.outputs import End, FinishReason, TokenLogprobs
+from tokenmill.outputs import ENDED_WELL, End, FinishReason, TokenLogprobs
 from tokenmill.sampling.state import SamplingState
 
 SHARE_ROWS_TICKS = 8
@@ -56,7 +57,7 @@ class Scheduler:
     """Decides what runs; computes nothing. Owned by its engine core's thread."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelInfo, max_model_len: int, kv: KVManager, events: EventBus
+        self, config: EngineConfig, model: ModelInfo, max_model_len: int, kv: KVManager, events: EventBus, depth: int
     ) -> None:
         self.config = config
         self.model = model
@@ -75,6 +76,9 @@ class Scheduler:
         self._events = events
         self.constraints = Constraints(self.rows, model.vocab_size, proposes=config.forced_tokens)
         self.results = Results(self.rows, self.sampling, self.constraints, events)
+        self.speculation = Speculation(
+            self.rows, config.speculation, is_possible=kv.can_roll_back, runs_ahead=depth > 0
+        )
 
     # -- requests come and go -----------------------------------------------------------------------------------------
 
@@ -118,6 +122,7 @@ class Scheduler:
         row, num_computed = request.row, self._num_computed(request)
         self.order.leave(request, row)
         if row != NO_ROW:
+            self.speculation.forget(request, is_complete=reason in ENDED_WELL)
             seq = self._take_row(request)
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
@@ -162,6 +167,8 @@ class Scheduler:
             self._admit(draft)
         if not self._anyone_decodes(draft):
             self._use_up_budget(draft)
+        if self.rows.speculates[draft.decodes].any():
+            self._speculate(draft)
         return self._seal(draft)
 
     def _share_rows(self) -> None:
@@ -231,6 +238,13 @@ class Scheduler:
             cells = self.kv.cells_for(given + more) - self.kv.cells_for(given)
             if more > 0 and self.kv.make_room(draft.cells + cells, request):
                 draft.give_chunk(row, more, cells, num_computed + given)
+
+    def _speculate(self, draft: Draft) -> None:
+        """Proposed tokens for requests that decode, from what is left: nobody is preempted for them."""
+        for row, tokens in self.speculation.propose(draft, self.cost).items():
+            cells = self.kv.cells_for(1 + len(tokens))
+            if self.kv.make_room(draft.cells + cells, self.rows.requests[row]):
+                draft.give_proposal(row, tokens, cells, int(self.rows.num_computed[row]))
 
     # -- parts of the tick --------------------------------------------------------------------------------------------
 
@@ -359,6 +373,7 @@ class Scheduler:
             row, draw.params, request.tokens, request.num_prompt,
             seed=draw.seed, choice=draw.choice, stop_ids=limits.stop_ids,
         )  # fmt: skip
+        self.speculation.begin(request)
         self.order.started(request, self.tick)
         self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
         self._events.phase(request, Phase.PREFILL, self.tick, num_computed)
@@ -372,6 +387,7 @@ class Scheduler:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
         self.order.settle(request, request.row)
         num_computed = self._num_computed(request)
+        self.speculation.forget(request)
         seq = self._take_row(request)
         self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)
@@ -428,8 +444,22 @@ class Scheduler:
 
         `outputs` are all of the step's, where the plan has prompts to score or to pool.
         """
-        for one in self.results.update(plan, sampled, outputs):
+        update = self.results.update(plan, sampled, outputs)
+        if update.verified:
+            self._roll_back(update.verified)
+        for one in update.completed:
             self.finish(one.request, one.reason, one.token, one.error, one.logprobs)
+
+    def _roll_back(self, verified: list[Verified]) -> None:
+        """Remove the KV of proposed tokens that were not drawn: before any of it is parked, or goes on."""
+        for one in verified:
+            if one.num_rejected:
+                row, length = one.verification.row, one.verification.position + one.num_agreed
+                self.kv.trim(int(self.rows.seq[row]), length)
+                self.rows.roll_back(row, length)
+        self.speculation.learn(verified)
+        if self._events.is_heard:
+            self._events.emit(self.speculation.told(verified, self._events.clock()))
 
     def undo(self, plan: StepPlan) -> None:
         """The step could not be submitted: its tokens are to be computed again."""

@@ -26,6 +26,7 @@ from tokenmill.engine.events import (
     SlotView,
     StartEvent,
     TickEvent,
+    VerifiedEvent,
     WaitingView,
 )
 
@@ -72,6 +73,11 @@ class CoreView:
         elif isinstance(event, ProposalEvent):
             self._add_up()
             self._num_tokens[list(event.rows)] += np.array(event.counts, dtype=np.int32)
+        elif isinstance(event, VerifiedEvent):
+            self._add_up()
+            rows = list(event.rows)
+            self._num_tokens[rows] += np.array(event.num_drawn, dtype=np.int32)
+            self._num_computed[rows] -= np.array(event.num_proposed, dtype=np.int32) - np.array(event.num_agreed)
         elif isinstance(event, CellsEvent):
             self.free_cells = event.free_cells
         elif isinstance(event, StartEvent):

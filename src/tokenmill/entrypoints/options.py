@@ -74,6 +74,8 @@ class EngineOptions(TypedDict, total=False):
     """Size of the KV cache in tokens, of all workers together; by default a fraction of free memory."""
     forced_tokens: bool | None
     """Append tokens that a grammar leaves no choice about without drawing them (default true)."""
+    speculation: str | None
+    """Default of `SamplingParams.speculation`: `off` (default), `auto` or `lookup` (docs/speculation.md)."""
     num_threads: int | None
     """CPU threads, of all workers together; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
@@ -89,7 +91,7 @@ __all__ = ["EngineOptions", "OpenedModel", "choose_limits", "open_for_engine", "
 CONFIG_OPTIONS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "min_prefill_chunk",
     "target_tick_ms", "max_step_ms", "max_queue", "max_queue_tokens", "queue_timeout_s", "forced_tokens",
-    "hang_timeout_s",
+    "hang_timeout_s", "speculation",
 )  # fmt: skip
 SHARED_LIMITS = ("max_num_seqs", "max_queue", "max_queue_tokens")
 """Limits of the whole engine, of which each worker gets an equal share."""

@@ -31,6 +31,7 @@ from tokenmill.engine.events import (
     RequestEvent,
     StartEvent,
     TickEvent,
+    VerifiedEvent,
 )
 from tokenmill.engine.plan import StepShape
 from tokenmill.engine.request import Draw, Hints, Limits, Request
@@ -250,6 +251,7 @@ class Tick(msgspec.Struct, tag=True, array_like=True):
     counts: bytes
     sampled_rows: bytes
     num_decode: int
+    num_proposed: int
     requests: tuple[str | None, ...]
     at: float
     schedule_s: float
@@ -266,15 +268,15 @@ class Tick(msgspec.Struct, tag=True, array_like=True):
         plan = event.plan
         return cls(
             plan.tick, plan.rows.tobytes(), plan.counts.tobytes(), plan.sampled_rows.tobytes(), plan.num_decode,
-            event.requests, event.at, event.schedule_s, event.step_s, event.num_running, event.num_waiting,
-            event.free_cells, event.num_parked, event.prefill_s, event.mask_s,
+            plan.num_proposed, event.requests, event.at, event.schedule_s, event.step_s, event.num_running,
+            event.num_waiting, event.free_cells, event.num_parked, event.prefill_s, event.mask_s,
         )  # fmt: skip
 
     def event(self) -> TickEvent:
         rows, counts, sampled = (
             np.frombuffer(column, dtype=np.int32) for column in (self.rows, self.counts, self.sampled_rows)
         )
-        shape = StepShape(self.tick, rows, counts, sampled, self.num_decode)
+        shape = StepShape(self.tick, rows, counts, sampled, self.num_decode, num_proposed=self.num_proposed)
         return TickEvent(
             shape, self.requests, self.at, self.schedule_s, self.step_s, self.num_running, self.num_waiting,
             self.free_cells, self.num_parked, self.prefill_s, self.mask_s,
@@ -288,6 +290,7 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
     tick: Tick | None = None
     request: RequestEvent | None = None
     proposal: ProposalEvent | None = None
+    verified: VerifiedEvent | None = None
     parked: ParkedEvent | None = None
     cells: CellsEvent | None = None
     failed_step: FailedStepEvent | None = None
@@ -301,6 +304,8 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
             return cls(number, request=event)
         if isinstance(event, ProposalEvent):
             return cls(number, proposal=event)
+        if isinstance(event, VerifiedEvent):
+            return cls(number, verified=event)
         if isinstance(event, ParkedEvent):
             return cls(number, parked=event)
         if isinstance(event, CellsEvent):
@@ -312,7 +317,8 @@ class Told(msgspec.Struct, tag=True, omit_defaults=True):
     def event(self) -> Event:
         if self.tick is not None:
             return self.tick.event()
-        event = self.request or self.proposal or self.parked or self.cells or self.failed_step or self.start
+        changed = self.request or self.proposal or self.verified or self.parked or self.cells
+        event = changed or self.failed_step or self.start
         if event is None:
             raise IntegrityError("an engine process sent an event without contents")
         return event

@@ -8,7 +8,8 @@ seeded request draws the same token alone and in any crowd. Where a device has a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +58,10 @@ class StepSampler:
 
     state: SamplingState
     rows: IntArray
+    """A row may occur several times: its draws after proposed tokens."""
     positions: IntArray
+    proposed: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Place in `rows` -> tokens between the row's log and this draw, which no draw has confirmed yet."""
 
     def __call__(self, logits: Any, mask: Any | None) -> Sampled:
         from_numpy = isinstance(logits, np.ndarray)
@@ -105,17 +109,18 @@ class StepSampler:
         listed = {place: ids for place in edited.tolist() if (ids := state.allowed[rows[place]]) is not None}
         if listed:
             _keep_only(logits, np.array(list(listed)), list(listed.values()))
-        places, tokens, added = state.edits(rows, edited)
+        places, tokens, added = state.edits(rows, edited, self.proposed)
         if len(tokens):
             logits[upload(places, logits.device), upload(tokens, logits.device)] += upload(added, logits.device)
         if len(penalized):
             index = upload(penalized, logits.device)
-            seen, counts = (upload(table, logits.device) for table in state.histories(rows[penalized]))
+            tables = state.histories(rows, penalized, self.proposed)
+            seen, counts = (upload(table, logits.device) for table in tables)
             values = (self._floats(name, penalized, logits) for name in _PENALTIES)
             at = (index[:, None], seen)
             logits[at] = ops.penalize(logits[at], counts, *values)
         if len(ruled):
-            at_place, token, taxes = (upload(part, logits.device) for part in state.taxes(rows, ruled))
+            at_place, token, taxes = (upload(part, logits.device) for part in state.taxes(rows, ruled, self.proposed))
             logits[at_place, token] = ops.tax(logits[at_place, token], taxes)
         return logits
 
@@ -137,8 +142,8 @@ class StepSampler:
         """All rows at once; those of temperature 0 take their largest logit."""
         state, rows = self.state, self.rows
         told = np.zeros((len(rows), len(DRAW_FIELDS)), dtype=np.int64)
-        for field, values in enumerate((state.seed, state.choice, state.attempt)):
-            told[:, field] = values[rows]
+        for column, values in enumerate((state.seed, state.choice, state.attempt)):
+            told[:, column] = values[rows]
         told[:, DRAW_FIELDS.index("position")] = self.positions
         told[:, DRAW_FIELDS.index("top_k")] = state.top_k[rows]
         for name in ("temperature", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 import numpy as np
@@ -101,6 +101,8 @@ COLDEST = 1e-5
 """A temperature below this leaves nothing but the likeliest token: it is greedy."""
 LARGEST = float(np.finfo(np.float32).max)
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
+Proposed = Mapping[int, Sequence[int]]
+"""Place of a draw -> tokens between its row's log and it, as if they had been drawn."""
 
 
 class SamplingState:
@@ -187,18 +189,23 @@ class SamplingState:
 
     # -- what a step's sampler asks -----------------------------------------------------------------------------------
 
-    def histories(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, tokens]: those seen in prompt or output, some of them more than once; how often each was drawn."""
-        logs = [np.asarray(self._logs[row], dtype=np.int64) for row in rows.tolist()]
-        seen = np.zeros((len(rows), max(map(len, logs))), dtype=np.int64)
+    def histories(self, rows: np.ndarray, places: np.ndarray, proposed: Proposed) -> tuple[np.ndarray, np.ndarray]:
+        """[places, tokens]: those seen in prompt or output, some of them more than once; how often each was drawn."""
+        logs = [self._log(row, proposed.get(place, ())) for place, row in zip(places, rows[places], strict=True)]
+        seen = np.zeros((len(places), max(map(len, logs))), dtype=np.int64)
         counts = np.zeros(seen.shape, dtype=np.float32)
-        for i, (row, log) in enumerate(zip(rows.tolist(), logs, strict=True)):
+        for i, (row, log) in enumerate(zip(rows[places].tolist(), logs, strict=True)):
             drawn = np.bincount(log[self._num_prompt[row] :], minlength=self.vocab_size)
             seen[i, : len(log)], seen[i, len(log) :] = log, log[-1]
             counts[i] = drawn[seen[i]]
         return seen, counts
 
-    def edits(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _log(self, row: int, proposed: Sequence[int]) -> np.ndarray:
+        return np.asarray([*self._logs[row], *proposed] if proposed else self._logs[row], dtype=np.int64)
+
+    def edits(
+        self, rows: np.ndarray, places: np.ndarray, proposed: Proposed
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bias and bans: (place in `rows`, token, what is added) of each logit, for the rows at `places`."""
         at, tokens, added = [_NO_TOKENS], [_NO_TOKENS], [np.zeros(0, dtype=np.float32)]
         for place in places.tolist():
@@ -206,7 +213,8 @@ class SamplingState:
             early, edits = self._early[row], self._edits[row]
             if early is None and edits is None:  # it has an allow-list
                 continue
-            banned = early[0] if early is not None and len(self._logs[row]) < early[1] else _NO_TOKENS
+            length = len(self._logs[row]) + len(proposed.get(place, ()))
+            banned = early[0] if early is not None and length < early[1] else _NO_TOKENS
             if edits is not None:
                 biased = ~np.isin(edits[0], banned)
                 tokens.append(edits[0][biased])
@@ -216,17 +224,28 @@ class SamplingState:
             at.append(np.full(sum(map(len, tokens)) - sum(map(len, at)), place, dtype=np.int64))
         return np.concatenate(at), np.concatenate(tokens), np.concatenate(added)
 
-    def taxes(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def taxes(
+        self, rows: np.ndarray, places: np.ndarray, proposed: Proposed
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the rules take off: (place in `rows`, token, tax) of each logit, for the rows at `places`."""
         found: list[tuple[int, int, float]] = []
         for place in places.tolist():
             taxed: dict[int, float] = {}
             for rule in self._rules[rows[place]]:
-                for token, tax in rule.penalties().items():
+                for token, tax in _following(rule, proposed.get(place, ())).penalties().items():
                     taxed[token] = taxed.get(token, 0.0) + tax
             found += [(place, token, tax if math.isinf(tax) else min(tax, LARGEST)) for token, tax in taxed.items()]
         at, tokens, taxes = zip(*found, strict=True) if found else ((), (), ())
         return np.array(at, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(taxes, dtype=np.float32)
+
+
+def _following(rule: RowRule, tokens: Sequence[int]) -> RowRule:
+    """The rule as it will be after these tokens."""
+    if tokens:
+        rule = rule.fork()
+        for token in tokens:
+            rule.advance(token)
+    return rule
 
 
 def _edits(params: SamplingParams, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:

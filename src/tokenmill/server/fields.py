@@ -607,5 +607,6 @@ FIELDS: tuple[RequestField, ...] = (
         where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}) | MESSAGES,
     ),
     *_rejected(Origin.OWN, "pooling", "`last` or `mean`", where=frozenset()),
+    *_ignored(Origin.OWN, "speculation", "`auto`, `off` or `lookup`: how soon the answer comes, not what it says"),
 )
 KNOWN = {field.name: field for field in FIELDS}

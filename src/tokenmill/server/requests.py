@@ -151,6 +151,9 @@ class Shared(Hinted):
     dry_allowed_length: StrictInt | None = None
     xtc_probability: Number | None = None
     xtc_threshold: Number | None = None
+    speculation: StrictStr | None = Field(
+        None, description="Tokens verified several at a time: auto, off or lookup. The output is the same."
+    )
     # What the output must look like: vLLM's names, those it had before, llama-server's and SGLang's.
     structured_outputs: JsonObject = None
     guided_json: JsonSchema = None

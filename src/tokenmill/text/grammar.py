@@ -87,6 +87,10 @@ class GrammarState:
             return self.has_ended
         return bool(self.matcher.consume_tokens(list(tokens)))
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of the first of these tokens the grammar allows to follow; the state stays as it is."""
+        return 0 if self.is_complete else int(self.matcher.validate_tokens(list(tokens)))
+
     def rollback(self, count: int) -> None:
         """The last tokens of the output were taken back."""
         self.num_tokens -= count

@@ -104,7 +104,8 @@ class LlamaBackend(PagedBackend[LlamaStep]):
         sampled = (rows.sampler or greedy)(logits, mask)
         self._note_nan(logits, np.asarray(sampled.ids))
         # A bad row's request is over; whoever names its token all the same must get some valid id.
-        self._last_sampled[rows.table_row] = np.minimum(np.maximum(sampled.ids, 0), self._vocab_size - 1)
+        kept = sampled.ids[: len(rows.table_row)]
+        self._last_sampled[rows.table_row] = np.minimum(np.maximum(kept, 0), self._vocab_size - 1)
         return sampled
 
     def _note_nan(self, logits: FloatArray, ids: IntArray) -> None:

@@ -128,7 +128,8 @@ class TorchBackend(PagedBackend[S], Generic[D, S]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
-        self._last_sampled[self._to_device(rows.table_row)] = self._ids(sampled.ids).clamp(0, self._vocab_size - 1)
+        kept = self._ids(sampled.ids)[: len(rows.table_row)]
+        self._last_sampled[self._to_device(rows.table_row)] = kept.clamp(0, self._vocab_size - 1)
         return sampled
 
     def _ids(self, ids: Any) -> Tensor:

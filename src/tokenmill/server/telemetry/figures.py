@@ -26,6 +26,7 @@ from tokenmill.engine.events import (
     RequestEvent,
     StartEvent,
     TickEvent,
+    VerifiedEvent,
 )
 from tokenmill.engine.timeline import Timeline
 from tokenmill.outputs import FinishReason
@@ -88,6 +89,8 @@ class CoreFigures:
         self.num_cached = 0
         self.num_generated = 0
         self.num_forced = 0
+        self.num_proposed = 0
+        self.num_agreed = 0
         self.num_computed = 0
         self.num_preempted = 0
         self.num_evicted = 0
@@ -166,6 +169,10 @@ class CoreFigures:
     def note_other(self, event: Event) -> None:
         if isinstance(event, ProposalEvent):
             self._note_forced(sum(event.counts))
+        elif isinstance(event, VerifiedEvent):
+            self.num_proposed += sum(event.num_proposed)
+            self.num_agreed += sum(event.num_agreed)
+            self.num_generated += sum(event.num_drawn)
         elif isinstance(event, ParkedEvent):
             self.num_evicted += event.change is ParkedChange.EVICTED
         elif isinstance(event, FailedStepEvent):

@@ -33,6 +33,7 @@ from tokenmill.engine.events import (
     SlotView,
     StartEvent,
     TickEvent,
+    VerifiedEvent,
     WaitingView,
 )
 from tokenmill.engine.request import NO_ROW
@@ -188,6 +189,14 @@ def event_json(event: Event, name: ShowName) -> tuple[str, Json]:
         }
     if isinstance(event, ProposalEvent):
         return "forced", {"slots": list(event.rows), "tokens": list(event.counts)}
+    if isinstance(event, VerifiedEvent):
+        return "verified", {
+            "slots": list(event.rows),
+            "proposers": list(event.proposers),
+            "proposed": list(event.num_proposed),
+            "accepted": list(event.num_agreed),
+            "drawn": list(event.num_drawn),
+        }
     if isinstance(event, CellsEvent):
         return "cells", {"free": event.free_cells}
     if isinstance(event, FailedStepEvent):
@@ -226,7 +235,7 @@ class LiveCore:
         """What the connection brought after the snapshot."""
         if kind == "tick":
             self.view.step(data["tick"], data["slots"], data["tokens"], data["drawn"], data["free"])
-            num_prefill = sum(data["tokens"]) - data["decode"]
+            num_prefill = sum(data["tokens"][data["decode"] :])  # those before may have proposed tokens, too
             self.rates.note(data["at"], num_ticks=1, num_generated=len(data["drawn"]), num_prefill=num_prefill)
         elif kind == "request":
             if data["phase"] == Phase.PREFILL.value:
@@ -238,6 +247,10 @@ class LiveCore:
         elif kind == "forced":
             self.rates.note(data["at"], num_generated=sum(data["tokens"]))
             self.view(ProposalEvent(data["at"], tuple(data["slots"]), tuple(data["tokens"])))
+        elif kind == "verified":
+            self.rates.note(data["at"], num_generated=sum(data["drawn"]))
+            names = ("proposers", "slots", "proposed", "accepted", "drawn")
+            self.view(VerifiedEvent(data["at"], *(tuple(data[name]) for name in names)))
         elif kind == "cells":
             self.view(CellsEvent(data["at"], data["free"]))
         elif kind == "start":
@@ -399,6 +412,8 @@ class CoreWatch:
                 self._figures.note_other(event)
                 if isinstance(event, ProposalEvent):
                     self._rates.note(event.at, num_generated=sum(event.counts))
+                elif isinstance(event, VerifiedEvent):
+                    self._rates.note(event.at, num_generated=sum(event.num_drawn))
             self.view(event)
             if self._readers:
                 # A step's arrays are not kept for readers: what it tells is a fraction of what it computed.

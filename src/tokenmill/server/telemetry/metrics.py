@@ -26,6 +26,8 @@ COUNTERS = {
     "num_cached": ("cached_prompt_tokens", "Those of them whose KV was there already."),
     "num_generated": ("generated_tokens", "Tokens of outputs, drawn and forced."),
     "num_forced": ("forced_tokens", "Those of them that a grammar left no choice about."),
+    "num_proposed": ("proposed_tokens", "Tokens that speculation proposed and a step computed."),
+    "num_agreed": ("accepted_tokens", "Those of them that were drawn as proposed."),
     "num_computed": ("computed_tokens", "Tokens that went through the model, prompts and drawn ones."),
     "num_preempted": ("preemptions", "Requests that lost their place to others, and went on later."),
     "num_evicted": ("evictions", "Parked sequences that were given up to make room."),

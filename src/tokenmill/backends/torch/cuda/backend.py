@@ -383,7 +383,8 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
             logits = logits[self._to_device(rows.logits_row)]
         sampled = rows.sampler(logits, mask) if rows.sampler is not None else self._greedy(step, logits, mask)
         ids = torch.as_tensor(sampled.ids, dtype=torch.int32, device=self._device)
-        self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), ids)
+        kept = ids[: len(rows.table_row)]
+        self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), kept)
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
         step.mark_launched(self._stream)
         return on_host

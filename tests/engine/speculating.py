@@ -1,0 +1,75 @@
+"""Proposers for tests: one that knows what requests will say, and is wrong as often as a test wants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.engine.helpers import VOCAB, alone
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.request import Request
+from tokenmill.engine.speculation import NO_PROPOSAL, Proposal
+
+Known = Callable[[Request], Sequence[int]]
+"""A request's output as it would be, from its first token on."""
+
+
+@dataclass
+class Oracle:
+    """Proposes what the request will say; some proposals are wrong in one place, some are missing."""
+
+    known: Known
+    wrong: float = 0.4
+    missing: float = 0.1
+    name: str = "lookup"
+    num_asked: int = 0
+    kept: list[str] = field(default_factory=list)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Proposal]:
+        return [self._propose(request, count) for request, count in zip(requests, most, strict=True)]
+
+    def _propose(self, request: Request, most: int) -> Proposal:
+        self.num_asked += 1
+        done = len(request.output)
+        choose = random.Random(f"{request.request_id} {done}")
+        tokens = list(self.known(request)[done : done + most])
+        if not tokens or choose.random() < self.missing:
+            return NO_PROPOSAL
+        if choose.random() < self.wrong:
+            place = choose.randrange(len(tokens))
+            tokens[place] = (tokens[place] + 1) % VOCAB
+        return Proposal(tuple(tokens), 8)
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def keep(self, request: Request) -> None:
+        self.kept.append(request.request_id)
+
+
+def said_alone(request: Request) -> list[int]:
+    """What a greedy request says on a fresh backend with nobody else."""
+    return alone(tuple(request.tokens[: request.num_prompt]), 64)
+
+
+def compute_all(found: Mapping[int, Proposal], *_: object) -> dict[int, int]:
+    """Whatever it costs."""
+    return {row: len(proposal.tokens) for row, proposal in found.items()}
+
+
+def speculate(engine: EngineCore, proposer: Oracle) -> Oracle:
+    """Let an engine compute all that this one proposes, within its budget."""
+    speculation = engine.scheduler.speculation
+
+    def within_budget(found: Mapping[int, Proposal], draft: object, cost: object) -> dict[int, int]:
+        left, counts = draft.budget, compute_all(found)  # type: ignore[attr-defined]
+        for row, count in counts.items():
+            counts[row] = min(count, left)
+            left -= counts[row]
+        return counts
+
+    speculation.proposers["lookup"] = proposer
+    speculation.allot = within_budget  # type: ignore[method-assign]
+    speculation._may_pay = lambda *_: True  # type: ignore[method-assign]
+    return proposer
