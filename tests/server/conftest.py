@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.server.serving import KEY, Running, running
-from tests.text.tool_templates import WRITTEN
+from tests.text.tool_templates import WRITTEN, use_template
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.server.config import ServerConfig, hash_key
-from tokenmill.text.model_text import ModelText
-from tokenmill.text.template import ChatTemplate
-from tokenmill.text.tokenizer import ByteTokenizer
 
 THINKS = WRITTEN["tagged JSON"].replace(
     "<|im_start|>assistant\n{% endif %}",
@@ -32,16 +30,20 @@ def server() -> Iterator[Running]:
         yield one
 
 
+@contextmanager
+def serving_template(source: str) -> Iterator[Running]:
+    """A server whose chats are written by this template."""
+    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
+    use_template(llm, source)
+    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
+        yield one
+
+
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[Running]:
     """A server whose model reasons."""
-    model = FakeModel(FakeConfig(vocab_size=258, max_context=4096, depth=1))
-    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
-    tokenizer = ByteTokenizer(258)
-    text = ModelText(tokenizer, ChatTemplate(THINKS, tokenizer))
-    object.__setattr__(llm.opened, "text", text)
-    llm._intake.text = text
-    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as one:
+    with serving_template(THINKS) as one:
         yield one
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import THINKS, serving_template
 from tests.server.conversing import Conversation, events_in
 from tests.server.rules import assert_error
 from tests.server.serving import HI, Running, request
@@ -355,3 +356,19 @@ def test_responses_have_reasoning_items(thinking: Running) -> None:
     kinds = [event["type"] for event in events if "type" in event]
     assert "response.reasoning_text.delta" in kinds
     assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def test_explain_tells_what_dropped_thinking_costs() -> None:
+    """Where a template writes thinking only into the latest turn, a session computes the answer without it again."""
+    forgets = THINKS.replace("{{ think(m) }}", "{% if loop.last %}{{ think(m) }}{% endif %}")
+    with serving_template(forgets) as server:
+        talk = Conversation(server, server.post("/v1/sessions", {"temperature": 0}).json()["id"])
+        asked = {"thinking_token_budget": 5, "max_tokens": 60, "guided_choice": ["a long answer"]}
+        first = talk.ask("hi", **asked)
+        assert first["message"]["reasoning_content"]
+        talk.ask("and then?", **asked)
+        _, second = talk.get("explain").json()["turns"]
+        assert second["cause"] == "changed"
+        assert second["difference"]["before"].startswith("<think>")
+        assert second["difference"]["now"].startswith("a long answer")
+        assert second["prefilled_tokens"] == second["prompt_tokens"] - second["difference"]["token"]

@@ -192,6 +192,19 @@ def test_a_state_follows_its_output_back_and_into_forks(compiler: GrammarCompile
     assert grammar.start().num_tokens == 0
 
 
+def test_a_state_goes_back_over_the_end_of_its_output(compiler: GrammarCompiler) -> None:
+    """The end is a token of the output, but none that a matcher has taken."""
+    state = compiler.compile(StructuredOutputs(choice=["abc", "abd"])).start()
+    assert state.advance(b"abc")
+    assert state.advance([256])
+    for one in (state.fork(), state):
+        one.rollback(2)
+        assert one.num_tokens == 2
+        assert not one.is_complete
+        assert one.advance(b"d")
+        assert one.is_complete
+
+
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.json"])
 def test_masks_are_as_wide_as_the_logits_where_the_model_has_more_tokens(kind: str) -> None:
     """Logits are padded in most models; what pads them is never allowed."""

@@ -98,7 +98,9 @@ class GrammarState:
         self.has_ended = False
 
     def fork(self) -> GrammarState:
-        return GrammarState(self.matcher.deep_copy(), self.eos_ids, self.num_tokens)
+        fork = GrammarState(self.matcher.deep_copy(), self.eos_ids, self.num_tokens)
+        fork.has_ended = self.has_ended
+        return fork
 
     def forced(self) -> list[int]:
         """The tokens that the grammar leaves no choice about, as the model's tokenizer would write them."""
