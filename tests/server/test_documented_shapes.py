@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.server.refusals import (
     QUICK_S,
     VOCABULARY,
 )
-from tests.server.serving import KEY, WAIT_S, Running, running
+from tests.server.serving import KEY, WAIT_S, Reply, Running, request, running
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
@@ -29,6 +29,7 @@ from tokenmill.session.records import MEDIA_TYPE
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 
 NUM_EXAMPLES, NUM_OF_SESSIONS = 50, 20
+NUM_WALKS, NUM_STEPS = 8, 6
 SETTINGS = settings(
     derandomize=True,
     database=None,
@@ -156,6 +157,78 @@ def test_i01_requests_of_any_other_shape(documented: schemathesis.BaseSchema, pa
 )
 def test_i01_requests_about_sessions_of_any_other_shape(documented: schemathesis.BaseSchema, label: str) -> None:
     assert set(check_examples(documented, label, GenerationMode.NEGATIVE)) <= {200, 201, 400, 404}
+
+
+@pytest.mark.fault("F03")
+def test_i01_operations_one_after_the_other(documented: schemathesis.BaseSchema) -> None:
+    """Along the links of the document: a session is used, forked and deleted, in any order."""
+    statuses: dict[str, Counter[int]] = defaultdict(Counter)
+    machine: Any = documented.include(path_regex="^/v1/sessions/.session_id").as_state_machine()
+
+    class Walk(machine):  # type: ignore[misc]
+        def before_call(self, case: schemathesis.Case) -> None:
+            _within_limits(case)
+
+        def validate_response(self, response: Any, case: schemathesis.Case, **_: Any) -> None:
+            statuses[case.operation.label][response.status_code] += 1
+            assert response.elapsed < QUICK_S
+            case.validate_response(response, excluded_checks=[schemathesis.checks.positive_data_acceptance])
+
+    Walk.run(settings=settings(SETTINGS, max_examples=NUM_WALKS, stateful_step_count=NUM_STEPS))
+    assert sum(counted[200] + counted[201] + counted[204] for counted in statuses.values()) > NUM_WALKS
+    assert {status for counted in statuses.values() for status in counted} <= {200, 201, 204, 400, 404, 409, 415}
+
+
+FIRST: dict[str, dict[str, Any]] = {
+    "/v1/sessions": {"model": "fake", "messages": [{"role": "user", "content": "a"}]},
+    f"{SESSION}/fork": {},
+    "/v1/responses": {"model": "fake", "input": "a", "max_output_tokens": 2},
+}
+"""A request for each response that has links."""
+CALLS: dict[str, Any] = {"append": {"input": "b"}, "generate": {"max_tokens": 2}, "edit": {"turn": 0, "content": "c"},
+                         "rewind": {"at_turn": 0}, "update": {"title": "t"}}  # fmt: skip
+
+
+@pytest.mark.fault("F03")
+def test_i01_the_links_of_the_document_lead_somewhere(server: Running) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    linked = {
+        (path, status): answer["links"]
+        for path, methods in paths.items()
+        for status, answer in methods.get("post", {}).get("responses", {}).items()
+        if "links" in answer and not path.endswith("restore")
+    }
+    assert {path for path, _ in linked} == set(FIRST)
+    for (path, status), links in linked.items():
+        for name, link in links.items():
+            talk = converse(server)
+            talk.ask("a", max_tokens=2)
+            first = server.post(path.replace("{session_id}", talk.id), FIRST[path])
+            assert first.status == int(status), first.body
+            (target, method) = link["operationRef"].removeprefix("#/paths/").rsplit("/", 1)
+            target = target.replace("~1", "/")
+            assert method in paths[target], name
+            for parameter, expression in link.get("parameters", {}).items():
+                target = target.replace(f"{{{parameter}}}", found_by(expression, first, FIRST[path]))
+            body = {key: found_by(value, first, FIRST[path]) for key, value in link.get("requestBody", {}).items()}
+            body |= CALLS.get(name, {})
+            reply = request(server.port, method.upper(), target, body if method == "post" else None)
+            assert reply.status in (200, 201, 204) or (name, reply.status) in REFUSED_LINKS, (name, reply.body)
+
+
+REFUSED_LINKS = {("stream", 400), ("regenerate", 400), ("edit", 400), ("rewind", 400)}
+"""A session without an answer has nothing to stream or to draw again, and little to go back to."""
+
+
+def found_by(expression: str, first: Reply, sent: dict[str, Any]) -> str:
+    """The value that a runtime expression of OpenAPI stands for; other texts are values."""
+    source, mark, pointer = expression.partition("#/")
+    if not mark:
+        return expression
+    value = first.json() if source == "$response.body" else sent
+    for part in pointer.split("/"):
+        value = value[int(part) if isinstance(value, list) else part]
+    return str(value)
 
 
 def test_i01_every_operation_is_tried(documented: schemathesis.BaseSchema) -> None:

@@ -478,3 +478,23 @@ def generated(model: type[BaseModel], shape: type[BaseModel] = ErrorBody) -> dic
     stream = {"text/event-stream": {"schema": {"description": "With `stream`: events as they come."}}}
     refusals = errors(400, 401, 404, 413, 429, 499, 500, 503, 504, shape=shape)
     return {200: {"model": model, "content": stream}, **refusals}
+
+
+def session_links(id_at: str) -> dict[str, Any]:
+    """What can be done with a session, by the place of its id in a response: links of the OpenAPI document."""
+    session = "#/paths/~1v1~1sessions~1{session_id}"
+    readers = ("turns", "explain", "stream")
+    verbs = ("append", "generate", "regenerate", "cancel", "fork", "rewind", "edit", "save")
+    operations = {
+        **{name: f"{session}/{method}" for name, method in (("get", "get"), ("update", "post"), ("delete", "delete"))},
+        **{name: f"{session}~1{name}/get" for name in readers},
+        **{name: f"{session}~1{name}/post" for name in verbs},
+    }
+    parameters = {"session_id": f"$response.body#{id_at}"}
+    return {name: {"operationRef": operation, "parameters": parameters} for name, operation in operations.items()}
+
+
+def response_links() -> dict[str, Any]:
+    """A response can be gone on from."""
+    body = {"model": "$request.body#/model", "previous_response_id": "$response.body#/id", "input": "go on"}
+    return {"continue": {"operationRef": "#/paths/~1v1~1responses/post", "requestBody": body}}

@@ -34,7 +34,10 @@ TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 def response_routes(served: Served) -> APIRouter:
     api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["generation"])
 
-    @api.post("/responses", responses=schemas.generated(schemas.ResponseObject))
+    answers = schemas.generated(schemas.ResponseObject)
+    answers[200]["links"] = schemas.response_links()
+
+    @api.post("/responses", responses=answers)
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """OpenAI's newer form of a chat; with `previous_response_id` it goes on from an earlier one."""
         model = await served.models.use(body.model, default_model=served.config.default_model)

@@ -53,6 +53,10 @@ def session_routes(served: Served) -> APIRouter:
     api = APIRouter(route_class=JsonRoute.with_texts(served.texts), dependencies=[KEY], tags=["sessions"])
     config = served.config
     one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Session}, **schemas.errors(*REFUSALS)}
+    made: dict[int | str, dict[str, Any]] = {
+        201: {**one[200], "links": schemas.session_links("/id")},
+        **schemas.errors(*REFUSALS),
+    }
 
     def find(http: Request, session_id: str) -> ServedModel:
         return served.model_of(http.state.caller, session_id)
@@ -60,7 +64,7 @@ def session_routes(served: Served) -> APIRouter:
     def shown(model: ServedModel, session_id: str, status: int = 200) -> JSONResponse:
         return JSONResponse(session_shape(model, model.sessions.get(session_id)), status)
 
-    @api.post("/sessions", status_code=201, responses={201: one[200], **schemas.errors(*REFUSALS)})
+    @api.post("/sessions", status_code=201, responses=made)
     async def create_session(http: Request, body: CreateSession) -> Response:
         """A new conversation, empty or with a past."""
         body.check(config)
@@ -208,7 +212,10 @@ def session_routes(served: Served) -> APIRouter:
     @api.post(
         "/sessions/{session_id}/fork",
         status_code=201,
-        responses={201: {"model": schemas.SessionList}, **schemas.errors(*REFUSALS)},
+        responses={
+            201: {"model": schemas.SessionList, "links": schemas.session_links("/data/0/id")},
+            **schemas.errors(*REFUSALS),
+        },
     )
     async def fork(http: Request, session_id: SessionId, body: ForkSession) -> Response:
         """New sessions that go on from here, or from a turn or token before."""
@@ -247,7 +254,7 @@ def session_routes(served: Served) -> APIRouter:
     @api.post(
         RESTORE,
         status_code=201,
-        responses={201: one[200], **schemas.errors(*REFUSALS)},
+        responses=made,
         openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": FILE}}}},
     )
     async def restore(
