@@ -158,7 +158,7 @@ LOGGED: list[tuple[str, str, Any, dict[str, str], int]] = [
     ("POST", CHAT, user([{"type": "canary-part", "image_url": "canary"}]), {}, 400),
     ("POST", CHAT, {"model": "fake", "messages": [{"role": "canary-role", "content": "canary"}]}, {}, 400),
     ("POST", CHAT, {**user("canary"), "model": "canary-model"}, {}, 404),
-    ("POST", f"{CHAT}?q=canary", None, {"Content-Length": "999999999", "Content-Type": "canary"}, 413),
+    ("POST", f"{CHAT}?q=canary", b"canary " * 1_300_000, {"Content-Type": "canary"}, 413),
     ("POST", CHAT, user("canary"), {"Content-Encoding": "canary"}, 415),
     ("POST", CHAT, user("canary"), {"x-request-timeout": "canary"}, 400),
     ("GET", "/v1/models", None, {"Authorization": "Bearer sk-canary-wrong"}, 401),
