@@ -315,6 +315,7 @@ def test_nothing_is_read_or_written_that_is_not_ours(tmp_path: Path) -> None:
     chosen = f"(product or rows or neighbours or blocks or no_number or sizes) and not ({covered})"
     tests = [f"{here}/test_kernels.py", f"{here}/test_decoder.py", "-k", chosen]
     settings = {"LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they are slow to import so
     command = [sys.executable, "-c", UNDER_SANITIZER, str(built), *tests]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env={**os.environ, **settings}, cwd=here.parent.parent
