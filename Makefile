@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 MINUTES ?= 5
+SOAK_MINUTES ?= 20
 MODEL  ?= smollm2-135m
 PORT   ?= 8000
 BIN    := $(VENV)/bin
@@ -14,7 +15,7 @@ TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(V
 $(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test test-fast flaky mutants soak clients screenshots docs check format requirements clean
+.PHONY: help serve tour test test-fast flaky mutants soak walks clients screenshots docs check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -67,8 +68,11 @@ flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those tha
 mutants: $(VENV)/.dev  ## mutate contract, kv, engine, session, sampling and text at random; list what no test notices
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-soak: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
+soak: $(VENV)/.dev  ## a real server under mixed traffic and faults, for SOAK_MINUTES (20); writes docs/soak.md
+	@$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)
+
+walks: $(VENV)/.dev  ## random walks, workloads and sessions with new seeds, for MINUTES (5)
+	@$(BIN)/python -m tests.walks --minutes $(MINUTES)
 
 clients: $(VENV)/.dev  ## real clients, each in its own environment
 	@$(BIN)/python -m tests.clients $(ARGS)

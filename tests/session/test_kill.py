@@ -20,7 +20,7 @@ def test_killed_fifty_times(tmp_path: Path) -> None:
 
 @pytest.mark.req("B3", "B5")
 def test_killed_with_a_real_decoder(tmp_path: Path) -> None:
-    """Deterministic, so that what follows a log is the same in every process. `make soak` does it more often."""
+    """Deterministic, so that what follows a log is the same in every process. `make walks` does it more often."""
     witness = kill_real_decoder(tmp_path, seed=5, count=4)
     assert witness.num_acks > 20
 
