@@ -27,6 +27,7 @@ from tokenmill.cli.serve import serve
 from tokenmill.config import EngineConfig
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.server.api.anthropic import MessagesRequest
+from tokenmill.server.api.ollama import ChatBody, EmbedRequest, GenerateRequest, Options
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.fields import FIELDS, KNOWN, Endpoint, Origin, RequestField, Treatment
 from tokenmill.server.models import OPTIONS, OWN, ModelSpec
@@ -57,6 +58,17 @@ def request_fields() -> str:
     return "\n".join(lines)
 
 
+OLLAMA = """
+    model messages prompt system tools stream format options keep_alive think logprobs top_logprobs raw suffix images
+    template context input truncate dimensions width height steps
+"""
+"""Fields of Ollama's requests..."""
+OLLAMA_OPTIONS = """
+    temperature top_p top_k min_p typical_p seed stop num_predict repeat_penalty repeat_last_n presence_penalty
+    frequency_penalty mirostat mirostat_tau mirostat_eta tfs_z penalize_newline num_keep num_ctx num_batch num_gpu
+    main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock embedding_only
+"""
+"""...and of their `options`."""
 ANTHROPIC = """
     model messages max_tokens system stop_sequences stream temperature top_p top_k tools tool_choice thinking
     output_config output_format metadata service_tier cache_control container mcp_servers betas inference_geo speed
@@ -65,11 +77,13 @@ ANTHROPIC = """
 """Fields of Anthropic's Messages API."""
 
 
-def fields_of(endpoint: Endpoint, names: str) -> str:
-    """What becomes of the fields of one API at its own endpoint."""
+def fields_of(endpoint: Endpoint, names: str, *bodies: type[Body]) -> str:
+    """What becomes of the fields of one API at its own endpoints, which take these bodies."""
     lines = ["| field | | notes |", "| --- | --- | --- |"]
+    declared = {name for body in bodies for name in body.model_fields}
     for name in names.split():
-        cell = _cell(KNOWN[name], endpoint)
+        cell = "supported" if name in declared else KNOWN[name].treatment.value
+        assert name in declared or endpoint in KNOWN[name].where, name
         lines.append(f"| `{name}` | {cell} | {_notes(KNOWN[name], [cell])} |")
     return "\n".join(lines)
 
@@ -328,7 +342,11 @@ def _license(name: str) -> str:
 
 GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "request-fields.md": {"fields": request_fields},
-    "anthropic.md": {"fields": partial(fields_of, Endpoint.MESSAGES, ANTHROPIC)},
+    "anthropic.md": {"fields": partial(fields_of, Endpoint.MESSAGES, ANTHROPIC, MessagesRequest)},
+    "ollama.md": {
+        "fields": partial(fields_of, Endpoint.OLLAMA, OLLAMA, ChatBody, GenerateRequest, EmbedRequest),
+        "options": partial(fields_of, Endpoint.OLLAMA, OLLAMA_OPTIONS, Options),
+    },
     "options.md": {
         "engine": engine_options,
         "scheduling": scheduling_parameters,

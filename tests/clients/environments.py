@@ -32,6 +32,7 @@ CLIENTS = {
     "openai": Client("check_openai", ("openai==3.49.0",)),
     "openai-2": Client("check_openai", ("openai==2.20.0",)),
     "anthropic": Client("check_anthropic", ("anthropic==2.8.0",)),
+    "ollama": Client("check_ollama", ("ollama==0.6.3",)),
     "litellm": Client("check_litellm", ("litellm==1.104.5",)),
     "langchain": Client("check_langchain", ("langchain-openai==1.7.3", "langchain==1.4.7")),
     "pydantic-ai": Client("check_pydantic_ai", ("pydantic-ai-slim[openai]==2.66.0",)),

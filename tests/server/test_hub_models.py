@@ -135,6 +135,24 @@ def test_an_admin_loads_a_downloaded_model(tiny: Path, cache: Path, tmp_path: Pa
         assert (listed(), listed("/v1/models")) == (["org/broken"], ["fake", "org/tiny"])
 
 
+def test_an_admin_pulls_and_deletes_a_model_with_ollama_s_api(hub: Hub, tmp_path: Path) -> None:
+    with child(tmp_path / "log", "fake", "--api-key", "user", "--admin-key", "admin") as served:
+
+        def names() -> list[str]:
+            return [one["name"] for one in request(served.port, "GET", "/api/tags", key="user").json()["models"]]
+
+        reply = request(served.port, "POST", "/api/pull", {"model": "org/tiny"}, key="admin")
+        assert json.loads(reply.body.splitlines()[-1]) == {"status": "success"}, reply.body
+        assert names() == ["fake", "org/tiny"]
+        asked = {"model": "org/tiny", "messages": ASK["messages"], "stream": False, "options": {"num_predict": 2}}
+        assert request(served.port, "POST", "/api/chat", asked, key="user").json()["eval_count"] == 2
+        shown = request(served.port, "POST", "/api/show", {"model": "org/tiny"}, key="user").json()
+        assert shown["details"]["family"] == "llama"
+        assert request(served.port, "DELETE", "/api/delete", {"model": "org/tiny"}, key="admin").status == 200
+        assert names() == ["fake"]
+        assert request(served.port, "DELETE", "/api/delete", {"model": "org/tiny"}, key="admin").status == 404
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

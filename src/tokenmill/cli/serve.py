@@ -29,6 +29,10 @@ def serve(
         str, typer.Option(help="Address to bind to; non-loopback requires --api-key or --keys-file.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8000,
+    ollama_port: Annotated[
+        int | None,
+        typer.Option(help="Second port to listen on, for tools that expect Ollama at 11434.", show_default="none"),
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="TOKENMILL_API_KEY", help="Require this API key (repeatable).")
     ] = None,
@@ -222,6 +226,7 @@ def serve(
     settings = ServerConfig(
         host=host,
         port=port,
+        ollama_port=ollama_port,
         key_hashes=tuple(hash_key(key) for key in api_key or ()),
         admin_key_hashes=tuple(hash_key(key) for key in admin_key or ()),
         ssl_certfile=ssl_certfile,

@@ -27,7 +27,16 @@ from fastapi.routing import APIRoute
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, EngineDead, ModelLoadError
 from tokenmill.server import web
-from tokenmill.server.api import anthropic, chat_completions, completions, embeddings, operations, responses, sessions
+from tokenmill.server.api import (
+    anthropic,
+    chat_completions,
+    completions,
+    embeddings,
+    ollama,
+    operations,
+    responses,
+    sessions,
+)
 from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, Dialect
@@ -38,7 +47,7 @@ from tokenmill.server.served import Served
 from tokenmill.server.telemetry.figures import Endpoints
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
-V1 = "/v1"
+V1, OLLAMA = "/v1", "/api"
 METERED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
@@ -82,18 +91,24 @@ def create_app(served: Served) -> FastAPI:
         sessions.session_routes(served),
         operations.engine_routes(served),
     ]
-    at_root = [embeddings.token_routes(served), operations.probe_routes(served)]
+    of_ollama = ollama.ollama_routes(served)
+    at_root = [embeddings.token_routes(served), operations.probe_routes(served), ollama.probe_route()]
     at_root += [web.page_routes()] if served.config.web else []
     for router in versioned:
         app.include_router(router, prefix=V1)
         app.include_router(router, include_in_schema=False)  # for clients whose base URL has no /v1
     for router in at_root:
         app.include_router(router)
+    app.include_router(of_ollama, prefix=OLLAMA)
+    ollama_paths = list(_paths([of_ollama], (OLLAMA,)))
     paths = Paths(
-        Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), str(app.openapi_url)]),
+        Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), *ollama_paths, str(app.openapi_url)]),
         public=operations.HEALTH | web.assets().keys() if served.config.web else operations.HEALTH,
         endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
-        dialects=dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),
+        dialects={
+            **dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),
+            **dict.fromkeys(ollama_paths, Dialect.OLLAMA),
+        },
         uploads=frozenset({V1 + sessions.RESTORE, sessions.RESTORE}),
         metered=METERED,
     )
@@ -125,12 +140,15 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
     check_certificate(config)
     server = Server(Served(config, specs, spec_of))
     server.served.models.after_change = server.settle
-    listener = _listen(config)
+    listeners = [_listen(config.host, config.port)]
+    if config.ollama_port is not None:
+        listeners.append(_listen(config.host, config.ollama_port))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
-            is_loaded = runner.run(server.load_and_serve(listener))
+            is_loaded = runner.run(server.load_and_serve(*listeners))
         finally:
-            listener.close()
+            for listener in listeners:
+                listener.close()
         if not is_loaded or server.has_hung:  # a thread loads the model, or hangs, and can't be stopped
             sys.stderr.flush()
             os._exit(EXIT_HUNG if server.has_hung else 0)
@@ -177,18 +195,17 @@ class Server(uvicorn.Server):
     def is_ready(self) -> bool:
         return self.started and self.served.is_ready
 
-    async def load_and_serve(self, listener: socket.socket) -> bool:
+    async def load_and_serve(self, *listeners: socket.socket) -> bool:
         """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
-        host, port = listener.getsockname()[:2]
         scheme = "http" if self.served.config.ssl_certfile is None else "https"
-        where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        where, *others = (_address(scheme, listener) for listener in listeners)
         models = self.served.models
         names = ", ".join(entry.spec.name for entry in models.entries)
         first = ", ".join(entry.spec.name for entry in models.entries if entry.spec.at_start) or "nothing yet"
         say(f"loading {first}; {where} answers 503 until then")
         began = time.monotonic()
         loading = asyncio.ensure_future(self._load_first())
-        serving = asyncio.ensure_future(self.serve(sockets=[listener]))
+        serving = asyncio.ensure_future(self.serve(sockets=list(listeners)))
         both: set[asyncio.Future[Any]] = {loading, serving}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -199,6 +216,8 @@ class Server(uvicorn.Server):
             loading.result()  # what could not be loaded ends it all
             self.served.open()
             say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
+            for other in others:
+                say(f"for Ollama's clients: {other}")
             await serving
         finally:
             self.should_exit = True
@@ -314,14 +333,19 @@ def check_certificate(config: ServerConfig) -> None:
         ) from None
 
 
-def _listen(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def _address(scheme: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((host, port))
         listener.listen(BACKLOG)  # who comes while the server starts waits
     except OSError as error:
         listener.close()
-        raise EngineDead(f"cannot bind to {config.host}:{config.port}: {error.strerror}") from None
+        raise EngineDead(f"cannot bind to {host}:{port}: {error.strerror}") from None
     return listener

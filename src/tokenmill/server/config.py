@@ -23,6 +23,8 @@ class ServerConfig:
     """Address to bind to; a non-loopback one requires an API key."""
     port: int = 8000
     """Port to listen on; 0 for any free port."""
+    ollama_port: int | None = None
+    """Second port to listen on, for tools that expect Ollama at 11434; None to disable."""
     key_hashes: tuple[bytes, ...] = ()
     """SHA-256 of each API key; empty for no authentication."""
     admin_key_hashes: tuple[bytes, ...] = ()
@@ -129,6 +131,8 @@ class ServerConfig:
                 raise ConfigError(f"forwarded_allow_ips: {error}; use addresses, networks or '*'") from None
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        if self.ollama_port is not None and not 0 <= self.ollama_port < 1 << 16:
+            raise ConfigError(f"ollama_port must be from 0 to 65535, not {self.ollama_port}")
         if self.tokenizer_threads < 2:
             raise ConfigError(f"tokenizer_threads must be at least 2, not {self.tokenizer_threads}")
         for name in ("header_timeout_s", "body_timeout_s", "max_request_s", "send_timeout_s", "keep_alive_s"):

@@ -1,9 +1,9 @@
 """Fields of request bodies: their types, and every field of other APIs with what becomes of it.
 
 Each type complains once, whatever a value holds: a million wrong items are one mistake. `FIELDS` is the only list of
-the request fields of OpenAI, vLLM, SGLang, llama-server and Anthropic. A body declares those it supports; of the
-others, one without influence on the answer is accepted without effect, and any other is rejected, because ignoring it
-would give an answer that the client did not ask for. The table in docs/request-fields.md is generated from the list.
+the request fields of OpenAI, vLLM, SGLang, llama-server, Anthropic and Ollama. A body declares those it supports; of
+the others, one without influence on the answer is accepted without effect, and any other is rejected, because ignoring
+it would give an answer that the client did not ask for. The table in docs/request-fields.md is generated from the list.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ class Endpoint(Enum):
     SESSIONS = "sessions"
     TOKENIZE = "tokenize"
     MESSAGES = "messages"
+    OLLAMA = "Ollama"
 
 
 class Origin(Enum):
@@ -239,6 +240,7 @@ class Origin(Enum):
     LLAMA = "llama-server"
     SGLANG = "SGLang"
     ANTHROPIC = "Anthropic"
+    OLLAMA = "Ollama"
     OWN = "tokenmill"
 
 
@@ -251,7 +253,8 @@ class Treatment(Enum):
 
 OPENAI_GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.SESSIONS})
 MESSAGES = frozenset({Endpoint.MESSAGES})
-GENERATING = OPENAI_GENERATING | MESSAGES
+OLLAMA = frozenset({Endpoint.OLLAMA})
+GENERATING = OPENAI_GENERATING | MESSAGES | OLLAMA
 PROMPTED = GENERATING | {Endpoint.TOKENIZE}
 EVERYWHERE = frozenset(Endpoint)
 EMBEDDING = frozenset({Endpoint.EMBEDDINGS})
@@ -597,6 +600,26 @@ FIELDS: tuple[RequestField, ...] = (
     *_ignored(Origin.ANTHROPIC, "user_profile_id workspace_id", "users are told apart by API key", where=MESSAGES),
     *_rejected(Origin.ANTHROPIC, "container", "no code is executed", where=MESSAGES),
     *_rejected(Origin.ANTHROPIC, "mcp_servers", "tools are called by the client", neutral=([],), where=MESSAGES),
+    # Ollama: of requests, and of their `options`.
+    *_rejected(Origin.OLLAMA, "options", where=frozenset()),
+    *_rejected(Origin.OLLAMA, "keep_alive", "for models that the server unloads (--keep-alive)", where=frozenset()),
+    *_rejected(Origin.OLLAMA, "format", f"`json` or a schema, {CONSTRAINT}", where=frozenset()),
+    *_rejected(Origin.OLLAMA, "think", "`true`, `false`, or an effort", where=frozenset()),
+    *_rejected(Origin.OLLAMA, "raw truncate num_predict", where=frozenset()),
+    *_rejected(Origin.OLLAMA, "images", "there is no media input", neutral=([],), where=OLLAMA),
+    *_rejected(Origin.OLLAMA, "template", "templates are the model's own", neutral=("",), where=OLLAMA),
+    *_rejected(Origin.OLLAMA, "context", "use /api/chat for conversations", neutral=([],), where=OLLAMA),
+    *_rejected(Origin.OLLAMA, "width height steps", "only text is generated", neutral=(0,), where=OLLAMA),
+    *_rejected(Origin.OLLAMA, "tfs_z", neutral=(1,), where=OLLAMA),
+    *_ignored(
+        Origin.OLLAMA,
+        "num_ctx num_batch num_gpu main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock "
+        "embedding_only",
+        "set when the server is started",
+        where=OLLAMA,
+    ),
+    *_ignored(Origin.OLLAMA, "num_keep", "the context is never shifted", where=OLLAMA),
+    *_ignored(Origin.OLLAMA, "penalize_newline", "penalties cover all tokens", where=OLLAMA),
     # Our own.
     *_rejected(Origin.OWN, "max_context max_tokens_per_step", "quotas of the request", where=frozenset()),
     *_rejected(Origin.OWN, "timeout_s", "seconds after which the request ends; also the header `X-Request-Timeout`"),
@@ -604,7 +627,7 @@ FIELDS: tuple[RequestField, ...] = (
         Origin.OWN,
         "session_id",
         "of chats: continue this session, `messages` are only what is new (vLLM's name for a routing hint)",
-        where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}) | MESSAGES,
+        where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}) | MESSAGES | OLLAMA,
     ),
     *_rejected(Origin.OWN, "pooling", "`last` or `mean`", where=frozenset()),
     *_ignored(Origin.OWN, "speculation", "`auto`, `off` or `lookup`: how soon the answer comes, not what it says"),

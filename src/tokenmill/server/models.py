@@ -17,6 +17,7 @@ dtype = "int8"                  # and any other engine option
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -25,9 +26,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.huggingface import CachedModel
 from tokenmill.backends.library import cached_models, hub_name
 from tokenmill.entrypoints.async_llm import AsyncLLM
@@ -99,12 +102,26 @@ class ServedModel:
         self.sessions = SessionService(llm, routing="least_loaded", limits=limits, store=store, texts=texts)
         self._fingerprint = f"fp_{self.sessions.fingerprint.of_answers}"
         self.last_used = time.monotonic()
+        self.keep_alive_s = spec.keep_alive_s
+        """Idle seconds after which it is unloaded; None: never."""
 
     @property
     def system_fingerprint(self) -> str:
         """Changes when the same request may give another answer: with the model's files, and with replaced weights."""
         version = self.llm.opened.model.weights_version
         return f"{self._fingerprint}_{version}" if version else self._fingerprint
+
+    @cached_property
+    def files(self) -> tuple[str, int]:
+        """The family that its files name, and their size in bytes. Reads them: for any thread but the event loop's."""
+        path = self.llm.opened.model.path
+        if path is None:
+            return "", 0
+        if path.is_file():
+            return str(GGUFFile(path).get("general.architecture", "")), path.stat().st_size
+        config = path / "config.json"
+        family = json.loads(config.read_text()).get("model_type", "") if config.is_file() else ""
+        return str(family), sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
     async def close(self) -> None:
         await self.sessions.close()
@@ -151,6 +168,8 @@ class Models:
         self._entries: dict[str, ModelEntry] = {}
         self._names: dict[str, str] = {}
         """Every name and alias -> the model's own name."""
+        self._added: set[str] = set()
+        """Downloaded models that were added since the start."""
         self._memory = asyncio.Lock()
         """Serializes loading and unloading: each is planned with the memory that the others leave free."""
         self._closing = asyncio.Event()
@@ -179,17 +198,40 @@ class Models:
 
     async def load_cached(self, name: str) -> None:
         """Add a downloaded model and load it. Other names are left alone: nothing is downloaded, no path is opened."""
-        if name in self._names or name not in {one.name for one in await self.cached()}:
+        entry = await self.offer_cached(name)
+        if entry is None:
             return
-        if self._spec_of is None or name in self._names:  # meanwhile
-            return
-        entry = self.add(self._spec_of(name))
         try:
             await self._loaded(entry)
         except BaseException:
             if entry.model is None and entry.loading is None:
-                del self._entries[name], self._names[name]
+                self._drop(name)
             raise
+
+    async def offer_cached(self, name: str) -> ModelEntry | None:
+        """Add a downloaded model, which is loaded on first use; None if it is there already, or was not downloaded."""
+        if name in self._names or name not in {one.name for one in await self.cached()}:
+            return None
+        if self._spec_of is None or name in self._names:  # meanwhile
+            return None
+        self._added.add(name)
+        return self.add(self._spec_of(name))
+
+    async def forget(self, name: str) -> None:
+        """Unload a downloaded model and offer it no more. One that the server was started with stays."""
+        if name not in self._names:
+            return
+        if name not in self._added:
+            raise ApiError(409, f"{name} was named when the server was started", code="model_in_use", param="model")
+        await self.unload(self.entry(name))
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        del self._entries[name], self._names[name]
+        self._added.discard(name)
+
+    def has(self, name: str) -> bool:
+        return name in self._names
 
     # -- which there are ----------------------------------------------------------------------------------------------
 
@@ -352,7 +394,7 @@ class Models:
         for model in self.loaded:
             if self.users(model):
                 model.last_used = now
-        return [one for one in self._unused() if now - one.last_used >= (one.spec.keep_alive_s or 0.0)]
+        return [one for one in self._unused() if now - one.last_used >= (one.keep_alive_s or 0.0)]
 
     async def close(self) -> None:
         """Everything that runs ends with `shutdown`."""

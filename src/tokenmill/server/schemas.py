@@ -190,6 +190,69 @@ class AnthropicError(BaseModel):
     request_id: str
 
 
+class OllamaError(BaseModel):
+    error: str
+
+
+class OllamaEnd(BaseModel):
+    """How an answer ended; durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class OllamaChat(OllamaEnd):
+    message: dict[str, Any]
+
+
+class OllamaGenerate(OllamaEnd):
+    response: str
+    thinking: str | None = None
+
+
+class OllamaEmbed(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(BaseModel):
+    embedding: list[float]
+
+
+class OllamaModels(BaseModel):
+    models: list[dict[str, Any]]
+
+
+class OllamaShow(BaseModel):
+    modelfile: str
+    parameters: str
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(BaseModel):
+    version: str
+
+
+class OllamaStatus(BaseModel):
+    status: str
+
+
 class Session(BaseModel):
     id: str
     object: Literal["session"]
@@ -498,3 +561,10 @@ def response_links() -> dict[str, Any]:
     """A response can be gone on from."""
     body = {"model": "$request.body#/model", "previous_response_id": "$response.body#/id", "input": "go on"}
     return {"continue": {"operationRef": "#/paths/~1v1~1responses/post", "requestBody": body}}
+
+
+def lines(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The answers of an endpoint of Ollama's: lines of JSON, or with `stream: false` one object."""
+    stream = {"application/x-ndjson": {"schema": {"description": "One object a line, unless `stream` is false."}}}
+    refusals = errors(400, 401, 404, 413, 429, 499, 500, 503, 504, shape=OllamaError)
+    return {200: {"model": model, "content": stream}, **refusals}

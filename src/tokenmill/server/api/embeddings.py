@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequest
+from tokenmill.outputs import EmbeddingRequestOutput
 from tokenmill.params import check_ids, token_ids
 from tokenmill.server import schemas
 from tokenmill.server.api.completions import Prompt, as_prompts
@@ -78,21 +79,10 @@ def token_routes(served: Served) -> APIRouter:
 
 async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
     """One vector for each input, as numbers or as base64 of little-endian float32."""
-    inputs = as_prompts(body.input, config.max_inputs, "input")
-    prompts = await call.tokens(lambda: [_checked(one, call.llm) for one in inputs])
-    size = call.llm.embedding_size
-    if body.dimensions is not None and body.dimensions != size:
-        raise ApiError(400, f"embeddings of this model have {size} dimensions", param="dimensions")
-    options: dict[str, Any] = {"pooling": body.pooling, "hints": call.hints, "timeout_s": call.timeout_s}
-    outputs = []
-    named = [(f"{call.id}/{place}", prompt) for place, prompt in enumerate(prompts)]
-    for begin in range(0, len(named), AT_A_TIME):  # a long list must not fill the queue
-        some = named[begin : begin + AT_A_TIME]
-        embedding = together(call.llm.embed(prompt, name, **options) for name, prompt in some)
-        outputs += await call.do(embedding)
+    check_dimensions(body.dimensions, call.llm)
+    outputs = await embed_all(call, body.input, config.max_inputs, pooling=body.pooling)
     data = []
     for index, output in enumerate(outputs):
-        call.caller.charge(output.usage)
         vector: Any = output.outputs.embedding
         if body.encoding_format == "base64":
             vector = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
@@ -102,9 +92,34 @@ async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, con
     return {"object": "list", "data": data, "model": body.model or model.name, "usage": used}
 
 
-def _checked(one: Prompt, llm: AsyncLLM) -> list[int]:
+def check_dimensions(wanted: int | None, llm: AsyncLLM) -> None:
+    if wanted is not None and wanted != llm.embedding_size:
+        raise ApiError(400, f"embeddings of this model have {llm.embedding_size} dimensions", param="dimensions")
+
+
+async def embed_all(
+    call: Call, given: Any, most: int, *, pooling: str = "last", truncate: bool = False
+) -> list[EmbeddingRequestOutput]:
+    """The embeddings of all inputs; with `truncate`, those of texts that exceed the context are of their beginning."""
+    inputs = as_prompts(given, most, "input")
+    prompts = await call.tokens(lambda: [_checked(one, call.llm, truncate=truncate) for one in inputs])
+    options: dict[str, Any] = {"pooling": pooling, "hints": call.hints, "timeout_s": call.timeout_s}
+    outputs: list[EmbeddingRequestOutput] = []
+    named = [(f"{call.id}/{place}", prompt) for place, prompt in enumerate(prompts)]
+    for begin in range(0, len(named), AT_A_TIME):  # a long list must not fill the queue
+        some = named[begin : begin + AT_A_TIME]
+        embedding = together(call.llm.embed(prompt, name, **options) for name, prompt in some)
+        outputs += await call.do(embedding)
+    for output in outputs:
+        call.caller.charge(output.usage)
+    return outputs
+
+
+def _checked(one: Prompt, llm: AsyncLLM, *, truncate: bool) -> list[int]:
     """The ids of an input that can be run: all are looked at before one is."""
     try:
+        if truncate and isinstance(one, str):
+            return llm.get_tokenizer().encode(one, limit=MOST_IDS)[: llm.max_model_len - 1]
         ids = llm.prompt_ids(one)
         llm.check_prompt(ids)
     except InvalidRequest as error:

@@ -54,7 +54,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.get("/models/cached", responses={200: {"model": schemas.CachedModels}, **schemas.errors(401, 403, 503)})
     async def list_cached(http: Request) -> Response:
         """Downloaded models that `POST /models/load` could add; with an admin key."""
-        _check_admin(http.state.caller)
+        check_admin(http.state.caller)
         found = [
             {"id": one.name, "object": "cached_model", "bytes": one.num_bytes, "last_used": int(one.last_used)}
             for one in await models.cached()
@@ -64,7 +64,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/load", responses={**about_one, **schemas.errors(400, 401, 403, 404, 503, 507)})
     async def load_model(http: Request, body: LoadModel) -> Response:
         """Load a model of the server, or a downloaded one, if it fits. One that is loaded stays as it is."""
-        _check_admin(http.state.caller)
+        check_admin(http.state.caller)
         await models.load_cached(body.model)
         await served.models.use(body.model)
         return JSONResponse(describe(models.entry(body.model), served.started))
@@ -72,7 +72,7 @@ def model_routes(served: Served) -> APIRouter:
     @api.post("/models/unload", responses={**about_one, **schemas.errors(400, 401, 403, 404, 409, 503)})
     async def unload_model(http: Request, body: UnloadModel) -> Response:
         """Unload a model: its memory is free. The next request for it loads it again."""
-        _check_admin(http.state.caller)
+        check_admin(http.state.caller)
         entry = models.entry(body.model)
         await models.unload(entry, force=bool(body.force))
         return JSONResponse(describe(entry, served.started))
@@ -89,7 +89,7 @@ def model_routes(served: Served) -> APIRouter:
     return api
 
 
-def _check_admin(caller: Caller) -> None:
+def check_admin(caller: Caller) -> None:
     """Raise unless the caller may load and unload models: with an admin key, or where there are no keys at all."""
     if not caller.account.key.is_admin:
         raise ApiError(403, "requires an admin key (--admin-key)", code="admin_key_needed")
