@@ -508,8 +508,8 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             raise ApiError(400, what, param="messages")
         if message.role == "tool" and not isinstance(getattr(message, "tool_call_id", None), str):
             raise ApiError(400, "a tool message requires tool_call_id", param="messages")
-    assistants = (message.model_extra for message in messages if message.role == "assistant")
-    check_calls(extra for extra in assistants if extra)
+    if extras := [one.model_extra for one in messages if one.role == "assistant" and one.model_extra]:
+        check_calls(extras)
 
 
 def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
@@ -519,7 +519,8 @@ def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config
         known = ", ".join(sorted(config.template_options))
         raise ApiError(400, f"chat_template_kwargs accepts: {known}", param="chat_template_kwargs")
     if isinstance(body, ChatFields):
-        options = with_effort(options, body.reasoning_effort)
+        if body.reasoning_effort is not None:
+            options = with_effort(options, body.reasoning_effort)
         if body.tools and body.tool_choice != "none":
             options["tools"] = shown_tools(body.tools)
     if isinstance(body, CreateSession):

@@ -171,6 +171,7 @@ class CountTokensRequest(Shared):
         if use is not None and use.tools:
             options["tools"] = shown_tools(tools)
         messages = [*self._system(), *(one for given in self.messages for one in _messages(given))]
+        check_calls(messages)
         if len(messages) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
         # A conversation that ends with the assistant's words is continued from there.
@@ -318,9 +319,7 @@ def _past_call(block: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ApiError(400, "the input of a tool_use block must be an object", param="messages")
     function = {"name": block.get("name"), "arguments": json.dumps(given, ensure_ascii=False)}
-    call = {"id": block["id"], "type": "function", "function": function}
-    check_calls([{"tool_calls": [call]}])
-    return call
+    return {"id": block["id"], "type": "function", "function": function}
 
 
 def _blocks(content: Any, param: str) -> list[dict[str, Any]]:

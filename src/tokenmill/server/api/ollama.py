@@ -339,6 +339,7 @@ class ChatBody(Generating):
         if self.tools:
             use, options["tools"] = tool_use(self.tools, None, None), shown_tools(self.tools)
         messages = list(as_messages(self.messages))
+        check_calls(messages)
         return ChatInput(messages, replace(model.chat_params, **self.changes(config)), options, use, None, "format")
 
 
@@ -437,9 +438,7 @@ def _call(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(arguments, dict):
         raise ApiError(400, "a tool call requires a function with a name and an object of arguments", param="messages")
     told = {"name": function.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
-    call = {"id": _call_id(number), "type": "function", "function": told}
-    check_calls({"tool_calls": [call]})
-    return call
+    return {"id": _call_id(number), "type": "function", "function": told}
 
 
 def _call_id(number: int) -> str:
