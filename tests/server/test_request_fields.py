@@ -12,6 +12,7 @@ from openai.types.responses import response_create_params
 from tests.generated_docs import BODIES as REQUESTS
 from tests.server.refusals import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, check_refusal, nothing_runs
 from tests.server.serving import Running
+from tokenmill.server.api.ollama import ChatBody, EmbedRequest, GenerateRequest, Options
 from tokenmill.server.fields import FIELDS, KNOWN, Endpoint, RequestField, Treatment
 
 PATHS = {
@@ -171,10 +172,11 @@ def said(answer: Any) -> Any:
 
 def test_21_5_every_field_is_listed_once() -> None:
     assert len(KNOWN) == len(FIELDS)
-    for body in REQUESTS.values():
+    bodies = [*REQUESTS.values(), ChatBody, GenerateRequest, EmbedRequest, Options]
+    for body in bodies:
         assert set(body.model_fields) <= set(KNOWN)
     for field in FIELDS:
-        is_declared = any(field.name in body.model_fields for body in REQUESTS.values())
+        is_declared = any(field.name in body.model_fields for body in bodies)
         assert is_declared or field.where, f"{field.name} is for no endpoint"
         assert field.note or field.treatment is not Treatment.IGNORED, f"why {field.name} can be ignored is not said"
 
