@@ -54,6 +54,8 @@ def request_fields() -> str:
         for field in sorted(FIELDS, key=lambda one: one.name):
             if field.origin is origin:
                 cells = [_cell(field, endpoint) for endpoint in BODIES]
+                if set(cells) == {"-"}:  # of an API that has a page of its own
+                    continue
                 lines.append(f"| {' | '.join([f'`{field.name}`', origin.value, *cells, _notes(field, cells)])} |")
     return "\n".join(lines)
 
