@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,14 +18,14 @@ from tests.conformance.operations import RandomChooser, one_in
 from tests.engine.helpers import VOCAB, SimulatedClock, Transcript, assert_clean, backend_of, make_engine, run
 from tests.engine.speculating import Oracle, speculate
 from tests.engine.workload import Workload, workload
-from tokenmill import LLM
+from tokenmill import LLM, AsyncLLM
 from tokenmill.backends.fake import FakeBackend, FakeConfig
 from tokenmill.contract import BatchBuilder, unpack_mask
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, ProposalEvent, VerifiedEvent
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
-from tokenmill.errors import EngineDead, InvalidRequest
+from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams, StructuredOutputs
 from tokenmill.text.grammar import Grammar, GrammarCompiler, MaskWriter
@@ -304,7 +306,7 @@ def test_bans_that_leave_nothing_fail_their_own_request() -> None:
 
 @pytest.mark.slow
 def test_an_engine_process_says_the_same_and_so_does_its_successor() -> None:
-    """Only parameters cross the wire: the grammar is compiled there, and again after a kill."""
+    """Only parameters cross the wire: the grammar is compiled there, and again after a kill during an answer."""
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=60, structured_outputs=StructuredOutputs(json={**schema, **CLOSED})
@@ -312,18 +314,26 @@ def test_an_engine_process_says_the_same_and_so_does_its_successor() -> None:
     with LLM("fake", extra={"vocab_size": 258}) as llm:
         expected = llm.generate("hi", params)[0].outputs[0]
     assert expected.finish_reason == "stop"
-    with LLM("fake", engine="process", extra={"vocab_size": 258}) as llm:
-        assert llm.generate("hi", params)[0].outputs[0] == expected
-        process = llm._client._client
-        process.process.kill()
-        process.process.wait()
-        while process.cores_alive:  # until it has noticed
-            threading.Event().wait(0.02)
-        with pytest.raises(EngineDead):
-            llm.generate("hi", params)
-        while not process.cores_alive:
-            threading.Event().wait(0.02)
-        assert llm.generate("hi", params)[0].outputs[0] == expected
+
+    async def in_a_process() -> None:
+        long = replace(params, max_tokens=3000, structured_outputs=StructuredOutputs(regex="(ab|cd){300}x"))
+        async with AsyncLLM("fake", engine="process", extra={"vocab_size": 258}) as llm:
+            assert [one async for one in llm.generate("hi", params)][-1].outputs[0] == expected
+            stream = llm.generate("hi", long)
+            begun = (await anext(stream)).outputs[0].text
+            process: Any = llm.client
+            process.process.kill()
+            cut = [one async for one in stream][-1]
+            assert "exit code -9" in str(cut.error)
+            while not process.cores_alive:
+                await asyncio.sleep(0.02)
+            again = [one async for one in llm.generate("hi", long)][-1].outputs[0]
+            assert again.finish_reason == "stop"
+            assert again.text.startswith(begun)
+            assert re.fullmatch("(ab|cd){300}x", again.text)
+            assert [one async for one in llm.generate("hi", params)][-1].outputs[0] == expected
+
+    asyncio.run(in_a_process())
 
 
 def test_a_constraint_that_nobody_compiled_is_refused() -> None:

@@ -176,6 +176,26 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert len(times) == 1
 
 
+def test_constraints_that_differ_in_whitespace_are_different_grammars(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    options: list[dict[str, Any]] = [{}, {"any_whitespace": True}, {"whitespace_pattern": "[_]*"}]
+    texts = (b'{"a":1}', b'{"a": 1}', b'{"a":_1}')
+    allowed = [
+        [compiler.compile(StructuredOutputs(json=schema, **one)).start().advance(text) for text in texts]
+        for one in options
+    ]
+    assert allowed == [[True, False, False], [True, True, False], [True, False, True]]
+
+
+def test_the_latest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.text.grammar.KEPT_GRAMMARS", 2)
+    compiler = GrammarCompiler(ByteTokenizer(), 257)
+    first, second, third = (StructuredOutputs(choice=[one]) for one in "abc")
+    for outputs in (first, second, first, third):  # the first is used again
+        compiler.compile(outputs)
+    assert [compiler.cached(one) is not None for one in (first, second, third)] == [True, False, True]
+
+
 def test_a_state_follows_its_output_back_and_into_forks(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(StructuredOutputs(choice=["abc", "abd", "xy"]))
     state = grammar.start()
