@@ -291,13 +291,51 @@ class Pace:
         return self._num_ahead
 
 
+class Everybody:
+    """The pace of all keys together, for a key of which nothing has been measured yet.
+
+    It goes by a clock that stands still while nothing runs, so that an idle hour does not make it slow.
+    """
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._pace.begin(0.0)
+        self._num_active = 0
+        """Keys that have requests running."""
+        self._busy_s, self._at = 0.0, 0.0
+
+    def _busy_until(self, now: float) -> float:
+        """For how long something has run."""
+        self._busy_s += now - self._at if self._num_active else 0.0
+        self._at = now
+        return self._busy_s
+
+    def enter(self, now: float) -> None:
+        """A key has a request running, and had none before."""
+        self._busy_until(now)
+        self._num_active += 1
+
+    def leave(self, now: float) -> None:
+        """A key has no request running any more."""
+        self._busy_until(now)
+        self._num_active -= 1
+
+    def note_done(self, now: float) -> None:
+        self._pace.note_done(self._busy_until(now))
+
+    def share_s(self, now: float) -> float | None:
+        """The interval of one key, if all that are active have equal shares."""
+        interval_s = self._pace.interval_s(self._busy_until(now))
+        return None if interval_s is None else interval_s * max(1, self._num_active)
+
+
 # -- accounts ---------------------------------------------------------------------------------------------------------
 
 
 class Account:
     """A key's usage, and what is left of its limits."""
 
-    def __init__(self, key: ApiKey, everybody: Pace, clock: Clock) -> None:
+    def __init__(self, key: ApiKey, everybody: Everybody, clock: Clock) -> None:
         self.key = key
         self.totals = KeyTotals()
         self._clock = clock
@@ -336,6 +374,7 @@ class Account:
             self._requests.take(1, now)
         if not self.totals.running:
             self._pace.begin(now)
+            self._everybody.enter(now)
         self.totals.running += 1
         self.totals.requests += 1
         return None
@@ -357,6 +396,8 @@ class Account:
         elif status < 400:  # others had no row
             self._pace.note_done(now)
             self._everybody.note_done(now)
+        if not self.totals.running:
+            self._everybody.leave(now)
 
     def reserve(self, num_tokens: int) -> int:
         """Take tokens that a request is going to need, until it leaves; returns how many were taken."""
@@ -388,8 +429,8 @@ class Account:
         return 0 if interval_s is None else round(self._pace.num_ahead(now, interval_s))
 
     def _interval_s(self, now: float) -> float | None:
-        """Between two of the key's requests that are done, as far as that is known; else of all keys'."""
-        measured = self._pace.interval_s(now) or self._everybody.interval_s(now)
+        """Between two of the key's requests that are done, as far as that is known."""
+        measured = self._pace.interval_s(now) or self._everybody.share_s(now)
         return None if measured is None else max(measured, 1e-3)
 
     def rate_headers(self) -> list[tuple[bytes, bytes]]:
@@ -444,8 +485,7 @@ class KeyRing:
         self._config = config
         self._clock = clock
         self._wall_clock = wall_clock
-        self._everybody = Pace()
-        self._everybody.begin(clock())
+        self._everybody = Everybody()
         self._known: dict[bytes, ApiKey] = {}
         self._limits: dict[str, KeyLimits] = {}
         self._quotas: dict[str, Quota] = {}
