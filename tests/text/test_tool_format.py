@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -337,6 +338,30 @@ def test_whitespace_may_differ_from_the_template_s() -> None:
 def test_what_is_no_call_is_content(text: str) -> None:
     _, form = _format_of("tagged JSON")
     assert _check_every_split(form, text) == ParsedTurn(text)
+
+
+LONG_CHARS = 100_000
+HOSTILE = {
+    "braces": "{" * LONG_CHARS,
+    "calls that begin": "<tool_call>" * (LONG_CHARS // 11),
+    "a call that never ends": '<tool_call>\n{"name": "ping", "arguments": {"a": "' + "\\" * LONG_CHARS,
+    "a call of braces": '<tool_call>\n{"name": "ping", "arguments": ' + '{"a":' * (LONG_CHARS // 5),
+    "beginnings of markers": "<tool_cal" * (LONG_CHARS // 9),
+    "quotes of other kinds": "<tool_call>\n{“name”: “ping”" * (LONG_CHARS // 26),
+}
+
+
+@pytest.mark.fault("T07")
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_text_is_parsed_in_linear_time(case: str) -> None:
+    """Token by token. Were the cost of a token in proportion to what came before, it would take many minutes."""
+    _, form = _format_of("tagged JSON")
+    text = HOSTILE[case]
+    began = time.process_time()
+    turn = _parsed(form, (text[at : at + 4] for at in range(0, len(text), 4)))
+    assert time.process_time() - began < 20
+    if "a call" not in case:
+        assert turn == ParsedTurn(text)
 
 
 def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:

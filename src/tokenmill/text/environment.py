@@ -11,10 +11,14 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.guard import Guard, guard_of, joined, plain_of
+
+MOST_PRODUCT = 1 << 20
+"""Characters or items that `*` may give, and bits that `**` may."""
 
 
 def compile_template(source: str) -> Template:
@@ -83,8 +87,25 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Templates keep queues in lists of their own (`GivenList`s are the caller's)."""
         return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """A few characters of a template can ask for gigabytes: `'a' * 10**9`."""
+        if _size_of(operator, left, right) > MOST_PRODUCT:
+            raise TemplateError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
     concat = staticmethod(joined)
     """What macros, blocks and the template itself have written, as one text."""
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """Of a product or a power: characters, items or bits."""
+    if operator == "**":
+        return abs(left).bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
+    if isinstance(right, str | list | tuple):
+        left, right = right, left
+    return len(left) * right if isinstance(left, str | list | tuple) and isinstance(right, int) else 0
 
 
 def _to_json(
