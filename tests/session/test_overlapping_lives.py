@@ -128,6 +128,27 @@ def test_sessions_of_a_core_that_is_gone_for_good_go_on_elsewhere() -> None:
     scene(play, num_workers=2)
 
 
+@pytest.mark.req("R3", "R9")
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded"])
+def test_forks_stay_with_their_parent_and_find_its_kv(routing: str) -> None:
+    async def play(service: SessionService) -> None:
+        names = [await service.create_session(sampling_params=GREEDY, seed=1) for _ in range(2)]
+        for name in names:
+            await service.append_input(name, f"a long question of {name}, which nobody computes twice")
+            await read(await service.generate_stream(name))
+            log = len(tokens_of(service, name))
+            children = await service.fork(name, n=3)
+            assert {service.get(child).core for child in children} == {service.get(name).core}
+            for child in children:
+                await service.append_input(child, "and?")
+                _, _, last = await read(await service.generate_stream(child))
+                assert last.usage is not None
+                assert last.usage.cached_tokens >= log - 1
+        assert {service.get(name).core for name in names} == {0, 1}
+
+    scene(play, num_workers=2, routing=routing)
+
+
 def test_the_least_loaded_core_counts_forks_and_forgets_openings() -> None:
     routing = LeastLoaded(2)
     first = routing.choose("sys", [0, 1])
