@@ -50,6 +50,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "narrow": {"concurrent_requests": 2},
     "slots": {"queue_slots": 2, "running_rows": 1},
     "paced": {"requests_per_minute": 3},
+    "other": {"requests_per_minute": 2},
     "frugal": {"tokens_per_minute": 100},
     "keeper": {"sessions": 2, "stored_responses": 2},
     "small": {"session_bytes": 1},
@@ -176,6 +177,23 @@ def test_requests_per_minute(server: Running) -> None:
         assert "limit 3 requests per minute" in reply.error["message"]
     assert server.get("/v1/models", key="sk-paced").status == 200  # only what generates counts
     assert chat(server, "plain").status == 200
+
+
+@pytest.mark.req("G8")
+def test_other_apis_count_as_well_and_have_errors_of_their_own_shape(server: Running) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    anthropic = [server.post("/v1/messages", body, key="sk-other") for _ in range(3)]
+    assert [reply.status for reply in anthropic] == [200, 200, 429]
+    assert anthropic[2].json()["error"]["type"] == "rate_limit_error"
+    ollama = server.post("/api/chat", body, key="sk-other")
+    assert (ollama.status, type(ollama.json()["error"])) == (429, str)
+    for reply in (anthropic[2], ollama):
+        assert 20 <= int(reply.headers["retry-after"]) <= 30
+        assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+    server.wait_until_idle()
+    used = anthropic[0].json()["usage"]
+    assert usage(server, "other")["prompt_tokens"] == 2 * used["input_tokens"]
+    assert usage(server, "other")["completion_tokens"] == 2 * used["output_tokens"]
 
 
 @pytest.mark.req("G8")
