@@ -44,6 +44,12 @@ def test_a_named_function_is_called(server: Running) -> None:
     check_arguments(call["function"]["arguments"])
 
 
+def test_a_named_function_is_called_once_by_default(server: Running) -> None:
+    for seed in range(3):
+        choice = server.chat(tools=TOOLS, tool_choice=NAMED, max_tokens=300, seed=seed).json()["choices"][0]
+        assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_stream_tells_the_same_in_openai_s_order(server: Running, choice: Any) -> None:
     asked = {**ONE, "tool_choice": choice}
