@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.server.conversing import converse
-from tests.server.queueing import CHAT, assert_overloaded
-from tests.server.serving import KEY, Child, Reply, Running, child, request, running
+from tests.server.serving import KEY, Reply, Running, running
 from tests.server.test_hanging_engine import GREEDY, OPTIONS, chat, read
-from tests.server.wire import Wire, chat_body, until
+from tests.server.wire import Wire, until
 from tokenmill import AsyncLLM
 from tokenmill.server.config import ServerConfig, hash_key
 
@@ -83,53 +82,3 @@ def test_a_worker_that_hangs_fails_only_its_own_requests(tmp_path: Path, engine:
                 assert talk.said() == told.said()
         else:
             assert client.cores_alive in ([0], [1])
-
-
-# -- options of the command line --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """One row and a small queue, all of it asked for on the command line."""
-    options = ["--max-num-seqs", "1", "--max-queue", "2", "--max-queue-tokens", "400", "--prefill-chunk", "64"]
-    sizes = ["--extra", "max_context=65536", "--extra", "vocab_size=258", "--kv-cache-tokens", "65536"]
-    with child(tmp_path_factory.mktemp("narrow") / "log", "fake", *options, *sizes) as server:
-        yield server
-
-
-@contextmanager
-def one_running(port: int) -> Iterator[None]:
-    """A stream has the only row."""
-    with Wire(port) as stream:
-        stream.send(chat(stream=True, max_tokens=60_000))
-        stream.first_id()
-        yield
-
-
-def num_queued(port: int) -> int:
-    (model,) = request(port, "GET", "/v1/scheduler").json()["models"]
-    return sum(len(core["waiting"]) for core in model["cores"])
-
-
-@pytest.mark.req("G8", "R15")
-@pytest.mark.parametrize("limit", ["max_queue", "max_queue_tokens"])
-def test_g8_the_queue_is_as_long_as_the_command_line_says(narrow: Child, limit: str) -> None:
-    with one_running(narrow.port), ExitStack() as stack:
-        length, most = (1, 2) if limit == "max_queue" else (250, 1)
-        for i in range(most):
-            stack.enter_context(Wire(narrow.port)).send(chat(f"{i}" * length))
-        until(lambda: num_queued(narrow.port) == most)
-        refused = request(narrow.port, "POST", CHAT, chat_body("x" * length))
-        assert_overloaded(refused)
-    until(lambda: num_queued(narrow.port) == 0)
-
-
-@pytest.mark.req("R11", "B9")
-def test_workers_and_their_shares_are_asked_for_on_the_command_line(tmp_path: Path) -> None:
-    options = ["--workers", "2", "--kv-cache-tokens", "8200", "--max-num-seqs", "10", "--context", "512"]
-    toml = tmp_path / "models.toml"
-    toml.write_text('[[model]]\nname = "three"\npath = "fake"\nworkers = 3\nkv_cache_tokens = 3000\n')
-    with child(tmp_path / "log", "fake", *options, "--config", str(toml)) as server:
-        models = request(server.port, "GET", "/v1/scheduler").json()["models"]
-    shares = {one["model"]: [(core["cells"]["all"], len(core["slots"])) for core in one["cores"]] for one in models}
-    assert shares == {"fake": [(4096, 5)] * 2, "three": [(992, 4)] * 3}
