@@ -187,6 +187,7 @@ def test_constraints_that_differ_in_whitespace_are_different_grammars(compiler: 
     assert allowed == [[True, False, False], [True, True, False], [True, False, True]]
 
 
+@pytest.mark.fault("T03")
 def test_the_latest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.text.grammar.KEPT_GRAMMARS", 2)
     compiler = GrammarCompiler(ByteTokenizer(), 257)
