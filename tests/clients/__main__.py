@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.clients.environments import CLIENTS, ROOT, InstallFailed, environment
+from tests.clients.environments import CLIENTS, ROOT, InstallFailed, environment, launch
 
 API_KEY = "sk-clients"
 DEFAULT_MODEL = "smollm2-135m"
@@ -83,7 +83,7 @@ def _base_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 def run_script(name: str, python: Path, base_url: str, model: str, folder: Path) -> Row:
     """Run the script of one client; what it prints is shown, and its `ok` and `FAILED` lines are counted."""
-    command = [str(python), "-m", f"tests.clients.{CLIENTS[name].script}", base_url, API_KEY, model]
+    command = [*launch(name, python), base_url, API_KEY, model]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(SETTINGS_OF_CLIENTS)}
     settings = {"NO_PROXY": "127.0.0.1", "HF_HOME": str(folder / "huggingface"), "PYTHONPATH": ""}
     begin = time.monotonic()

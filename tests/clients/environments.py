@@ -24,8 +24,12 @@ class Client:
     """It talks to a server of a small random checkpoint, not of the usual model."""
 
     @property
+    def is_javascript(self) -> bool:
+        return self.script.endswith(".mjs")
+
+    @property
     def version(self) -> str:
-        return self.requirements[0].partition("==")[2]
+        return self.requirements[0].rpartition("@" if self.is_javascript else "==")[2]
 
 
 CLIENTS = {
@@ -33,6 +37,7 @@ CLIENTS = {
     "openai-2": Client("check_openai", ("openai==2.20.0",)),
     "anthropic": Client("check_anthropic", ("anthropic==2.8.0",)),
     "ollama": Client("check_ollama", ("ollama==0.6.3",)),
+    "javascript": Client("check_js.mjs", ("openai@6.49.0", "@anthropic-ai/sdk@1.8.0", "ollama@0.6.4")),
     "litellm": Client("check_litellm", ("litellm==1.104.5",)),
     "langchain": Client("check_langchain", ("langchain-openai==1.7.3", "langchain==1.4.7")),
     "pydantic-ai": Client("check_pydantic_ai", ("pydantic-ai-slim[openai]==2.66.0",)),
@@ -50,6 +55,8 @@ class InstallFailed(Exception):
 def environment(name: str) -> Path:
     """The interpreter of a client's environment. Made if it is not there, or was made for other versions."""
     folder = FOLDER / name
+    if CLIENTS[name].is_javascript:
+        return _node_environment(folder, CLIENTS[name])
     python, stamp = folder / "bin" / "python", folder / ".stamp"
     wanted = _fingerprint(CLIENTS[name])
     if stamp.exists() and stamp.read_text() == wanted:
@@ -62,6 +69,29 @@ def environment(name: str) -> Path:
     _install(python, CLIENTS[name].requirements)
     stamp.write_text(wanted)
     return python
+
+
+def _node_environment(folder: Path, client: Client) -> Path:
+    """The script, beside the packages that npm has installed for it."""
+    stamp, script = folder / ".stamp", folder / client.script
+    wanted = _fingerprint(client)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise InstallFailed("npm is not installed")
+        print(f"setting up .clients/{folder.name}: {' '.join(client.requirements)}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _run([npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *client.requirements])
+        stamp.write_text(wanted)
+    shutil.copy(ROOT / "tests" / "clients" / client.script, script)
+    return script
+
+
+def launch(name: str, found: Path) -> list[str]:
+    """The command that runs a client's script in its environment."""
+    client = CLIENTS[name]
+    return ["node", str(found)] if client.is_javascript else [str(found), "-m", f"tests.clients.{client.script}"]
 
 
 def _fingerprint(client: Client) -> str:

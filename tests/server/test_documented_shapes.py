@@ -39,7 +39,9 @@ SETTINGS = settings(
 )
 OPERATIONS = [f"GET {path}" for path in ("/v1/models", "/v1/models/{name}", "/health", "/health/live", "/health/ready")]
 OPERATIONS += [f"POST {path}" for path in (*BODIES, "/v1/requests/{request_id}/cancel")]
-OPERATIONS += [f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/requests/{request_id}/timeline")]
+OPERATIONS += [
+    f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/usage", "/v1/requests/{request_id}/timeline")
+]
 FOR_ADMINS = ["POST /v1/models/load", "POST /v1/models/unload", "GET /v1/models/cached"]
 FOR_ADMINS += ["POST /api/pull", "DELETE /api/delete"]
 OPERATIONS += FOR_ADMINS
