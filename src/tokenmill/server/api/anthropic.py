@@ -273,6 +273,10 @@ def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+ROLE_OF = {"tool_result": "user", **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant")}
+"""Whose messages have blocks of a type, where only one role's do."""
+
+
 def _messages(given: GivenMessage) -> Iterable[dict[str, Any]]:
     """A message in OpenAI's form; the results of tools are messages of their own, before the rest of it."""
     if given.role == "system":
@@ -282,18 +286,22 @@ def _messages(given: GivenMessage) -> Iterable[dict[str, Any]]:
         yield {"role": given.role, "content": given.content}
         return
     blocks = _blocks(given.content, "messages")
+    for block in blocks:
+        kind = block.get("type")
+        role = ROLE_OF.get(kind, given.role) if isinstance(kind, str) else given.role
+        if role != given.role:
+            raise ApiError(400, f"{kind} blocks belong to messages of the {role}", param="messages")
+    if not blocks and given.role == "user":
+        raise ApiError(400, "the content of a user's message must not be empty", param="messages")
     results = [block for block in blocks if block.get("type") == "tool_result"]
     calls = [block for block in blocks if block.get("type") == "tool_use"]
-    if (results and given.role != "user") or (calls and given.role != "assistant"):
-        kind, role = ("tool_result", "user") if results and given.role != "user" else ("tool_use", "assistant")
-        raise ApiError(400, f"{kind} blocks belong to messages of the {role}", param="messages")
     yield from map(_tool_result, results)
     # Thinking that was redacted was never shown: there is nothing in it for the model.
     kinds = ("tool_result", "tool_use", "thinking", "redacted_thinking")
     rest = [block for block in blocks if block.get("type") not in kinds]
     thinking = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
     message: dict[str, Any] = {"role": given.role, "content": _texts(rest, "messages", *kinds, "text") if rest else ""}
-    if thinking and given.role == "assistant":
+    if thinking:
         if not all(isinstance(text, str) for text in thinking):
             raise ApiError(400, "a thinking block requires thinking, a string", param="messages")
         message["reasoning_content"] = "".join(map(str, thinking))
