@@ -15,14 +15,23 @@ from tests.server.conversing import converse
 from tests.server.serving import KEY, Reply, Running, child, raw_request, request, running
 from tests.server.wire import LONG, Wire, until
 from tokenmill import AsyncLLM
+from tokenmill.entrypoints import async_llm
 from tokenmill.server.app import EXIT_HUNG
 from tokenmill.server.config import ServerConfig, hash_key
 
 HANG_S = 2.0
+UNREADY_AFTER_S = 0.5
+"""In place of the 5 s of docs/operations.md."""
 NUM_STREAMS = 4
 OPTIONS: dict[str, Any] = {"vocab_size": 258, "max_context": 8192, "depth": 1}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 """The first step with other parameters imports the sampler, which may take as long as a hang here."""
+
+
+@pytest.fixture(autouse=True)
+def _unready_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert async_llm.HANGS_AFTER_S == 5.0
+    monkeypatch.setattr(async_llm, "HANGS_AFTER_S", UNREADY_AFTER_S)
 
 
 @contextmanager
@@ -57,7 +66,10 @@ def assert_one_error(reply: Reply, code: str) -> None:
 
 
 def hang_under_load(server: Running, file: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Streams that run, a request with a timeout of its own, and one that comes later: each is told once, in time."""
+    """Streams that run, a request with a timeout of its own, and one that comes later: each is told once, in time.
+
+    Readiness fails a second after its limit at the latest, before the hang is given up.
+    """
     with ExitStack() as stack:
         streams = [stack.enter_context(Wire(server.port)) for _ in range(NUM_STREAMS)]
         hasty, later = (stack.enter_context(Wire(server.port)) for _ in range(2))
@@ -73,6 +85,8 @@ def hang_under_load(server: Running, file: Path, meanwhile: Callable[[], None] =
         meanwhile()
         assert read(hasty).error["code"] == "timeout"
         assert within(began, 0.2 + 0.5)
+        until(lambda: server.get("/health/ready").status == 503)
+        assert within(began, UNREADY_AFTER_S + 1)
         for stream in streams:
             assert_one_error(read(stream), "error")
         assert read(later).status == 500
