@@ -1,10 +1,15 @@
-"""`python -m benchmarks.flood`: a running stream while other clients post prompts that are too long.
+"""`python -m benchmarks.flood`: running streams while other clients misbehave.
 
-A server, in a process of its own, streams one answer. Meanwhile clients in another process post prompts, each the next
-one as soon as the last one is answered: at 95 % of the largest size that is not refused by its length alone (so all of
-it may have to be tokenized), as one message, as 500 messages and as one run without a place to cut; and far above it.
-Measured are the stream's inter-token latency, the server's event loop lag (its own histogram) and `/health`, next to
-control runs without a flood before and after.
+By default, they post prompts that are too long. A server, in a process of its own, streams one answer. Meanwhile
+clients in another process post prompts, each the next one as soon as the last one is answered: at 95 % of the largest
+size that is not refused by its length alone (so all of it may have to be tokenized), as one message, as 500 messages
+and as one run without a place to cut; and far above it. Measured are the stream's inter-token latency, the server's
+event loop lag (its own histogram) and `/health`, next to control runs without a flood before and after.
+
+With `--connections`: 32 streams, and connections that cost the server something without a request. Each round runs a
+control, the attack and a control again; the ratio of the controls (A/A) says how much of a difference is noise. `slow`:
+200 sockets send a request byte by byte, and one of the 32 streams is not read; measured are the other 31. `idle`: 1,000
+keep-alive connections; measured are all streams, and memory and descriptors of the server.
 """
 
 from __future__ import annotations
@@ -14,7 +19,11 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import re
+import resource
+import socket
+import statistics
 import sys
 import time
 from collections import Counter
@@ -30,6 +39,7 @@ from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import (
     HttpFailure,
+    ServerProcess,
     Stream,
     Target,
     call,
@@ -220,6 +230,178 @@ def table(phases: Sequence[Phase]) -> str:
     return "\n".join(lines)
 
 
+# -- connections ------------------------------------------------------------------------------------------------------
+
+ATTACKS = {"slow": 200, "idle": 1000}
+"""Connections by kind."""
+NUM_STREAMS = 32
+MOST_RATIO = 1.2
+SLOW_BYTE_S = 1.0
+STUCK_BUFFER_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the server process holds."""
+
+    rss_kib: int
+    num_fds: int
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """One round: p99 inter-token latencies in ms of the same streams, and the server before and during the attack."""
+
+    before_ms: float
+    attacked_ms: float
+    after_ms: float
+    idle: Footprint
+    held: Footprint
+
+    @property
+    def ratio(self) -> float:
+        return 2 * self.attacked_ms / (self.before_ms + self.after_ms)
+
+    @property
+    def noise(self) -> float:
+        return self.after_ms / self.before_ms
+
+
+def footprint(pid: int) -> Footprint:
+    with open(f"/proc/{pid}/status") as file:
+        rss = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+    return Footprint(rss, len(os.listdir(f"/proc/{pid}/fd")))
+
+
+def run_connections(url: str, kind: str, ready: Event, stop: Event) -> None:
+    """In a process of its own: hold connections, and open those again that the server closes."""
+    asyncio.run(_hold(Target(url), kind, ready, stop))
+
+
+async def _hold(target: Target, kind: str, ready: Event, stop: Event) -> None:
+    num_open = 0
+
+    async def hold() -> None:
+        nonlocal num_open
+        while not stop.is_set():
+            with suppress(OSError, EOFError):
+                reader, writer = await target.connect()
+                try:
+                    request = target.request("GET", "/health").replace(b"Connection: close", b"Connection: keep-alive")
+                    if kind == "idle":
+                        writer.write(request)
+                        await reader.readuntil(b"}")
+                    num_open += 1
+                    if num_open >= ATTACKS[kind]:
+                        ready.set()
+                    await (_drip(writer, request, stop) if kind == "slow" else _wait_for_close(reader, stop))
+                finally:
+                    writer.close()
+
+    await asyncio.gather(*(hold() for _ in range(ATTACKS[kind])))
+
+
+async def _drip(writer: asyncio.StreamWriter, request: bytes, stop: Event) -> None:
+    for byte in request[:-1]:
+        if stop.is_set() or writer.is_closing():
+            return
+        writer.write(bytes([byte]))
+        await asyncio.sleep(SLOW_BYTE_S)
+
+
+async def _wait_for_close(reader: asyncio.StreamReader, stop: Event) -> None:
+    while not stop.is_set() and not reader.at_eof():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(1), SLOW_BYTE_S)
+
+
+async def stream_p99_ms(target: Target, model: str, seconds: float, *, is_stuck: bool, num_measured: int) -> float:
+    """p99 over the gaps of the first streams, while the last one is read like the others or not at all."""
+    bodies = [completion_body(model, f"{number}:", 2048, ignore_eos=True) for number in range(NUM_STREAMS)]
+    streams = [Stream(target, "/v1/completions", body, 600.0) for body in bodies[: NUM_STREAMS - is_stuck]]
+    reading = [asyncio.ensure_future(stream.run()) for stream in streams]
+    stuck = _stuck_stream(target, bodies[-1]) if is_stuck else None
+    try:
+        for stream in streams:
+            await stream.wait_for_chunks(5)
+        first = [stream.num_chunks for stream in streams]
+        await asyncio.sleep(seconds)
+        samples = [stream.sample() for stream in streams]
+    finally:
+        for one in reading:
+            one.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        if stuck is not None:
+            stuck.close()
+    times = [sample.chunk_times_s[begin:] for sample, begin in zip(samples, first, strict=True)]
+    gaps = [b - a for one in times[:num_measured] for a, b in itertools.pairwise(one)]
+    return 1000 * float(np.percentile(gaps, 99))
+
+
+def _stuck_stream(target: Target, body: Mapping[str, Any]) -> socket.socket:
+    """A request whose answer is never read."""
+    host, _, port = target.base_url.removeprefix("http://").partition(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, STUCK_BUFFER_BYTES)
+    client.connect((host, int(port)))
+    client.sendall(target.request("POST", "/v1/completions", body))
+    return client
+
+
+def attack(server: ServerProcess, model: str, kind: str, seconds: float) -> Attacked:
+    """One round."""
+    target = Target(server.base_url)
+    num_measured = NUM_STREAMS - (kind == "slow")
+
+    def p99_ms(*, is_stuck: bool = False) -> float:
+        return asyncio.run(stream_p99_ms(target, model, seconds, is_stuck=is_stuck, num_measured=num_measured))
+
+    before_ms, idle = p99_ms(), footprint(server.pid)
+    processes = multiprocessing.get_context("spawn")
+    ready, stop = processes.Event(), processes.Event()
+    attacker = processes.Process(target=run_connections, args=(server.base_url, kind, ready, stop), daemon=True)
+    attacker.start()
+    try:
+        if not ready.wait(120):
+            raise RuntimeError(f"the server does not hold {ATTACKS[kind]} connections")
+        held = footprint(server.pid)
+        attacked_ms = p99_ms(is_stuck=kind == "slow")
+    finally:
+        stop.set()
+        attacker.join()
+    return Attacked(before_ms, attacked_ms, p99_ms(), idle, held)
+
+
+def attack_table(kind: str, rounds: Sequence[Attacked]) -> str:
+    ratios, noise = [one.ratio for one in rounds], [one.noise for one in rounds]
+    last = rounds[-1]
+    return "\n".join(
+        [
+            f"| {ATTACKS[kind]} {kind} connections | median | range |",
+            "| --- | ---: | ---: |",
+            f"| ITL p99 in control runs (ms) | {statistics.median(one.before_ms for one in rounds):.1f} | |",
+            f"| ratio to the control runs (limit {MOST_RATIO}) | {statistics.median(ratios):.2f} "
+            f"| {min(ratios):.2f} to {max(ratios):.2f} |",
+            f"| A/A | {statistics.median(noise):.2f} | {min(noise):.2f} to {max(noise):.2f} |",
+            f"| server without and with them: descriptors | {last.idle.num_fds} | {last.held.num_fds} |",
+            f"| RSS (KiB) | {last.idle.rss_kib:,} | {last.held.rss_kib:,} |",
+        ]
+    )
+
+
+def run_attacks(server: ServerProcess, kinds: Sequence[str], num_rounds: int, seconds: float, *, as_json: bool) -> int:
+    model = asyncio.run(first_model(Target(server.base_url)))
+    found = {}
+    for kind in kinds:
+        attack(server, model, kind, min(1.0, seconds))  # warm up
+        found[kind] = [attack(server, model, kind, seconds) for _ in range(num_rounds)]
+    if as_json:
+        print(json.dumps({kind: [asdict(one) for one in rounds] for kind, rounds in found.items()}, indent=2))
+    else:
+        print("\n\n".join(attack_table(kind, rounds) for kind, rounds in found.items()))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = bench_parser("python -m benchmarks.flood", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
@@ -228,11 +410,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="duration of each phase, in seconds")
     parser.add_argument("--bytes", type=int, help="size of a prompt (default: 95 %% of the largest one accepted)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="kinds of prompts")
+    parser.add_argument("--connections", nargs="+", choices=list(ATTACKS), help="hold connections instead")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds with --connections (7)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for `tokenmill serve`")
     options = parser.parse_args(arguments)
     more = ["--backend", options.backend, "--log-level", "warning", *options.serve]
+    if options.connections:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
     with serving(options.model, more) as server:
+        if options.connections:
+            return run_attacks(server, options.connections, options.rounds, options.seconds, as_json=options.json)
         target = Target(server.base_url)
         model = asyncio.run(first_model(target))
         num_bytes = options.bytes or int(SHARE * asyncio.run(largest_prompt(target, model)))

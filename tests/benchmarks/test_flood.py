@@ -7,11 +7,21 @@ import json
 
 import pytest
 
-from benchmarks.flood import FAR_ABOVE_BYTES, SHAPES, flood_body, largest_prompt, percentile_of, run_phase, table
+from benchmarks.flood import (
+    FAR_ABOVE_BYTES,
+    SHAPES,
+    attack,
+    attack_table,
+    flood_body,
+    largest_prompt,
+    percentile_of,
+    run_phase,
+    table,
+)
 from tests.server.serving import running
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.bench.load_clients import Target
+from tokenmill.bench.load_clients import Target, serving
 from tokenmill.server.config import ServerConfig
 
 
@@ -43,3 +53,14 @@ def test_a_server_under_a_flood_and_without() -> None:
     assert 0 < flooded.itl_p50 <= flooded.itl_p99 <= flooded.itl_max
     assert control.statuses == {}
     assert "400" in table([flooded, control])
+
+
+@pytest.mark.slow
+def test_connections_are_held_while_streams_are_measured() -> None:
+    """And a round says how the streams fared with them and without."""
+    with serving("fake", ["--log-level", "warning"]) as server:
+        one = attack(server, "fake", "slow", 0.3)
+    assert one.held.num_fds >= one.idle.num_fds + 150, "the sockets of the streams may not all be closed yet"
+    assert min(one.before_ms, one.attacked_ms, one.after_ms, one.held.rss_kib) > 0
+    assert one.ratio == pytest.approx(2 * one.attacked_ms / (one.before_ms + one.after_ms))
+    assert "A/A" in attack_table("slow", [one, one])
