@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.serving import HI, KEY, Reply, Running, raw_request, request
+from tests.server.splitting import PIECES, whole_and_split
 from tests.server.wire import LETTERS, LONG, Wire, until
-from tokenmill.outputs import TurnPart
 from tokenmill.server.api.anthropic import Blocks
 from tokenmill.server.fields import FIELDS, Endpoint, Treatment
 
@@ -274,31 +274,15 @@ def test_output_has_the_shape_of_its_schema(server: Running, name: str) -> None:
 
 # -- the stage by itself ----------------------------------------------------------------------------------------------
 
-PIECES = st.lists(
-    st.one_of(
-        st.builds(lambda text: ("content", text), st.text(max_size=6)),
-        st.builds(lambda text: ("reasoning", text), st.text(max_size=6)),
-        st.builds(lambda value: ("call", json.dumps({"a": value})), st.text(max_size=6)),
-    ),
-    max_size=6,
-)
-
 
 @given(PIECES, st.data())
 def test_a_stream_says_the_same_at_every_split(pieces: list[tuple[str, str]], data: st.DataObject) -> None:
     whole, split = Blocks("s", shows_thinking=True), Blocks("s", shows_thinking=True)
-    events: list[dict[str, Any]] = []
-    for number, (kind, text) in enumerate(pieces):
-        start = [TurnPart("call", "", number, f"id{number}", "f")] if kind == "call" else []
-        said: Any = "arguments" if kind == "call" else kind
-        for part in [*start, TurnPart(said, text, number)]:
-            whole.add(part)
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
-        parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        for part in [*start, *(TurnPart(said, one, number) for one in parts)]:
-            events += split.add(part)
+    in_one, in_many = whole_and_split(pieces, data)
+    for part in in_one:
+        whole.add(part)
     whole.end()
-    events += split.end()
+    events = [event for part in in_many for event in split.add(part)] + split.end()
     assert split.content == whole.content
     assert folded(events) == whole.content
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.serving import HI, KEY, Reply, Running, child, raw_request, request, running
+from tests.server.splitting import PIECES, whole_and_split
 from tests.server.wire import LETTERS, LONG, Wire, until
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.outputs import TurnPart
 from tokenmill.server.api.ollama import Lines, _seconds, joined_lines
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.models import ModelSpec
@@ -200,36 +200,17 @@ def test_thinking_is_told_apart(thinking: Running) -> None:
 
 # -- the stage by itself ----------------------------------------------------------------------------------------------
 
-PIECES = st.lists(
-    st.one_of(
-        st.builds(lambda text: ("content", text), st.text(max_size=6)),
-        st.builds(lambda text: ("reasoning", text), st.text(max_size=6)),
-        st.builds(lambda value: ("call", json.dumps({"a": value})), st.text(max_size=6)),
-    ),
-    max_size=6,
-)
-
 
 @given(PIECES, st.data())
 def test_a_stream_says_the_same_at_every_split(pieces: list[tuple[str, str]], data: st.DataObject) -> None:
-    whole, split = Lines(), Lines()
-    once: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = []
-    for number, (kind, text) in enumerate(pieces):
-        start = [TurnPart("call", "", number, f"id{number}", "f")] if kind == "call" else []
-        what: Any = "arguments" if kind == "call" else kind
-        for part in [*start, TurnPart(what, text, number)]:
-            once += whole.add(part)
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=3)))
-        parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        for part in [*start, *(TurnPart(what, one, number) for one in parts)]:
-            lines += split.add(part)
     expected = {
         "content": "".join(text for kind, text in pieces if kind == "content"),
         "thinking": "".join(text for kind, text in pieces if kind == "reasoning"),
         "calls": [json.loads(text) for kind, text in pieces if kind == "call"],
     }
-    for told in (joined_lines([*once, *whole.end()]), joined_lines([*lines, *split.end()])):
+    for parts in whole_and_split(pieces, data):
+        lines = Lines()
+        told = joined_lines([*(line for part in parts for line in lines.add(part)), *lines.end()])
         assert told["content"] == expected["content"]
         assert told.get("thinking", "") == expected["thinking"]
         assert [call["function"]["arguments"] for call in told.get("tool_calls", ())] == expected["calls"]
