@@ -554,9 +554,9 @@ def test_retry_after_is_bounded_and_starts_from_what_is_known() -> None:
     account = Account(ApiKey(name="x", sha256=b""), everybody, lambda: now)
     assert account.admit() is None
     assert account.retry_s() == account.retry_s() == FIRST_RETRY_S
-    everybody.enter(0.0)  # another key
+    everybody.note(0.0, 1)  # another key
     for now in (3.0, 6.0, 9.0):
-        everybody.note_done(now)
+        everybody.note(now, is_done=True)
     assert account.retry_s() == pytest.approx(6.0)  # nothing of its own is done yet: its share of what others have done
     for _ in range(100):
         assert 0 < account.retry_s() <= MAX_RETRY_S

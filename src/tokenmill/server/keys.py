@@ -304,28 +304,18 @@ class Everybody:
         """Keys that have requests running."""
         self._busy_s, self._at = 0.0, 0.0
 
-    def _busy_until(self, now: float) -> float:
-        """For how long something has run."""
+    def note(self, now: float, more_active: int = 0, *, is_done: bool = False) -> None:
+        """A request is done, or so many more keys have requests running."""
         self._busy_s += now - self._at if self._num_active else 0.0
         self._at = now
-        return self._busy_s
-
-    def enter(self, now: float) -> None:
-        """A key has a request running, and had none before."""
-        self._busy_until(now)
-        self._num_active += 1
-
-    def leave(self, now: float) -> None:
-        """A key has no request running any more."""
-        self._busy_until(now)
-        self._num_active -= 1
-
-    def note_done(self, now: float) -> None:
-        self._pace.note_done(self._busy_until(now))
+        self._num_active += more_active
+        if is_done:
+            self._pace.note_done(self._busy_s)
 
     def share_s(self, now: float) -> float | None:
         """The interval of one key, if all that are active have equal shares."""
-        interval_s = self._pace.interval_s(self._busy_until(now))
+        self.note(now)
+        interval_s = self._pace.interval_s(self._busy_s)
         return None if interval_s is None else interval_s * max(1, self._num_active)
 
 
@@ -374,7 +364,7 @@ class Account:
             self._requests.take(1, now)
         if not self.totals.running:
             self._pace.begin(now)
-            self._everybody.enter(now)
+            self._everybody.note(now, 1)
         self.totals.running += 1
         self.totals.requests += 1
         return None
@@ -395,9 +385,7 @@ class Account:
             self.totals.refused += 1
         elif status < 400:  # others had no row
             self._pace.note_done(now)
-            self._everybody.note_done(now)
-        if not self.totals.running:
-            self._everybody.leave(now)
+        self._everybody.note(now, 0 if self.totals.running else -1, is_done=status < 400)
 
     def reserve(self, num_tokens: int) -> int:
         """Take tokens that a request is going to need, until it leaves; returns how many were taken."""
@@ -475,9 +463,6 @@ def duration(seconds: float) -> str:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-UNLIMITED = Quota()
-
-
 class KeyRing:
     """The keys of a server, with an account each."""
 
@@ -488,7 +473,8 @@ class KeyRing:
         self._everybody = Everybody()
         self._known: dict[bytes, ApiKey] = {}
         self._limits: dict[str, KeyLimits] = {}
-        self._quotas: dict[str, Quota] = {}
+        self.quotas: dict[str, Quota] = {}
+        """How much of an engine each key may use, by its id."""
         self.are_several = False
         """May there be more than one caller?"""
         self._accounts: dict[bytes, Account] = {}
@@ -512,7 +498,7 @@ class KeyRing:
             raise ConfigError("the names api-key-1, api-key-2 and so on are those of --api-key and --admin-key")
         self._known, self._limits = keys, {key.id: key.limits for key in keys.values()}
         self.are_several = self._config.keys_file is not None or len(keys) > 1
-        self._quotas = {
+        self.quotas = {
             name: Quota(
                 max_context=limits.max_context,
                 max_tokens_per_step=limits.max_tokens_per_step,
@@ -546,10 +532,6 @@ class KeyRing:
     def limits_of(self, key_id: str) -> KeyLimits:
         """The limits of a key by its id; those of a key that is gone are none, as it can't ask for anything."""
         return self._limits.get(key_id, KeyLimits())
-
-    def quota(self, key_id: str) -> Quota:
-        """How much of an engine a key may use."""
-        return self._quotas.get(key_id, UNLIMITED)
 
     def session_quota(self, key_id: str) -> SessionQuota:
         """How many sessions a key may have."""

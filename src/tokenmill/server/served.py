@@ -37,6 +37,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 """A client's timeout, in seconds."""
 
 
+UNLIMITED = Quota()
+"""Of a server without keys."""
 ServedSession = tuple[ServedModel, SessionInfo]
 """A session and its model."""
 
@@ -115,7 +117,7 @@ class Served:
 
     def quota(self, key: str, body: Hinted) -> Quota:
         """How much of the engine a request may use: what its key may, or less where the body says so."""
-        quota = self.keys.quota(key)
+        quota = self.keys.quotas.get(key, UNLIMITED)
         given = {name: getattr(body, name) for name in ("max_context", "max_tokens_per_step")}
         own = {name: min(value, getattr(quota, name) or value) for name, value in given.items() if value is not None}
         return replace(quota, **own) if own else quota
