@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -66,6 +68,25 @@ def stall(pool: EnginePool) -> tuple[Fault, Listener]:
     return fault, listener
 
 
+@contextmanager
+def busy(pool: EnginePool) -> Iterator[None]:
+    """Inside, no core looks into its inbox: what is submitted counts as load until the end."""
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def block(_: EngineCore) -> None:
+        begun.release()
+        release.wait(WAIT_S)
+
+    for core in pool.cores:
+        core.call(block)
+    for _ in pool.cores:
+        assert begun.acquire(timeout=WAIT_S)
+    try:
+        yield
+    finally:
+        release.set()
+
+
 @pytest.mark.req("R11", "G11")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
@@ -90,20 +111,10 @@ def test_many_threads_submit_and_each_hears_its_own(depth: int) -> None:
 def test_load_includes_requests_that_a_core_has_not_looked_at() -> None:
     """Both cores are busy with something else: what comes meanwhile is shared out evenly all the same."""
     with make_pool() as pool:
-        begun, release = threading.Semaphore(0), threading.Event()
-
-        def block(_: EngineCore) -> None:
-            begun.release()
-            release.wait(WAIT_S)
-
-        for core in pool.cores:
-            core.call(block)
-        for _ in pool.cores:
-            assert begun.acquire(timeout=WAIT_S)
         listeners = [Listener() for _ in range(6)]
-        chosen = [pool.submit(request(f"r{i}", (i,), max_new_tokens=1), one) for i, one in enumerate(listeners)]
-        loads = [core.load for core in pool.cores]
-        release.set()
+        with busy(pool):
+            chosen = [pool.submit(request(f"r{i}", (i,), max_new_tokens=1), one) for i, one in enumerate(listeners)]
+            loads = [core.load for core in pool.cores]
         for listener in listeners:
             listener.result()
         assert loads == [3, 3]

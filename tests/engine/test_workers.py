@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.helpers import alone, request
-from tests.engine.test_pool import Listener, backend, make_pool
+from tests.engine.test_pool import Listener, backend, busy, make_pool
 from tests.parity.checkpoints import save
 from tokenmill import LLM, open_model
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
@@ -20,7 +17,6 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import num_processors
 from tokenmill.engine.client import QueuedClient, ThreadClient
-from tokenmill.engine.core import EngineCore
 from tokenmill.engine.pool import ROUTE_BLOCK, EnginePool, PrefixRoutes, Sink
 from tokenmill.engine.request import Request
 from tokenmill.entrypoints.fit import plan_fit
@@ -123,25 +119,6 @@ def test_workers_take_what_was_planned_for_them(tmp_path: Path) -> None:
 PREFIX = (*range(1, 61), 7, 7, 7, 7)
 OTHER = (*range(60, 0, -1), 9, 9, 9, 9)
 """Two blocks each."""
-
-
-@contextmanager
-def busy(pool: EnginePool) -> Iterator[None]:
-    """Inside, no core looks into its inbox: what is submitted counts as load until the end."""
-    begun, release = threading.Semaphore(0), threading.Event()
-
-    def block(_: EngineCore) -> None:
-        begun.release()
-        release.wait(WAIT_S)
-
-    for core in pool.cores:
-        core.call(block)
-    for _ in pool.cores:
-        assert begun.acquire(timeout=WAIT_S)
-    try:
-        yield
-    finally:
-        release.set()
 
 
 class Submitter:
