@@ -12,7 +12,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.engine.policies import WaitingQueue
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, Overloaded
 from tokenmill.outputs import Usage
 from tokenmill.server.api import operations, sessions
 from tokenmill.server.config import ServerConfig, hash_key
@@ -43,6 +44,8 @@ from tokenmill.server.keys import (
     read_keys,
 )
 from tokenmill.server.served import ResponseStore
+from tokenmill.session.manager import LogBudget, SessionQuota
+from tokenmill.session.session import Session
 
 KEYS: dict[str, dict[str, Any]] = {
     "admin": {"admin": True},
@@ -268,6 +271,28 @@ def test_sessions_and_their_bytes(server: Running) -> None:
     small = server.post("/v1/sessions", {}, key="sk-small").json()["id"]
     assert server.post(f"/v1/sessions/{small}/append", {"input": "hi"}, key="sk-small").status == 429
     assert server.post("/v1/sessions", {}, key="sk-plain").status == 201
+
+
+@pytest.mark.req("G8", "R36")
+def test_session_bytes_are_divided_by_key() -> None:
+    """A key that keeps all it can leaves room for others; alone, without other keys, it may use everything."""
+
+    def fill(budget: LogBudget, key: str) -> int:
+        """Bytes that a key can have, in sessions of 10."""
+        for number in range(1000):
+            try:
+                budget.check(key, num_new=1)
+            except Overloaded:
+                return budget.used(key)[1]
+            options = SimpleNamespace(key=key, is_kept=True)
+            budget.set(cast("Session", SimpleNamespace(session_id=f"{key}{number}", options=options, num_bytes=10)))
+        raise AssertionError("there was no end to it")
+
+    shared = LogBudget(1000, lambda _: SessionQuota(is_shared=True))
+    taken = [fill(shared, key) for key in ("hostile", "a", "b")]
+    assert taken == [510, 250, 130]
+    assert shared.total < 1000
+    assert fill(LogBudget(1000, lambda _: SessionQuota()), "alone") == 1000
 
 
 @pytest.mark.req("G8")
