@@ -106,7 +106,7 @@ class Load:
     async def _client(self, key: str, run: KeyRun) -> None:
         target, is_retry = Target(self._url, f"sk-{key}"), False
         while True:
-            refused_s = await self._ask(target, key, run)
+            refused_s = await self._ask(target, key, run, is_retry=is_retry)
             if is_retry:
                 run.num_retries += 1
                 run.num_admitted_retries += refused_s is None
@@ -114,7 +114,7 @@ class Load:
             if refused_s is not None:
                 await asyncio.sleep(refused_s)
 
-    async def _ask(self, target: Target, key: str, run: KeyRun) -> float | None:
+    async def _ask(self, target: Target, key: str, run: KeyRun, *, is_retry: bool) -> float | None:
         """One request to its end; the seconds to wait if it was refused."""
         prompt = f"Story number {next(self._numbers)} for {key}:"
         body = completion_body(self._model, prompt, self._num_tokens, ignore_eos=True)
@@ -124,13 +124,16 @@ class Load:
             if answer.status == 429:
                 run.statuses[REFUSED] += 1
                 await answer.content()
-                return self._refused(run, now, float(answer.headers["retry-after"]))
+                run.num_waiting += not is_retry
+                retry_s = float(answer.headers["retry-after"])
+                run.refusals.append(Refusal(now, retry_s, run.num_waiting))
+                return retry_s
             run.statuses[ADMITTED if answer.status == 200 else f"HTTP {answer.status}"] += 1
             if answer.status != 200:
                 await answer.content()
                 return 1.0
             run.admitted.append(sent)  # it got its place in the queue when it was sent
-            run.num_waiting = max(0, run.num_waiting - 1)
+            run.num_waiting -= is_retry
             before = None
             async for data in events(answer.pieces()):
                 if data == b"[DONE]":
@@ -141,12 +144,6 @@ class Load:
                     run.gaps_s += [] if before is None else [now - before]
                     before = now
         return None
-
-    @staticmethod
-    def _refused(run: KeyRun, now: float, retry_s: float) -> float:
-        run.num_waiting += 1
-        run.refusals.append(Refusal(now, retry_s, run.num_waiting))
-        return retry_s
 
 
 async def watch_memory(pid: int, found: list[tuple[float, float]]) -> None:
