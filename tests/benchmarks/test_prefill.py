@@ -17,7 +17,7 @@ MODEL = FakeModel(FakeConfig(vocab_size=258, max_context=8192))
 def test_a_slowed_model_takes_its_time_and_says_the_same() -> None:
     answers, took = [], []
     for model in (MODEL, Slowed(MODEL, 20.0)):
-        with LLM(model, kv_cache_tokens=4096) as llm:  # type: ignore[arg-type]
+        with LLM(model, kv_cache_tokens=4096) as llm:
             began = time.perf_counter()
             (output,) = llm.generate([[1, 2, 3] * 300], SamplingParams(max_tokens=8, temperature=0))
             took.append(time.perf_counter() - began)
@@ -28,7 +28,8 @@ def test_a_slowed_model_takes_its_time_and_says_the_same() -> None:
 
 def test_rounds_of_throughput() -> None:
     found = measure_prefill(MODEL, 500.0, num_rounds=2, count=2, num_tokens=64)
-    assert len(found.bounded) == len(found.unbounded) == len(found.again) == 2
+    assert found.keys() == {"wall time", "CPU time"}
+    assert all(len(one.bounded) == len(one.unbounded) == len(one.again) == 2 for one in found.values())
     assert Prefill([9.0], [8.0], [10.0]).ratios == [1.0]
     assert Prefill([9.0], [8.0], [10.0]).noise == [1.25]
 
