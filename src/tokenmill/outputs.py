@@ -103,6 +103,10 @@ class Usage:
     """Prompt tokens whose KV was there already."""
     reasoning_tokens: int = 0
     """Of the completion's tokens, those of the model's thinking."""
+    accepted_prediction_tokens: int = 0
+    """Tokens that speculation proposed and that were drawn as proposed..."""
+    rejected_prediction_tokens: int = 0
+    """...and those that were not: computed, and no part of the completion."""
 
 
 @dataclass(frozen=True)

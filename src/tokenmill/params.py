@@ -215,6 +215,8 @@ class SamplingParams:
     """What the output must look like: a JSON schema, an expression, a grammar."""
     speculation: str | None = None
     """Who proposes tokens to verify several at a time: `auto`, `off` or `lookup`; None: the engine's setting."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """What the output is expected to say: speculation proposes it."""
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
@@ -225,7 +227,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` if a token that is named here is none of the model's."""
-        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias", "prediction_token_ids"):
             ids = getattr(self, name)
             if ids and max(ids) >= vocab_size:
                 check_ids(name, ids, vocab_size)

@@ -263,6 +263,18 @@ def test_a_million_tokens_take_little_memory_and_little_time() -> None:
     assert (time.process_time() - began) / 200 < 1e-3, "a search of the whole log would take longer"
 
 
+def test_a_prediction_is_proposed_from_the_first_token_on() -> None:
+    predicted = (10, 11, 12, 13, 14, 15)
+    params = SamplingParams(temperature=0, prediction_token_ids=predicted)
+    request = Request("r", [1, 2, 3], Limits(), draw=Draw(params=params, seed=0))
+    proposer = LookupProposer()
+    assert proposer.propose([request], [4])[0].tokens == predicted[:4]
+    request.tokens += [10, 11]
+    assert proposer.propose([request], [4])[0].tokens == predicted[2:]
+    request.tokens += [99, 13, 14]
+    assert proposer.propose([request], [4])[0].tokens == (15,), "it goes on behind what was said otherwise"
+
+
 # -- how much is worth it ---------------------------------------------------------------------------------------------
 
 

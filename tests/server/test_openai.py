@@ -44,6 +44,26 @@ def test_a_chat_stream_joined_is_the_answer(server: Running, n: int) -> None:
     assert all(len(token.top_logprobs) == 2 for token in whole.choices[0].logprobs.content or [])
 
 
+@pytest.mark.req("R33")
+def test_a_prediction_does_not_change_the_answer(server: Running) -> None:
+    options: dict[str, Any] = {"model": "fake", "messages": HI, "max_tokens": 40, "seed": 5, "temperature": 1}
+    plain = server.client.chat.completions.create(**options)
+    said = plain.choices[0].message.content or ""
+    for content in (said, [{"type": "text", "text": said[:9]}, {"type": "text", "text": " and something else"}], ""):
+        prediction: Any = {"type": "content", "content": content}
+        predicted = server.client.chat.completions.create(**options, prediction=prediction)
+        assert predicted.choices[0].message.content == said
+        assert predicted.usage is not None
+        details = predicted.usage.completion_tokens_details
+        assert details is not None
+        assert details.accepted_prediction_tokens is not None
+        assert 0 <= details.accepted_prediction_tokens <= predicted.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="prediction"):
+        server.client.chat.completions.create(**options, prediction={"type": "file", "content": "a"})  # type: ignore[typeddict-item]
+    with pytest.raises(openai.BadRequestError, match="speculation"):
+        server.client.chat.completions.create(**options, extra_body={"speculation": "always"})
+
+
 def test_completions_of_several_prompts(server: Running) -> None:
     options: dict[str, Any] = {"model": "fake", "prompt": ["a", "b"], "max_tokens": 12, "seed": 1, "n": 2}
     whole = server.client.completions.create(**options, logprobs=2)

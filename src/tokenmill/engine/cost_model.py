@@ -1,16 +1,19 @@
 """`CostModel`: predicts the duration of a step and bounds prefill chunks by it. Owned by the engine core's thread.
 
-Steps of three kinds have costs of their own: those that only decode (a replayed CUDA graph, say), those that verify
-proposed tokens beside that, and those with prompt tokens (launched kernel by kernel). For each kind
+Steps of two kinds have costs of their own: those that only decode (a replayed CUDA graph, say) and those with prompt
+tokens (launched kernel by kernel). For each kind
 
     seconds = fixed + per_token * tokens + per_cell * cells read by attention
 
+Proposed tokens cost what steps that verify some took beyond decoding, for each of them: the median of the latest.
 A single line through both would charge the launch cost of prompt steps to their tokens, and chunks would collapse.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,19 +37,23 @@ TOLERANCE = 0.01
 FORGET = 0.98
 
 
+FEW_STEPS = 33
+LONG_AGO = 64
+"""Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
+LEAST = 0.02
+"""A proposed token costs this fraction of a decode token's step at least."""
 GUESSED = 0.25
 """What a proposed token costs before that is known, as a fraction of what a step costs whatever is in it."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step: as it is, what any proposed token adds to it, and what each of them does."""
+    """Seconds of a step as it is, and of each proposed token beside it."""
 
     base: float
-    entry: float
     each: float
     is_guessed: bool = False
-    """Nothing was verified yet."""
+    """Nothing was verified yet, or not for long."""
 
 
 class StepFit:
@@ -132,29 +139,46 @@ class CostModel:
         self.error = 0.0
         self._min_chunk = min_chunk
         """Prompt tokens given whatever they cost: prompts must finish, too."""
-        self._decode, self._verify, self._prefill = StepFit(), StepFit(), StepFit()
+        self._decode, self._prefill = StepFit(), StepFit()
+        self._each_proposed: deque[float] = deque(maxlen=FEW_STEPS)
+        """Seconds that each proposed token took, in the latest steps that had some and no prompts..."""
+        self._since_proposed = 0
+        """...and the decode steps since."""
 
     def observe(
         self, num_tokens: int, attention: float, seconds: float, num_prefill: int, num_proposed: int = 0
     ) -> None:
         """Learn from a step of so many tokens, `num_prefill` of them of prompts, `num_proposed` to be verified."""
-        kind = self._kind(num_prefill, num_proposed)
-        num_more = num_prefill or num_proposed
-        if num_more:
+        if num_proposed and not num_prefill:
+            self._observe_proposed(num_tokens, attention, seconds, num_proposed)
+            return
+        kind = self._kind(num_prefill)
+        self._since_proposed += not num_prefill
+        if num_prefill:
             predicted = kind.predict(num_tokens, attention)
             if predicted is None:  # all that it took beyond decoding is charged to the tokens, for now
-                decoding = self._decode.predict(num_tokens - num_more, 0.0) or 0.0
-                kind.assume(max(0.0, seconds - decoding) / num_more)
-            elif seconds > 0 and num_prefill:
+                decoding = self._decode.predict(num_tokens - num_prefill, 0.0) or 0.0
+                kind.assume(max(0.0, seconds - decoding) / num_prefill)
+            elif seconds > 0:
                 self.error = max(abs(predicted - seconds) / seconds, FORGET * self.error)
         kind.observe(num_tokens, attention, seconds, num_prefill)
 
     def predict(self, num_tokens: int, attention: float, num_prefill: int = 0, num_proposed: int = 0) -> float | None:
         """Seconds for such a step; None before enough of its kind were seen."""
-        return self._kind(num_prefill, num_proposed).predict(num_tokens, attention)
+        if num_prefill or not num_proposed:
+            return self._kind(num_prefill).predict(num_tokens, attention)
+        decoding = self._decode.predict(num_tokens - num_proposed, attention)
+        each = statistics.median(self._each_proposed) if self._each_proposed else 0.0
+        return None if decoding is None else decoding + num_proposed * max(0.0, each)
 
-    def _kind(self, num_prefill: int, num_proposed: int) -> StepFit:
-        return self._prefill if num_prefill else self._verify if num_proposed else self._decode
+    def _observe_proposed(self, num_tokens: int, attention: float, seconds: float, num_proposed: int) -> None:
+        decoding = self._decode.predict(num_tokens - num_proposed, attention * (1 - num_proposed / num_tokens))
+        if decoding is not None:
+            self._each_proposed.append((seconds - decoding) / num_proposed)
+            self._since_proposed = 0
+
+    def _kind(self, num_prefill: int) -> StepFit:
+        return self._prefill if num_prefill else self._decode
 
     def price(self, draft: Draft) -> Price | None:
         """What proposed tokens cost beside what the step already holds; None before its own cost is known."""
@@ -165,12 +189,10 @@ class CostModel:
             return None
         if draft.chunks:
             each, read = self._prefill.slopes
-            return Price(base, 0.0, each + read * per_cell)
-        verifying = self._verify.predict(num_tokens, draft.attention)
-        if verifying is None:
-            return Price(base, 0.0, base * GUESSED / (1 + GUESSED * num_tokens), is_guessed=True)
-        each, read = self._verify.slopes
-        return Price(base, max(0.0, verifying - base), each + read * per_cell)
+            return Price(base, each + read * per_cell)
+        if len(self._each_proposed) < ENOUGH or self._since_proposed > LONG_AGO:
+            return Price(base, base * GUESSED / (1 + GUESSED * num_tokens), is_guessed=True)
+        return Price(base, max(statistics.median(self._each_proposed), LEAST * base / num_tokens))
 
     def largest_chunk(self, draft: Draft, num_computed: int, target_s: float) -> int:
         """Prefill tokens at position `num_computed` that fit beside what the step already holds.

@@ -122,7 +122,8 @@ class Scheduler:
         row, num_computed = request.row, self._num_computed(request)
         self.order.leave(request, row)
         if row != NO_ROW:
-            self.speculation.forget(request, is_complete=reason in ENDED_WELL)
+            if self.rows.speculates[row]:
+                self.speculation.forget(request, is_complete=reason in ENDED_WELL)
             seq = self._take_row(request)
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
@@ -373,7 +374,8 @@ class Scheduler:
             row, draw.params, request.tokens, request.num_prompt,
             seed=draw.seed, choice=draw.choice, stop_ids=limits.stop_ids,
         )  # fmt: skip
-        self.speculation.begin(request)
+        if draw.params.speculation or self.config.speculation != "off":
+            self.speculation.begin(request)
         self.order.started(request, self.tick)
         self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
         self._events.phase(request, Phase.PREFILL, self.tick, num_computed)
@@ -387,7 +389,8 @@ class Scheduler:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
         self.order.settle(request, request.row)
         num_computed = self._num_computed(request)
-        self.speculation.forget(request)
+        if self.rows.speculates[request.row]:
+            self.speculation.forget(request)
         seq = self._take_row(request)
         self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)

@@ -179,10 +179,18 @@ class LookupProposer:
 
     def _propose(self, request: Request, most: int) -> Proposal:
         index, log = self._own.get(request.request_id), request.token_array()
-        if index is None or index.capacity < len(log):
-            capacity = max(MIN_CAPACITY, 1 << (2 * len(log) - 1).bit_length())
+        predicted = request.draw.params.prediction_token_ids
+        num_before = len(predicted) + 1 if predicted else 0
+        if index is None or index.capacity < num_before + len(log):
+            capacity = max(MIN_CAPACITY, 1 << (2 * (num_before + len(log)) - 1).bit_length())
             index = self._own[request.request_id] = SuffixIndex(capacity)
-        index.add(log[index.num_added :])
+            if predicted:
+                index.add(np.array([*predicted, SEPARATOR], dtype=np.int32))
+        index.add(log[index.num_added - num_before :])
+        num_said = len(log) - request.num_prompt
+        is_early = num_said < min(LONGEST_MATCH, len(predicted))  # too little to be found by
+        if is_early and tuple(request.output) == predicted[:num_said]:
+            return Proposal(predicted[num_said : num_said + most], LONGEST_MATCH)
         tail = log[-LONGEST_MATCH:]
         found = index.find(tail, most)
         if found.match < LONGEST_MATCH and (shared := self._shared.get(_scope(request))) is not None:
@@ -371,7 +379,7 @@ class Speculation:
             return counts
         num_sure = len(draft.decodes)
         tokens = num_sure + np.cumsum(chance[order])
-        seconds = price.base + price.entry + price.each * np.arange(1, len(order) + 1)
+        seconds = price.base + price.each * np.arange(1, len(order) + 1)
         best = int((tokens / seconds).argmax())
         if tokens[best] / seconds[best] > MIN_GAIN * num_sure / price.base:
             for row in owner[order[: best + 1]].tolist():

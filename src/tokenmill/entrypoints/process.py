@@ -536,6 +536,7 @@ class ProcessClient:
                     if facts.prompt_logprobs is not None:
                         request.prompt_logprobs = facts.prompt_logprobs
                     request.embedding = facts.embedding
+                    request.num_proposed, request.num_agreed = facts.num_proposed, facts.num_agreed
             parts = self._sinks.route(result)
             for place in result.ends:
                 self._requests.pop(result.request_ids[place], None)
@@ -818,7 +819,9 @@ class EngineProcess:
 
     def _facts(self, request: Request, *, is_first: bool) -> wire.Facts:
         scores = request.prompt_logprobs if is_first and request.prompt_logprobs else None
-        return wire.Facts(request.num_cached, request.verdict, scores, request.embedding)
+        return wire.Facts(
+            request.num_cached, request.verdict, scores, request.embedding, request.num_proposed, request.num_agreed
+        )
 
     def _stop(self) -> None:
         if self._client is not None:

@@ -210,6 +210,8 @@ class Facts(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Sent once."""
     embedding: list[float] = []
+    num_proposed: int = 0
+    num_agreed: int = 0
 
 
 class Step(msgspec.Struct, tag=True):

@@ -435,7 +435,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_ignored(Origin.OPENAI, "truncation", "an input that does not fit is a 400, never cut"),
     *_ignored(Origin.OPENAI, "store", "only responses are stored", where=EVERYWHERE),
     *_ignored(Origin.OPENAI, "metadata", "responses and sessions have it; nothing else is stored", where=EVERYWHERE),
-    *_ignored(Origin.OPENAI, "prediction", f"{PERFORMANCE}; it would only come sooner"),
+    *_ignored(Origin.OPENAI, "prediction", f"{PERFORMANCE}; proposed by speculation, it may come sooner"),
     *_ignored(
         Origin.OPENAI,
         "reasoning reasoning_effort",

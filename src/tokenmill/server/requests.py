@@ -563,10 +563,25 @@ class ChatFields(SamplingFields):
         return given
 
 
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        parts = [{"text": self.content}] if isinstance(self.content, str) else self.content or []
+        return "".join(part["text"] for part in parts)
+
+
 class ChatRequest(ChatFields):
     endpoint = Endpoint.CHAT
 
     model: ModelName = None
+    prediction: Prediction | None = Field(
+        None, description="What the answer is expected to say, proposed by speculation: it may come sooner."
+    )
     messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 14), Field(min_length=1)]
     # Extensions.
     session_id: StrictStr | None = Field(

@@ -75,12 +75,17 @@ class ReasoningTokens(BaseModel):
     reasoning_tokens: int
 
 
+class CompletionDetails(ReasoningTokens):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionDetails
 
 
 class AssistantMessage(BaseModel):

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import pydantic_core
@@ -52,16 +53,24 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
+COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "accepted_prediction_tokens",
+          "rejected_prediction_tokens")  # fmt: skip
+
+
 def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
     """Tokens of all of them together, as OpenAI counts them."""
-    prompt = sum(one.prompt_tokens for one in used)
-    completion = sum(one.completion_tokens for one in used)
+    counts = zip((0,) * len(COUNTS), *map(attrgetter(*COUNTS), used), strict=True)
+    prompt, completion, cached, reasoning, accepted, rejected = map(sum, counts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
-        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in used)},
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }
 
 

@@ -121,3 +121,27 @@ def closing_is_final_and_can_be_repeated(subject: Subject) -> None:
     batch = BatchBuilder().add(2, 1, 0).build()
     with refused(BackendClosed):
         backend.forward(batch)
+
+
+@proves("R33")
+def proposed_tokens_give_logits_of_their_own_and_are_removed_again(subject: Subject) -> None:
+    """A verification: several tokens of one sequence with logits at each, draws that no row remembers, a rollback."""
+    with subject.make(SMALL) as backend:
+        prefill(backend, [1, 2], 0)
+        batch = BatchBuilder().add_run([4, 5], 0, 1)
+        for offset, token in enumerate([3, 9, 8]):
+            batch.add(token, 2 + offset, 0, Output.LOGITS)
+        step = backend.forward(batch.build())
+        rows = SampleRows(np.array([1, 0, 2, 3], dtype=np.int32), np.array([4, 6], dtype=np.int32))
+        ids = backend.collect(backend.sample(step, rows)).ids
+        logs = [[1, 2, 3], [4, 5], [1, 2, 3, 9], [1, 2, 3, 9, 8]]
+        assert ids.tolist() == [int(fresh(subject, log).argmax()) for log in logs]
+        assert backend.kv.seq_rm(0, 3)
+        assert backend.kv.seq_pos_max(0) == 2
+        follow = BatchBuilder().add(last_sampled(4), 3, 0, Output.LOGITS).add(last_sampled(6), 2, 1, Output.LOGITS)
+        logits = backend.decode(follow.build()).logits
+        assert same(subject, logits[0], fresh(subject, [1, 2, 3, int(ids[0])])), "KV of a rejected token is left"
+        assert same(subject, logits[1], fresh(subject, [4, 5, int(ids[1])]))
+        with refused(InvalidOperation, "rows of the token table"):
+            last = backend.forward(BatchBuilder().add(7, 4, 0, Output.LOGITS).build())
+            backend.sample(last, SampleRows(np.zeros(1, dtype=np.int32), np.array([1, 2], dtype=np.int32)))

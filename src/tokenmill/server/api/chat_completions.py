@@ -15,7 +15,7 @@ from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.errors import ApiError
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatInput, ChatRequest, session_use, template_options, tool_use
+from tokenmill.server.requests import ChatInput, ChatRequest, Prediction, session_use, template_options, tool_use
 from tokenmill.server.served import Served
 from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, answer_message, part_delta, usage_of
@@ -38,7 +38,10 @@ def chat_routes(served: Served) -> APIRouter:
             use = None
             if body.tools or body.tool_choice is not None:
                 use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-            params, options = replace(model.chat_params, **body.changes()), template_options(body, served.config)
+            changes = body.changes()
+            if body.prediction is not None:
+                changes = await _predicting(call, model, body.prediction, changes)
+            params, options = replace(model.chat_params, **changes), template_options(body, served.config)
             asked = ChatInput(messages, params, options, use, body.thinking_token_budget, body.constraining)
             await call.chat(asked, reasons=model.reasons)
         else:
@@ -55,6 +58,15 @@ def chat_routes(served: Served) -> APIRouter:
         return await call.respond(ChatWriter(call, body, model), stream=bool(body.stream))
 
     return api
+
+
+async def _predicting(
+    call: Call, model: ServedModel, prediction: Prediction, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """The parameters of a request with a prediction: it is proposed, unless the request turns speculation off."""
+    tokenizer = model.llm.get_tokenizer()
+    ids = await call.tokens(lambda: tokenizer.encode(prediction.text, add_special=False))
+    return {"speculation": "lookup", **changes, "prediction_token_ids": tuple(ids)}
 
 
 def _existing(session_id: str) -> Callable[[], Awaitable[str]]:
