@@ -363,9 +363,10 @@ class Generation:
         num_reasoning = 0 if self.plan is None else sum(choice.num_reasoning for choice in self.choices)
         # A prefix hit may go on into what a grammar forces the output to begin with.
         num_cached = min(first.num_cached, first.num_prompt)
-        num_proposed = sum(choice.request.num_proposed for choice in self.choices)
-        num_agreed = sum(choice.request.num_agreed for choice in self.choices)
-        num_rejected = num_proposed - num_agreed
+        num_agreed = num_rejected = 0
+        for choice in self.choices:
+            num_agreed += choice.request.num_agreed
+            num_rejected += choice.request.num_proposed - choice.request.num_agreed
         return Usage(first.num_prompt, self.num_generated, num_cached, num_reasoning, num_agreed, num_rejected)
 
     @property
