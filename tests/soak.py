@@ -812,9 +812,9 @@ class Counts:
 
     def update(self, pid: int, metrics: str) -> None:
         """Raises `Problem` if they do not add up."""
-        pattern = r'tokenmill_http_requests_(received_total|running|total)\{[^}]*?(?:outcome="(\w+)")?\} (\S+)'
+        pattern = r'^tokenmill_http_requests_(received_total|running|total)\{.*?(?:outcome="(\w+)")?\} (\S+)$'
         found: Counter[str] = Counter()
-        for name, outcome, value in re.findall(pattern, metrics):
+        for name, outcome, value in re.findall(pattern, metrics, re.MULTILINE):
             found[outcome or name] += int(float(value))
         ended = sum(found[one] for one in ("finished", "cancelled", "failed", "rejected"))
         if found["received_total"] != ended + found["running"]:
