@@ -17,6 +17,7 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     OVERLOAD = "overload"
+    CONFLICT = "conflict"
     ERROR = "error"
     SHUTDOWN = "shutdown"
 

@@ -300,7 +300,7 @@ def test_bans_that_leave_nothing_fail_their_own_request() -> None:
     engine.add(Request("bad", [1], Limits(), draw=Draw(params=banned, seed=0), grammar=grammar.start()))
     engine.add(constrained("good", [1, 2], OUTPUTS[2]))
     transcript = run(engine)
-    assert transcript.reasons == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
+    assert transcript.reasons == {"bad": FinishReason.CONFLICT, "good": FinishReason.STOP}
     assert "grammar" in str(transcript.errors["bad"])
 
 

@@ -105,6 +105,7 @@ def test_every_finish_reason_has_an_ending() -> None:
         "cancelled",
         "timeout",
         "overload",
+        "conflict",
         "error",
         "shutdown",
     }

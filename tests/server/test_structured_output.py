@@ -93,6 +93,15 @@ def test_an_answer_cut_by_max_tokens_ends_with_length(server: Running) -> None:
         assert choice.json()["usage"]["completion_tokens"] == max_tokens
 
 
+def test_a_grammar_and_token_ids_that_contradict_each_other_are_the_callers_mistake(server: Running) -> None:
+    asked = {**CHAT, "guided_regex": "x", "allowed_token_ids": [ord("a"), ord("b")]}
+    for temperature in (0, 1):
+        reply = server.post("/v1/chat/completions", {**asked, "temperature": temperature})
+        assert (reply.status, reply.error["code"], reply.error["type"]) == (400, "conflict", "invalid_request_error")
+        assert "allowed_token_ids or banned_token_ids" in reply.error["message"]
+    assert server.post("/v1/chat/completions", {**asked, "allowed_token_ids": [ord("x")]}).status == 200
+
+
 @pytest.mark.fault("T10")
 def test_choices_stop_strings_and_log_probabilities(server: Running) -> None:
     body = {**CHAT, "response_format": FORMAT, "n": 3, "temperature": 1, "seed": 1}

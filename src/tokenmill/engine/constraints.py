@@ -89,10 +89,15 @@ class Constraints:
     def _complete(self, request: Request, state: GrammarState) -> Followed:
         """Only an end-of-sequence token may follow: drawn among several, proposed if there is one, else not needed.
 
+        Where none of them may be drawn, by the request's own parameters, the output ends without.
+
         A session's is drawn in any case: the step that draws it computes what the grammar has forced before it, which
         the next turn would have to do otherwise.
         """
-        ends = state.eos_ids & request.stop_ids
+        params = request.draw.params
+        ends = (state.eos_ids & request.stop_ids).difference(params.banned_token_ids)
+        if params.allowed_token_ids is not None:
+            ends = ends.intersection(params.allowed_token_ids)
         if not ends or len(request.output) < request.limits.min_new_tokens:
             return Followed(Course.COMPLETE)
         is_proposed = len(ends) == 1 and request.hints.owner is None and self._may_propose(request)

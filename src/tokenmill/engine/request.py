@@ -94,6 +94,7 @@ ENDINGS: dict[FinishReason, Ending] = {
     FinishReason.CANCELLED: Ending(RequestState.FINISHED_ABORTED, None, 499),
     FinishReason.TIMEOUT: Ending(RequestState.FINISHED_ABORTED, None, 504),
     FinishReason.OVERLOAD: Ending(RequestState.FINISHED_IGNORED, None, 429),
+    FinishReason.CONFLICT: Ending(RequestState.FINISHED_ABORTED, None, 400),
     FinishReason.ERROR: Ending(RequestState.FINISHED_ABORTED, None, 500),
     FinishReason.SHUTDOWN: Ending(RequestState.FINISHED_ABORTED, None, 503),
 }

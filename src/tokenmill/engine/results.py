@@ -275,10 +275,11 @@ class Results:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""
         if token == BAD_ROW:
             request.tokens.pop()
-            what = "the model gave logits that are not finite"
-            if request.grammar is not None:
-                what += ", or the grammar allows only tokens that are banned"
-            return Completed(request, FinishReason.ERROR, error=what)
+            params = request.draw.params
+            if request.grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
+                what = "its grammar allows only tokens that allowed_token_ids or banned_token_ids rule out"
+                return Completed(request, FinishReason.CONFLICT, error=what)
+            return Completed(request, FinishReason.ERROR, error="the model gave logits that are not finite")
         if token in request.stop_ids and len(request.tokens) - request.num_prompt > request.limits.min_new_tokens:
             return Completed(request, FinishReason.STOP, token, logprobs=logprobs)
         if len(request.tokens) >= self._rows.limit[request.row]:

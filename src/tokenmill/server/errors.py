@@ -122,7 +122,7 @@ def ended_badly(reason: str, detail: str | None, num_tokens: int) -> ApiError | 
         return unavailable(message, reason, RETRY_SOON)
     status = ENDINGS[ended].http_status
     headers = RETRY_SOON if status == 503 else {}
-    kind = "invalid_request_error" if ended is FinishReason.CANCELLED else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return ApiError(status, message, kind, reason, headers=headers)
 
 
