@@ -364,8 +364,8 @@ def attack(server: ServerProcess, model: str, kind: str, seconds: float) -> Atta
     try:
         if not ready.wait(120):
             raise RuntimeError(f"the server does not hold {ATTACKS[kind]} connections")
-        held = footprint(server.pid)
         attacked_ms = p99_ms(is_stuck=kind == "slow")
+        held = footprint(server.pid)  # by now the server has accepted them all
     finally:
         stop.set()
         attacker.join()
@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="duration of each phase, in seconds")
     parser.add_argument("--bytes", type=int, help="size of a prompt (default: 95 %% of the largest one accepted)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="kinds of prompts")
-    parser.add_argument("--connections", nargs="+", choices=list(ATTACKS), help="hold connections instead")
+    parser.add_argument("--connections", nargs="+", choices=list(ATTACKS), help="hold connections (default: post)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds with --connections (7)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for `tokenmill serve`")

@@ -26,6 +26,7 @@ FOR_STAMPS = {
     "backends/huggingface.py",
     "bench/serve.py",
     "cli/keys.py",
+    "server/api/ollama.py",
     "server/api/responses.py",
     "server/keys.py",
     "server/served.py",

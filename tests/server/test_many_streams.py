@@ -143,7 +143,7 @@ BUGS: list[tuple[PlantedBug, Check]] = [
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
-        PlantedBug("two ends", streaming.Call, "take", "writer.closing() + DONE", "DONE + DONE"),
+        PlantedBug("two ends", streaming.Call, "take", "return writer.closing()", "return 2 * writer.closing()"),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (

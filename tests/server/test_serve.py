@@ -33,7 +33,7 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
 def test_it_does_not_listen_wider_without_a_key(host: str) -> None:
     done = subprocess.run([TOKENMILL, "serve", "fake", "--host", host], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "requires --api-key (or --insecure)" in done.stderr
+    assert "requires --api-key or --keys-file (or --insecure)" in done.stderr
 
 
 def test_l01_what_cannot_start_says_why_in_one_line_and_exits_with_3(tmp_path: Path) -> None:
