@@ -528,6 +528,25 @@ def test_rows_are_divided_between_keys_while_all_are_taken() -> None:
     assert_clean(engine)
 
 
+@pytest.mark.req("R15", "G8")
+def test_requests_that_have_yielded_their_row_count_as_their_keys_in_a_full_queue() -> None:
+    engine = make_engine(max_num_seqs=4, max_queue=4)
+    quota = Quota(yields_rows=True)
+    for i in range(5):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=200, key="a", quota=quota))
+    transcript = Transcript()
+    for key in "bcd":
+        engine.add(request(key, (9,), max_new_tokens=200, key=key, quota=quota))
+        for _ in range(2 * SHARE_ROWS_TICKS):
+            transcript.add(engine.step())
+    assert engine.scheduler.order.rows_by_key() == dict.fromkeys("abcd", 1)
+    engine.add(request("e", (10,), max_new_tokens=2, key="e", quota=quota))
+    run(engine, transcript)
+    refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
+    assert refused == ["a4"]
+    assert_clean(engine)
+
+
 @pytest.mark.req("R16", "G8")
 @pytest.mark.parametrize(("yields_rows", "priority"), [(False, 0), (True, 1)], ids=["not shared", "lower priority"])
 def test_a_row_is_not_yielded(yields_rows: bool, priority: int) -> None:

@@ -49,10 +49,10 @@ class WaitingQueue:
         """Who gives way to this request in a full queue: the newest of the key that has most requests in it.
 
         Only if that key has at least two more than the request's own, so that keys end up with equal shares, and none
-        can fill the queue for the others. One that has started keeps its place.
+        can fill the queue for the others. One that has started keeps its place, which counts as its key's.
         """
+        counts = Counter(one.hints.key for one in self._requests.values())
         new = [one for one in self._requests.values() if one.state is RequestState.WAITING]
-        counts = Counter(one.hints.key for one in new)
         newest = max(new, key=lambda one: (counts[one.hints.key], one.arrival), default=None)
         if newest is None or counts[newest.hints.key] < counts[request.hints.key] + 2:
             return None
