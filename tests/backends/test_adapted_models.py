@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from tests.parity.decoders import STATEFUL, own_logits, save_tiny, tiny
 from tests.planting import PlantedBug, plant
 from tokenmill import open_model
-from tokenmill.backends.loading import describe_model
+from tokenmill.backends.families import choose_family
+from tokenmill.backends.loading import check_directory, describe_model
 from tokenmill.backends.torch import attention, transformers_adapter
-from tokenmill.backends.torch.families import choose_family
-from tokenmill.backends.torch.loader import check_directory
 from tokenmill.backends.torch.model import BaseTorchModel, TorchModel
 from tokenmill.backends.torch.transformers_adapter import TransformersModel
 from tokenmill.contract import BackendLimits, BatchBuilder, Output
@@ -92,7 +91,8 @@ def test_a_setting_that_our_family_lacks_takes_the_adapter(
 
 
 def test_without_the_extra_an_error_names_it(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
     with pytest.raises(UnsupportedModel, match=r"model_type 'vaultgemma' is not supported.*tokenmill\[transformers\]"):
         opened(saved["vaultgemma"])
     assert isinstance(opened(saved["llama"]), TorchModel)

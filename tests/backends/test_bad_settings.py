@@ -153,10 +153,11 @@ def with_tensor(folder: Path, to: Path, change: Callable[[torch.Tensor], torch.T
     return to
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
-def test_weights_are_floating_point_numbers(dtype: torch.dtype, good: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["I8", "I64", "BOOL", "C64"])
+def test_weights_are_floating_point_numbers(name: str, good: dict[str, Path], tmp_path: Path) -> None:
+    dtype = {"I8": torch.int8, "I64": torch.int64, "BOOL": torch.bool, "C64": torch.complex64}[name]
     folder = with_tensor(good["llama"], tmp_path / "model", lambda value: value.to(dtype))
-    assert f"{NORM} has the type {dtype}, which is not a floating point type" in refused(folder)
+    assert f"{NORM} has the type {name}, which is not a floating point type" in refused(folder)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e300])

@@ -11,6 +11,7 @@ import pytest
 
 from tests.parity.checkpoints import TOKENS, all_logits, save
 from tokenmill import LLM, open_model
+from tokenmill.backends.cpu.model import CPUModel
 from tokenmill.backends.loading import describe_model
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.contract import BackendLimits
@@ -70,9 +71,10 @@ def test_without_dummy_weights_are_required(folder: Path) -> None:
 
 def test_what_cannot_be_random(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"requires the torch backend and a directory with a config.json: .*m\.gguf"):
+    needed = r"requires the torch or cpu backend and a directory with a config.json: .*m\.gguf"
+    with pytest.raises(ConfigError, match=needed):
         open_model(str(tmp_path / "m.gguf"), load_format="dummy")
-    with pytest.raises(ConfigError, match="requires the torch backend"):
+    with pytest.raises(ConfigError, match="requires the torch or cpu backend"):
         open_model(str(folder), load_format="dummy", backend="llamacpp")
     with pytest.raises(ConfigError, match="load_format 'pt' is not supported; supported: auto, dummy"):
         open_model(str(folder), load_format="pt")
@@ -86,7 +88,7 @@ def test_every_family_is_made_and_planned(variant: str, dtype: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "dtype": dtype}
     model, before = open_model(str(tmp_path), **options), describe_model(str(tmp_path), **options)
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, CPUModel if dtype == "int8" else TorchModel)
     logits = all_logits(model, TOKENS[:20], 20)
     assert np.isfinite(logits).all()
     assert logits.std() > 0.001

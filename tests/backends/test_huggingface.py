@@ -22,7 +22,8 @@ from huggingface_hub import constants
 
 from tests.hub import Fault, Hub, sha256, use
 from tests.server.wire import until
-from tokenmill.backends import huggingface, library
+from tokenmill import open_model
+from tokenmill.backends import huggingface, library, loading
 from tokenmill.backends.huggingface import HubName, choose, quantization
 from tokenmill.backends.library import find_model, pull
 from tokenmill.cli.main import main
@@ -492,6 +493,18 @@ def test_a_model_that_cannot_be_run_is_rejected_before_its_weights_are_fetched(h
     assert not hub.transfers()
 
 
+def test_a_missing_package_is_reported_before_weights_are_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = loading.is_installed
+    monkeypatch.setattr(loading, "is_installed", lambda name: name != "torch" and found(name))
+    sizes = "num_hidden_layers num_attention_heads hidden_size intermediate_size vocab_size max_position_embeddings"
+    more = {"head_dim": 2, "rms_norm_eps": 1e-5}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **dict.fromkeys(sizes.split(), 64), **more}
+    hub.add("org/whole", {**PLAIN, "config.json": json.dumps(config).encode()})
+    with pytest.raises(ModelLoadError, match=r"'tokenmill\[torch\]', or use dtype int8 or int4"):
+        open_model("org/whole", device="cpu")
+    assert not hub.transfers()
+
+
 @pytest.mark.fault("M06")
 def test_offline_without_the_model(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     offline(monkeypatch)
@@ -712,7 +725,7 @@ def test_the_models_command(hub: Hub, capsys: pytest.CaptureFixture[str], monkey
             main()
         return stop.value.code, *capsys.readouterr()
 
-    monkeypatch.setattr("tokenmill.backends.loading._check_directory", lambda _: None)
+    monkeypatch.setattr("tokenmill.backends.loading.check_directory", lambda _: None)
     code, path, _ = command("pull", "org/plain")
     assert (code, path) == (0, f"{find_model('org/plain')}\n")
     for arguments in (["models"], ["models", "list"]):

@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.backends.torch.footprint import FP8
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.rope import rotate, rotations
+from tokenmill.backends.torch.rotations import rotate, rotations
 from tokenmill.contract import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
 

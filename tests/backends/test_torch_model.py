@@ -12,9 +12,9 @@ import torch
 
 from tests.parity.checkpoints import LIMITS, TOKENS, TOLERANCE, VARIANTS, all_logits, logits_of, reference, save
 from tokenmill import LLM, open_model
-from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families import Family, family_of, register_family
-from tokenmill.backends.torch.families.names import HF_NAMES
+from tokenmill.backends.families import Family, family_of, register_family
+from tokenmill.backends.families.config import DecoderConfig
+from tokenmill.backends.families.names import HF_NAMES
 from tokenmill.backends.torch.model import TorchModel
 from tokenmill.contract import BackendLimits, BatchBuilder
 from tokenmill.errors import ConfigError, InvalidOperation, StaleKV

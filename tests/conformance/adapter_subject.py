@@ -23,7 +23,7 @@ from tests.conformance.torch_subject import (
     oracle,
 )  # fmt: skip
 from tokenmill.backends.fake import FakeConfig
-from tokenmill.backends.torch.families.names import HF_NAMES, in_file
+from tokenmill.backends.families.names import HF_NAMES, in_file
 from tokenmill.backends.torch.transformers_adapter import (
     AttentionCall,
     TransformersBackend,

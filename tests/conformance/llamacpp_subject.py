@@ -22,13 +22,14 @@ from tests.conformance.subjects import Cells, Subject
 from tests.conformance.torch_subject import HEADS, KV_HEADS, TOLERANCE, hidden_oracle, make_decoder, oracle
 from tests.parity.gguf_files import permuted
 from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
-from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
+from tokenmill.backends.families.names import GGUF_NAMES, in_file
+from tokenmill.backends.library import fetch_alias
 from tokenmill.backends.llamacpp.backend import LlamaBackend, LlamaStep
 from tokenmill.backends.llamacpp.mirror import LlamaMemory
 from tokenmill.backends.llamacpp.model import LlamaModel, open_path
 from tokenmill.backends.llamacpp.native import NativeContext
 from tokenmill.backends.llamacpp.streams import AnyContext, StreamedContext
-from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.contract import BackendLimits, Batch, BatchBuilder, IntArray, Output
 from tokenmill.contract.backend import LoadOptions
 from tokenmill.errors import ForwardFailed, OutOfKV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.conformance import operations
-from tests.conformance.adapter_subject import TRANSFORMERS
+from tests.conformance.cpu_subject import CPU
 from tests.conformance.machine import Machine
 from tests.conformance.subjects import FAKE
-from tests.conformance.torch_subject import TORCH, TORCH_DETERMINISTIC
 from tests.llamacpp import needs_llamacpp
+from tokenmill.backends.cpu.bindings import library
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels are not built: there is no C compiler")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs torch and transformers, which are not installed"
+)
 
 
 class HypothesisChooser:
@@ -88,20 +94,36 @@ class KVStateMachineAtDepth1(KVStateMachine):
     depth = 1
 
 
+class CPUStateMachine(KVStateMachine):
+    subject = CPU
+
+
 class TorchStateMachine(KVStateMachine):
-    subject = TORCH
+    def __init__(self) -> None:
+        from tests.conformance.torch_subject import TORCH
+
+        self.subject = TORCH
+        super().__init__()
 
 
-class TorchStateMachineAtDepth1(KVStateMachine):
-    subject, depth = TORCH, 1
+class TorchStateMachineAtDepth1(TorchStateMachine):
+    depth = 1
 
 
 class DeterministicStateMachine(KVStateMachine):
-    subject = TORCH_DETERMINISTIC
+    def __init__(self) -> None:
+        from tests.conformance.torch_subject import TORCH_DETERMINISTIC
+
+        self.subject = TORCH_DETERMINISTIC
+        super().__init__()
 
 
 class AdapterStateMachine(KVStateMachine):
-    subject = TRANSFORMERS
+    def __init__(self) -> None:
+        from tests.conformance.adapter_subject import TRANSFORMERS
+
+        self.subject = TRANSFORMERS
+        super().__init__()
 
 
 class LlamaStateMachine(KVStateMachine):
@@ -133,8 +155,9 @@ def _test_case(machine: type[RuleBasedStateMachine], size: settings = SETTINGS) 
 
 TestDepth0 = _test_case(KVStateMachine)
 TestDepth1 = _test_case(KVStateMachineAtDepth1)
-TestTorchDepth0 = _test_case(TorchStateMachine, FEWER)
-TestTorchDepth1 = _test_case(TorchStateMachineAtDepth1, FEWER)
-TestDeterministic = _test_case(DeterministicStateMachine, FEWER)
-TestAdapter = _test_case(AdapterStateMachine, FEWER)
+TestCPU = needs_kernels(_test_case(CPUStateMachine, FEWER))
+TestTorchDepth0 = needs_torch(_test_case(TorchStateMachine, FEWER))
+TestTorchDepth1 = needs_torch(_test_case(TorchStateMachineAtDepth1, FEWER))
+TestDeterministic = needs_torch(_test_case(DeterministicStateMachine, FEWER))
+TestAdapter = needs_torch(_test_case(AdapterStateMachine, FEWER))
 TestLlamaCpp = needs_llamacpp(_test_case(LlamaStateMachine, FEWER))

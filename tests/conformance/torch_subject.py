@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from tests.conformance.subjects import Cells, Subject
 from tokenmill.backends.fake import FakeConfig, FaultKind, FaultPlan
+from tokenmill.backends.families.config import DecoderConfig, LayerConfig
+from tokenmill.backends.families.rope import Rope
 from tokenmill.backends.torch.backend import DenseBackend, TorchBackend, TorchStep
-from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.decoder import Decoder
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.rope import Rope
 from tokenmill.backends.torch.weights import DecoderWeights
 from tokenmill.contract import Batch, Capabilities, IntArray
 from tokenmill.errors import ForwardFailed, OutOfKV

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -134,6 +135,29 @@ def test_many_sequences_decode_as_one_alone_does(tmp_path: Path) -> None:
     for i in (0, 7, 31, 59):
         assert run(alone, request(f"r{i}", asked[i], 5 + i)) == [together[i]]
     alone.close()
+
+
+def test_requests_that_speculate_say_what_they_would_have_said(tmp_path: Path) -> None:
+    """Verified tokens in decode graphs, beside requests that do not speculate, and beside chunks of prompts."""
+    model = opened(tmp_path)
+    asked = prompts(20, 5, 40, 70, 90, 3)
+
+    def answers(predicted: list[list[int]] | None) -> list[Request]:
+        engine = engine_of(model, prefix_caching=False, prefill_chunk=24, max_num_seqs=6)
+        requests = [request(f"r{i}", prompt, 60, seed=i % 3 or None) for i, prompt in enumerate(asked)]
+        for one, ids in zip(requests[::2], (predicted or [])[::2], strict=False):
+            wrong = [(token + 1) % 160 if i % 9 == 8 else token for i, token in enumerate(ids)]
+            params = replace(one.draw.params, speculation="lookup", prediction_token_ids=tuple(wrong))
+            one.draw = replace(one.draw, params=params)
+        run(engine, *requests)
+        engine.close()
+        return requests
+
+    plain = answers(None)
+    speculating = answers([one.output for one in plain])
+    assert [one.output for one in speculating] == [one.output for one in plain]
+    assert sum(one.num_agreed for one in speculating) > 30
+    assert sum(one.num_proposed - one.num_agreed for one in speculating) > 3
 
 
 def test_prompt_steps_say_the_same_as_graphs_and_kernel_by_kernel(tmp_path: Path) -> None:

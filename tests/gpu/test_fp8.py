@@ -67,7 +67,7 @@ def test_an_engine_runs_on_it(tmp_path: Path) -> None:
 
 
 def test_large_numbers_stay_numbers() -> None:
-    from tokenmill.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.kernels.islands import turn_and_store
 
     qkv = torch.full((1, 3 * 64), 3e4, device="cuda", dtype=torch.bfloat16)
     keys, values = (torch.zeros(4, 1, 64, device="cuda", dtype=torch.uint8).view(FP8) for _ in range(2))

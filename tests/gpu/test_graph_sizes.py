@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from tokenmill.backends.torch.attention import runs_of
-from tokenmill.backends.torch.cuda.graphs import PromptShapes, decode_sizes
-from tokenmill.backends.torch.cuda.inputs import FAR_CELLS, FAR_ROWS, MOST_LONG_RUNS, PromptShape, cut_far
+from tokenmill.backends.torch.cuda.graphs import SPECULATIVE_GRAPH, PromptShapes, decode_sizes, largest_decode
+from tokenmill.backends.torch.cuda.inputs import (
+    FAR_CELLS,
+    FAR_ROWS,
+    MOST_LONG_RUNS,
+    SHORT_RUN,
+    PromptShape,
+    StepRuns,
+    cut_far,
+)
 from tokenmill.kv.tables import BlockPool, BlockTables
 
 
@@ -43,6 +51,35 @@ def test_a_prompt_step_finds_its_shape_unless_it_is_too_large() -> None:
     assert shapes.shape_for(2049, 0, 1) is None
     assert shapes.shape_for(600, 257, 1) is None
     assert shapes.shape_for(600, 0, MOST_LONG_RUNS + 1) is None
+
+
+def test_a_lone_sequence_has_a_graph_for_as_many_tokens_as_are_proposed() -> None:
+    assert largest_decode(1, 8192) == SHORT_RUN
+    assert largest_decode(32, 8192) == SPECULATIVE_GRAPH
+    assert largest_decode(256, 8192) == 256
+    assert largest_decode(1024, 8192) == 512
+    assert largest_decode(16, 4) == 4
+
+
+def test_short_runs_are_read_token_by_token() -> None:
+    lead = np.array([2, 0, 0, 0, 1, *[3] * (SHORT_RUN + 1)], dtype=np.int32)
+    pos = np.array([7, 10, 11, 12, 0, *range(SHORT_RUN + 1)], dtype=np.int32)
+    runs = StepRuns.of(lead, pos)
+    tokens = runs.singles.tokens[runs.singles.begin]
+    assert (runs.singles.count == 1).all()
+    assert sorted(zip(runs.singles.seq.tolist(), pos[tokens].tolist(), strict=True)) == [
+        (0, 10), (0, 11), (0, 12), (1, 0), (2, 7),
+    ]  # fmt: skip
+    assert (lead[tokens] == runs.singles.seq).all()
+    assert runs.longs.seq.tolist() == [3]
+    assert runs.longs.count.tolist() == [SHORT_RUN + 1]
+
+
+def test_short_runs_stay_whole_where_there_is_no_room_for_their_tokens() -> None:
+    lead = np.array([0, 0, 0, 1], dtype=np.int32)
+    runs = StepRuns.of(lead, np.array([5, 6, 7, 0], dtype=np.int32), most_singles=3)
+    assert runs.singles.seq.tolist() == [1]
+    assert runs.longs.seq.tolist() == [0]
 
 
 def test_long_runs_are_cut_so_that_what_lies_far_behind_them_is_read_apart() -> None:

@@ -48,7 +48,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 def test_decode_attention() -> None:
-    from tokenmill.kernels.paged_attention import decode_attention
+    from tokenmill.backends.torch.kernels.paged_attention import decode_attention
 
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
@@ -74,7 +74,7 @@ def test_decode_attention() -> None:
 
 
 def test_prefill_attention() -> None:
-    from tokenmill.kernels.paged_attention import QUERIES, by_block, prefill_attention
+    from tokenmill.backends.torch.kernels.paged_attention import QUERIES, by_block, prefill_attention
 
     for seed, shape in enumerate(SHAPES):
         rng = random.Random(seed)
@@ -109,7 +109,7 @@ def test_far_attention() -> None:
     """What lies far behind a chunk, read apart, adds up with the rest: with one piece, with two sizes of pieces."""
     if not HAS_CARD:
         return  # cuDNN's
-    from tokenmill.kernels.paged_attention import add_far_attention, by_block, prefill_attention
+    from tokenmill.backends.torch.kernels.paged_attention import add_far_attention, by_block, prefill_attention
 
     for (num_heads, num_kv, dim), before, far in (
         ((28, 4, 128), 300, 256),
@@ -138,7 +138,7 @@ def test_far_attention() -> None:
 
 
 def test_store() -> None:
-    from tokenmill.kernels.islands import store
+    from tokenmill.backends.torch.kernels.islands import store
 
     for num_kv, dim in ((4, 128), (3, 80)):
         key, value = (torch.randn(num_kv, 4, dim, device=DEVICE).transpose(0, 1) for _ in range(2))
@@ -153,7 +153,7 @@ def test_store() -> None:
 
 
 def test_norm_and_gate() -> None:
-    from tokenmill.kernels.islands import gate, norm
+    from tokenmill.backends.torch.kernels.islands import gate, norm
 
     for width in (48, 1024, 3584):
         x, weight = torch.randn(5, width, device=DEVICE), torch.randn(width, device=DEVICE)
@@ -168,7 +168,7 @@ def test_norm_and_gate() -> None:
 
 
 def test_norm_in_place_of_rows_that_are_apart() -> None:
-    from tokenmill.kernels.islands import norm
+    from tokenmill.backends.torch.kernels.islands import norm
 
     rows, weight = torch.randn(5, 100, device=DEVICE), torch.randn(48, device=DEVICE)
     wanted = rows.clone()
@@ -178,7 +178,7 @@ def test_norm_in_place_of_rows_that_are_apart() -> None:
 
 
 def test_adding_normed_rows() -> None:
-    from tokenmill.kernels.islands import add
+    from tokenmill.backends.torch.kernels.islands import add
 
     for width in (48, 2304):
         y, x = torch.randn(5, width, device=DEVICE), torch.randn(5, width, device=DEVICE)
@@ -191,7 +191,7 @@ def test_adding_normed_rows() -> None:
 
 
 def test_logits_are_scaled_and_capped() -> None:
-    from tokenmill.kernels.islands import scale_logits
+    from tokenmill.backends.torch.kernels.islands import scale_logits
 
     logits = 40 * torch.randn(3, 1501, device=DEVICE)
     assert error(scale_logits(logits.clone(), 0.25, None), logits * 0.25) < 1e-6
@@ -199,7 +199,7 @@ def test_logits_are_scaled_and_capped() -> None:
 
 
 def test_embedding_of_known_and_of_sampled_tokens() -> None:
-    from tokenmill.kernels.islands import embed
+    from tokenmill.backends.torch.kernels.islands import embed
 
     table = torch.randn(30, 1500, device=DEVICE)
     out = torch.full((4, 1500), torch.nan, device=DEVICE)
@@ -210,8 +210,8 @@ def test_embedding_of_known_and_of_sampled_tokens() -> None:
 
 
 def test_turn_and_store() -> None:
-    from tokenmill.backends.torch.rope import rotate, rotations
-    from tokenmill.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.rotations import rotate, rotations
 
     for num_heads, num_kv, dim, normed in ((28, 4, 128, False), (16, 8, 128, True), (6, 2, 8, True), (5, 1, 80, False)):
         qkv = torch.randn(4, num_heads + 2 * num_kv, dim, device=DEVICE)
@@ -235,8 +235,8 @@ def test_turn_and_store() -> None:
 
 
 def test_turning_of_some_dimensions_or_of_none() -> None:
-    from tokenmill.backends.torch.rope import rotate, rotations
-    from tokenmill.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.kernels.islands import turn_and_store
+    from tokenmill.backends.torch.rotations import rotate, rotations
 
     for dim, turned, normed in ((16, 12, False), (96, 48, True), (128, 96, False), (64, 0, False), (64, 0, True)):
         qkv = torch.randn(3, 8, dim, device=DEVICE)
@@ -258,7 +258,7 @@ def test_turning_of_some_dimensions_or_of_none() -> None:
 
 
 def test_product_with_one_row() -> None:
-    from tokenmill.kernels.islands import one_row_product
+    from tokenmill.backends.torch.kernels.islands import one_row_product
 
     for width, num_out in ((48, 20), (1024, 66), (3584, 12)):
         x, weight, bias = (torch.randn(*size, device=DEVICE) for size in ((1, width), (num_out, width), (num_out,)))
@@ -277,7 +277,7 @@ def test_product_with_one_row() -> None:
 
 
 def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
-    from tokenmill.kernels.drawing import largest
+    from tokenmill.backends.torch.kernels.drawing import largest
 
     logits = torch.randn(4, 9001, device=DEVICE).to(torch.bfloat16)
     logits[0, [77, 5000, 8999]] = 50.0
@@ -291,7 +291,7 @@ def test_the_largest_logit_is_the_first_of_equal_ones() -> None:
 
 
 def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, *others: Tensor) -> Tensor:
-    """`sampling.sampler.DRAW_FIELDS` of each row: `others` are top-p, min-p, typical-p and XTC, as far as given."""
+    """`tensor_sampler.DRAW_FIELDS` of each row: `others` are top-p, min-p, typical-p and XTC, as far as given."""
     rows = len(keys)
     defaults = (torch.ones(rows), torch.zeros(rows), torch.ones(rows), torch.zeros(rows), torch.zeros(rows))
     floats = [values.view(torch.int32)[:, None] for values in (temperature, *others, *defaults[len(others) :])]
@@ -300,8 +300,8 @@ def draw_fields(keys: Tensor, temperature: Tensor, top_k: Tensor, *others: Tenso
 
 def test_masked_logits() -> None:
     """The bits of each row rule out its own logits; a NaN stays wherever it is, so that its row fails."""
+    from tokenmill.backends.torch.kernels.drawing import masked
     from tokenmill.contract import pack_mask
-    from tokenmill.kernels.drawing import masked
 
     for dtype, vocab in ((HALF, 131_072 if HAS_CARD else 9000), (torch.float32, 4099), (torch.float32, 33)):
         torch.manual_seed(vocab)
@@ -315,9 +315,9 @@ def test_masked_logits() -> None:
 
 
 def test_drawing() -> None:
-    from tokenmill.kernels.drawing import draw
-    from tokenmill.sampling import ops
-    from tokenmill.sampling.ops import uniforms
+    from tokenmill.backends.torch import tensor_sampler as sampler
+    from tokenmill.backends.torch.kernels.drawing import draw
+    from tokenmill.contract.draws import uniforms
 
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(64, 9001, generator=generator)
@@ -330,7 +330,7 @@ def test_drawing() -> None:
     told = draw_fields(keys, temperature, torch.full((64,), 9001))
     found = draw(logits.to(DEVICE), told.to(DEVICE), -1).cpu().long()
     uniform = uniforms(*keys.T)[0]
-    wanted = ops.draw(ops.cool(logits, temperature.clamp(min=0.1)), uniform)
+    wanted = sampler.draw(sampler.cooled(logits, temperature.clamp(min=0.1)), uniform)
     wanted = torch.where(temperature == 0, logits.argmax(dim=-1), wanted)
     wanted[5] = -1
     assert torch.equal(found, wanted)
@@ -338,9 +338,9 @@ def test_drawing() -> None:
 
 def test_drawing_in_order_of_likelihood() -> None:
     """Top-k, top-p and min-p against a full sort: the same ids, also among equal logits."""
-    from tokenmill.kernels.drawing import draw
-    from tokenmill.sampling import ops
-    from tokenmill.sampling.ops import uniforms
+    from tokenmill.backends.torch import tensor_sampler as sampler
+    from tokenmill.backends.torch.kernels.drawing import draw
+    from tokenmill.contract.draws import uniforms
 
     rows, vocab = 48, 5003
     generator = torch.Generator().manual_seed(4)
@@ -356,14 +356,14 @@ def test_drawing_in_order_of_likelihood() -> None:
         keys = torch.randint(0, 1 << 31, (rows, 4), generator=generator)
         told = draw_fields(keys, temperature, top_k, top_p, min_p)
         found = draw(logits.to(DEVICE), told.to(DEVICE), -1, is_filtered=True).cpu().long()
-        cooled = ops.cool(logits.float(), temperature)
-        values, order = ops.likeliest(cooled, vocab)
-        kept = ops.keep_likely(values, ops.mass(cooled), top_k, top_p, min_p, vocab)
+        cooled = sampler.cooled(logits.float(), temperature)
+        values, order = sampler.in_order(cooled)
+        kept = sampler.keep_likely(values, top_k, top_p, min_p)
         uniform = uniforms(*keys.T)[0]
-        wanted = order.gather(-1, ops.draw(kept, uniform)[:, None])[:, 0]
+        wanted = order.gather(-1, sampler.draw(kept, uniform)[:, None])[:, 0]
         by_id = (top_k == vocab) & (top_p >= 1)
         unlikely = cooled < min_p[:, None].log()
-        wanted = torch.where(by_id, ops.draw(cooled.masked_fill(unlikely, -torch.inf), uniform), wanted)
+        wanted = torch.where(by_id, sampler.draw(cooled.masked_fill(unlikely, -torch.inf), uniform), wanted)
         assert torch.equal(found, wanted), (dtype, spread, (found != wanted).nonzero())
 
 
@@ -371,14 +371,14 @@ def filtered(
     logits: Tensor, temperature: Tensor, top_p: Tensor, typical_p: Tensor, threshold: Tensor, struck: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the filters leave of each row, in order of likelihood, and the tokens in that order: by sorting."""
-    from tokenmill.sampling import ops
+    from tokenmill.backends.torch import tensor_sampler as sampler
 
     rows, vocab = logits.shape
-    cooled = ops.cool(logits.float(), temperature)
-    cooled = torch.where(typical_p[:, None] < 1, ops.keep_typical(cooled, typical_p), cooled)
-    values, order = ops.likeliest(cooled, vocab)
-    kept = ops.keep_likely(values, ops.mass(cooled), torch.full((rows,), vocab), top_p, torch.zeros(rows), vocab)
-    return ops.exclude_top_choices(kept, threshold, struck), order
+    cooled = sampler.cooled(logits.float(), temperature)
+    cooled = torch.where(typical_p[:, None] < 1, sampler.keep_typical(cooled, typical_p), cooled)
+    values, order = sampler.in_order(cooled)
+    kept = sampler.keep_likely(values, torch.full((rows,), vocab), top_p, torch.zeros(rows))
+    return sampler.exclude_top_choices(kept, threshold, struck), order
 
 
 def test_drawing_with_typical_p_and_xtc() -> None:
@@ -386,9 +386,9 @@ def test_drawing_with_typical_p_and_xtc() -> None:
 
     Of nearly equal logits, one above and one below the typical one may be equally far from it but for rounding.
     """
-    from tokenmill.kernels.drawing import draw
-    from tokenmill.sampling import ops
-    from tokenmill.sampling.ops import uniforms
+    from tokenmill.backends.torch import tensor_sampler as sampler
+    from tokenmill.backends.torch.kernels.drawing import draw
+    from tokenmill.contract.draws import uniforms
 
     rows, vocab = 48, 5003 if HAS_CARD else 2503
     generator = torch.Generator().manual_seed(6)
@@ -407,9 +407,9 @@ def test_drawing_with_typical_p_and_xtc() -> None:
         found = draw(logits.to(DEVICE), told.to(DEVICE), -1, is_filtered=True, is_typical=True).cpu().long()
         first, second = uniforms(*keys.T)
         kept, order = filtered(logits, temperature, top_p, typical_p, threshold, second < probability)
-        wanted = order.gather(-1, ops.draw(kept, first)[:, None])[:, 0]
+        wanted = order.gather(-1, sampler.draw(kept, first)[:, None])[:, 0]
         by_id = (top_p >= 1) & (typical_p >= 1) & (probability == 0)
-        wanted = torch.where(by_id, ops.draw(ops.cool(logits.float(), temperature), first), wanted)
+        wanted = torch.where(by_id, sampler.draw(sampler.cooled(logits.float(), temperature), first), wanted)
         other = (found != wanted).nonzero()[:, 0]
         assert len(other) <= (2 if spread < 1 else 0), (dtype, spread, other)
         assert bool((typical_p[other] < 1).all())
@@ -417,7 +417,7 @@ def test_drawing_with_typical_p_and_xtc() -> None:
 
 def test_filtered_draws_have_the_right_frequencies() -> None:
     """100,000 draws from one row with each filter: chi-squared of what it keeps."""
-    from tokenmill.kernels.drawing import draw
+    from tokenmill.backends.torch.kernels.drawing import draw
 
     vocab, num_draws = 1000, 100_000 if HAS_CARD else 500
     logits = 2 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(5))

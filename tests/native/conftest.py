@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tokenmill.backends.torch.native.bindings import Pool, library
+from tokenmill.backends.cpu.bindings import Pool, library
 
-VARIANTS = ("plain", "avx2", "avx512vnni")
+VARIANTS = ("plain", "neon") if platform.machine() == "aarch64" else ("plain", "avx2", "avx512vnni")
 
 
 @pytest.fixture(params=VARIANTS)

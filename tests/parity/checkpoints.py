@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from tokenmill.backends.torch.model import BaseTorchModel
-from tokenmill.contract import BackendLimits, BatchBuilder, Output
+from tokenmill.contract import BackendLimits, BatchBuilder, ModelHandle, Output
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 160,
@@ -132,7 +131,7 @@ def logits_of(variant: str, tokens: list[int]) -> torch.Tensor:
         return reference(variant)(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
 
 
-def all_logits(model: BaseTorchModel, tokens: list[int], chunk: int) -> np.ndarray:
+def all_logits(model: ModelHandle, tokens: list[int], chunk: int) -> np.ndarray:
     """The logits of every token, computed in chunks."""
     parts = []
     with model.new_backend(LIMITS) as backend:

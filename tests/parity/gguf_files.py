@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 
 from tests.parity.checkpoints import reference
-from tokenmill.backends.torch.families import family_of
-from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES
+from tokenmill.backends.families import family_of
+from tokenmill.backends.families.names import GGUF_NAMES, HF_NAMES
 
 TOKENS = [f"t{i}" for i in range(160)]
 

@@ -11,16 +11,15 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from tests.llamacpp import needs_llamacpp
 from tests.parity.checkpoints import TOKENS, TOLERANCE, all_logits, logits_of, save
 from tests.parity.gguf_files import put, write
 from tokenmill import open_model
+from tokenmill.backends.checkpoints import config_of, stored
+from tokenmill.backends.families.rope import frequencies
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.rope import frequencies
-from tokenmill.backends.torch.sources import config_of, dequantise
 from tokenmill.errors import ModelLoadError
 
 FILES = [
@@ -96,6 +95,16 @@ def test_layers_of_olmo_with_a_window_are_not_stretched(tmp_path: Path) -> None:
     config = config_of(GGUFFile(write("olmo2", tmp_path / "model.gguf", "olmo2", change=change)))
     assert config.windows == (9, 9, 9, None, 9)
     assert [layer.rope.kind for layer in config.layers if layer.rope] == ["default"] * 3 + ["yarn", "default"]
+
+
+@pytest.mark.parametrize("key_length", [16, None])
+def test_sizes_that_do_not_go_together_are_refused(key_length: int | None, tmp_path: Path) -> None:
+    """More heads than dimensions, in the number of layers whose attention scale goes by their quotient."""
+    sizes = {"block_count": 46, "embedding_length": 8, "attention__head_count": 16}
+    change = lambda writer: put(writer, "gemma2", attention__key_length=key_length, **sizes)  # noqa: E731
+    path = write("gemma2 of a GGUF file", tmp_path / "model.gguf", "gemma2", change=change)
+    with pytest.raises(ModelLoadError):
+        open_model(str(path), device="cpu")
 
 
 def test_a_split_file_is_the_whole_model(tmp_path: Path) -> None:
@@ -208,9 +217,9 @@ def test_quantised_tensors_have_the_values_the_format_gives_them(kind: str, tmp_
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFFile(tmp_path / "t.gguf")
-    values = dequantise(file, file.tensors["x"])
-    assert torch.equal(values, torch.from_numpy(gguf.quants.dequantize(data, number)))
-    assert (values - torch.from_numpy(rows)).abs().max() < 0.5
+    values = stored(file, file.tensors["x"]).values("t.gguf", "x")
+    assert (values == gguf.quants.dequantize(data, number)).all()
+    assert np.abs(values - rows).max() < 0.5
 
 
 @pytest.mark.parametrize("kind", list(gguf.GGMLQuantizationType))
@@ -225,7 +234,7 @@ def test_every_type_is_read_or_refused_by_name(kind: gguf.GGMLQuantizationType, 
     writer.close()
     file = GGUFFile(tmp_path / "t.gguf")
     try:
-        values = dequantise(file, file.tensors["x"])
+        values = stored(file, file.tensors["x"]).values("t.gguf", "x")
     except ModelLoadError as error:
         assert kind.name in str(error)  # noqa: PT017
     else:

@@ -193,9 +193,18 @@ class FakeBackend(PagedBackend[FakeForward]):
         self._last_sampled[rows.table_row] = np.maximum(sampled.ids[: len(rows.table_row)], 0)
         return sampled
 
-    def _wait(self, step: FakeForward) -> None:
-        if self.config.hang_file is not None and os.path.exists(self.config.hang_file):
+    def _takes_hang(self) -> bool:
+        """Was the file removed by this step? Of several cores that find it, one removes it."""
+        if self.config.hang_file is None:
+            return False
+        try:
             os.unlink(self.config.hang_file)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _wait(self, step: FakeForward) -> None:
+        if self._takes_hang():
             never, _ = os.pipe()
             library = ctypes.PyDLL(None) if self.config.hang_holds_gil else ctypes.CDLL(None)
             library.read(never, ctypes.create_string_buffer(1), 1)
@@ -312,7 +321,9 @@ class FakeModel:
     @property
     def info(self) -> ModelInfo:
         layers = tuple(LayerKV("full" if window is None else "window", window) for window in self.config.windows)
-        return ModelInfo("fake", self.config.vocab_size, self.config.hidden_size, self.config.max_context, layers)
+        return ModelInfo(
+            "fake", self.config.vocab_size, self.config.hidden_size, self.config.max_context, layers, deterministic=True
+        )
 
     @property
     def step_sizes(self) -> StepSizes:

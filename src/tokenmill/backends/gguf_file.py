@@ -24,8 +24,21 @@ from tokenmill.files import split_parts
 
 T = TypeVar("T")
 
-TORCH_ARCHITECTURES = ("gemma2", "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
-"""Architectures that the torch backend can run."""
+OWN_ARCHITECTURES = ("gemma2", "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+"""Architectures of our own families: the cpu and the torch backend run them."""
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+"""ggml's number of a type: its name, the values of a block and their bytes. Those of the gguf package, whose import
+takes longer than loading a small model.
+"""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -60,8 +73,8 @@ class GGUFTensor:
 class GGUFLayout:
     """How a tensor's values are stored: in rows of blocks."""
 
-    kind: Any
-    """gguf's name of the type."""
+    kind: str
+    """Name of the type: one of `TYPES`."""
     rows: tuple[int, ...]
     """The tensor's shape, with bytes for the last dimension."""
 
@@ -129,14 +142,10 @@ class GGUFFile:
                 )
 
     def layout(self, tensor: GGUFTensor) -> GGUFLayout | None:
-        """None for a type that the gguf package does not know; llama.cpp may."""
-        import gguf
-
-        try:
-            kind = gguf.GGMLQuantizationType(tensor.type)
-            per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
+        """None for a type that is not one of `TYPES`; llama.cpp may know it."""
+        if tensor.type not in TYPES:
             return None
+        kind, per_block, block_bytes = TYPES[tensor.type]
         if tensor.shape[-1] % per_block:
             raise ModelLoadError(
                 f"{self.path}: {tensor.name} has shape {tensor.shape}, not a multiple of the block size {per_block}"
@@ -244,7 +253,21 @@ class _Cursor:
             values = np.frombuffer(self._data, dtype=item, count=count, offset=self._at)
             self._at += count * item.itemsize
             return list(values.tolist())
-        return [self._value(kind) for _ in range(count)]
+        return self._strings(count) if kind == _STRING else [self._value(kind) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has 100,000 of them: as `_string`, without a call for each."""
+        data, at, size, length_of = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            (length,) = length_of(data, at)
+            at += 8 + length
+            if at > size or length > MOST_HEADER_BYTES:
+                raise ModelLoadError(f"{self._path} is corrupt or truncated at byte {at - 8 - length}")
+            found.append(data[at - length : at].decode("utf-8"))
+        self._at = at
+        self._check(0)
+        return found
 
     def _string(self) -> str:
         length = self._count()

@@ -71,7 +71,6 @@ ALIASES = {
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
-DEFAULT_MODEL = "smollm2-135m"
 SHORT_NAMES = {
     "gemma3-1b": ("google/gemma-3-1b-it", "ggml-org/gemma-3-1b-it-GGUF"),
     "gemma3-4b": ("google/gemma-3-4b-it", "ggml-org/gemma-3-4b-it-GGUF"),

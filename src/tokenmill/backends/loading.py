@@ -3,53 +3,106 @@
 An opener looks at the name and either gives a handle or None, so a new kind of model joins with one call of
 `register_opener` and no change anywhere else.
 
-Which backend opens a file is what the caller said, or a short rule (docs/llamacpp.md): a Hugging Face directory, and a
-GGUF file of an architecture that the torch backend has, go to torch, the faster of the two wherever both can do a model
-(docs/benchmarks.md). Every other GGUF file goes to llama.cpp.
+Which backend opens a file is what the caller said, or a short rule (`choose_backend`, docs/models.md): quantized models
+of our own families run on the C library where there is no GPU (cpu), everything else of our families and of
+transformers' on torch, and GGUF files of other architectures on llama.cpp.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
+from tokenmill.backends.gguf_file import OWN_ARCHITECTURES, GGUFFile
 from tokenmill.contract.backend import BackendLimits, LoadOptions, MemoryPlan, ModelHandle
 from tokenmill.errors import ConfigError, ModelLoadError, ModelNotFound
 from tokenmill.files import model_name
 
+if TYPE_CHECKING:
+    from tokenmill.backends.checkpoints import Checkpoint
+
 log = logging.getLogger(__name__)
+
+PACKAGES = {"torch": ("torch", "torch"), "llamacpp": ("llama_cpp", "llama-cpp-python")}
+"""Backend -> the module that it needs, and the package that has it. The extra is called like the backend."""
+ROUNDED = ("int8", "int4")
+FLOATS = "its weights are floats"
 
 
 @dataclass(frozen=True)
 class BackendChoice:
     backend: str
     why: str
+    checkpoint: Checkpoint | None = None
+    """The model's files, if they had to be read to decide."""
 
 
-def choose_backend(path: Path, asked: str) -> BackendChoice:
+def choose_backend(path: Path, options: LoadOptions) -> BackendChoice:
     """`ModelLoadError` if it takes a package that is not there."""
-    choice = _by_rule(path) if asked == "auto" else BackendChoice(asked, "as asked for")
-    if choice.backend == "llamacpp" and importlib.util.find_spec("llama_cpp") is None:
-        reason = "" if asked == "llamacpp" else f"{path}: {choice.why}; "
-        raise ModelLoadError(
-            f"{reason}the llamacpp backend requires llama-cpp-python: pip install 'tokenmill[llamacpp]'"
-        )
-    return choice
+    asked = options.backend
+    choice = _by_rule(path, options) if asked == "auto" else BackendChoice(asked, "as asked for")
+    module, package = PACKAGES.get(choice.backend, (None, None))
+    if module is None or is_installed(module):
+        return choice
+    reason = "" if choice.backend == asked else f"{path}: {choice.why}; "
+    remedy = f"the {choice.backend} backend requires {package}: pip install 'tokenmill[{choice.backend}]'"
+    if choice.why == FLOATS:
+        remedy += ", or use dtype int8 or int4, which the cpu backend rounds them to"
+    raise ModelLoadError(reason + remedy)
 
 
-def _by_rule(path: Path) -> BackendChoice:
-    if path.is_dir():
-        return BackendChoice("torch", "a directory")
-    file = GGUFFile(path)
-    architecture = file.get("general.architecture")
-    if architecture not in TORCH_ARCHITECTURES and isinstance(architecture, str):
-        return BackendChoice("llamacpp", f"{architecture} is not one of torch's {', '.join(TORCH_ARCHITECTURES)}")
-    return BackendChoice("torch", f"{architecture} is one of torch's architectures")
+def _by_rule(path: Path, options: LoadOptions) -> BackendChoice:
+    file = GGUFFile(path) if path.is_file() else None
+    if file is not None:
+        architecture = file.get("general.architecture")
+        if architecture not in OWN_ARCHITECTURES and isinstance(architecture, str):
+            return BackendChoice("llamacpp", f"{architecture} is not one of {', '.join(OWN_ARCHITECTURES)}")
+    if options.dtype in ROUNDED:
+        return BackendChoice("cpu", f"dtype {options.dtype}")
+    if runs_on_gpu(options.device):
+        return BackendChoice("torch", "on a GPU")
+    if options.dtype != "auto":
+        return BackendChoice("torch", f"dtype {options.dtype}")
+    from tokenmill.backends.checkpoints import gguf_checkpoint, read_config
+    from tokenmill.backends.cpu.model import why_not
+    from tokenmill.backends.families import choose_family
+
+    if file is None:
+        is_ours = choose_family(read_config(path), options.extra.get("model_impl", "auto")).family is not None
+        return BackendChoice("torch", FLOATS if is_ours else "it runs through transformers")
+    checkpoint = gguf_checkpoint(file)
+    refusal = why_not(checkpoint) if checkpoint.source.is_quantised else FLOATS
+    return BackendChoice("torch", refusal) if refusal else BackendChoice("cpu", "quantized, on the CPU", checkpoint)
+
+
+def runs_on_gpu(device: str) -> bool:
+    """Does the torch backend take a GPU for this `device` option? `auto`: if there is one, and torch can use it."""
+    if device != "auto" or num_gpus() == 0 or not is_installed("torch"):
+        return device.startswith("cuda")
+    from tokenmill.backends.torch.loader import has_cuda
+
+    return has_cuda()
+
+
+@cache
+def num_gpus() -> int:
+    """GPUs that CUDA shows this process; its library is asked directly, and no context is created."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 class Opener(Protocol):
@@ -127,7 +180,12 @@ def describe_model(model: str, **options: Any) -> ModelDescription:
     path = _find(model, load_options)
     if path is None:
         raise _not_found(model)
-    if choose_backend(path, load_options.backend).backend == "llamacpp":
+    backend = choose_backend(path, load_options).backend
+    if backend == "cpu":
+        from tokenmill.backends.cpu.model import describe as describe_for_cpu
+
+        return describe_for_cpu(path, load_options)
+    if backend == "llamacpp":
         from tokenmill.backends.llamacpp.model import describe as describe_for_llamacpp
 
         return describe_for_llamacpp(path, load_options)
@@ -140,7 +198,7 @@ def pull_model(model: str) -> Path:
     """Download a model and verify it; the path to open. A model that cannot be run is rejected before its weights."""
     from tokenmill.backends.library import pull
 
-    return pull(model, _check_directory)
+    return pull(model, check_directory)
 
 
 def _names() -> list[str]:
@@ -167,37 +225,52 @@ def _open_path(model: str, options: LoadOptions) -> ModelHandle | None:
     if path is None:
         return None
     if options.backend == "fake":
-        raise ConfigError(f"backend 'fake' cannot open {model}; use auto, torch or llamacpp")
+        raise ConfigError(f"backend 'fake' cannot open {model}; use auto, cpu, torch or llamacpp")
 
-    choice = choose_backend(path, options.backend)
+    choice = choose_backend(path, options)
     log.info("%s: backend %s (%s)", model_name(path), choice.backend, choice.why)
-    return _open_with(choice.backend, path, options)
+    return _open_with(choice, path, options)
 
 
 def _find(model: str, options: LoadOptions) -> Path | None:
     """The files to open; None if the name is not that of a model."""
     from tokenmill.backends.library import find_model
 
+    def check(folder: Path) -> None:
+        choose_backend(folder, options)  # a missing package is reported before the download
+        check_directory(folder)
+
     has_weights = options.load_format != "dummy"
-    path = find_model(model, weights=has_weights, check=_check_directory)
+    path = find_model(model, weights=has_weights, check=check)
     if path is not None and not has_weights and (not path.is_dir() or options.backend == "llamacpp"):
-        raise ConfigError(f"load_format 'dummy' requires the torch backend and a directory with a config.json: {path}")
+        raise ConfigError(
+            f"load_format 'dummy' requires the torch or cpu backend and a directory with a config.json: {path}"
+        )
     return path
 
 
-def _check_directory(folder: Path) -> None:
+def check_directory(folder: Path) -> None:
     """Reject a model that cannot be run from its configuration alone, before gigabytes are downloaded."""
-    from tokenmill.backends.torch.loader import check_directory
+    from tokenmill.backends.checkpoints import read_config
+    from tokenmill.backends.families import choose_family
 
-    check_directory(folder)
+    if choose_family(read_config(folder)).family is None:
+        from tokenmill.backends.torch.loader import check_adapted
+
+        check_adapted(folder)
 
 
-def _open_with(backend: str, path: Path, options: LoadOptions) -> ModelHandle:
-    if backend == "llamacpp":
+def _open_with(choice: BackendChoice, path: Path, options: LoadOptions) -> ModelHandle:
+    """Each backend is imported when it is used: torch takes seconds."""
+    if choice.backend == "cpu":
+        from tokenmill.backends.cpu.model import open_path as open_for_cpu
+
+        return open_for_cpu(path, options, choice.checkpoint)
+    if choice.backend == "llamacpp":
         from tokenmill.backends.llamacpp.model import open_path as open_for_llamacpp
 
         return open_for_llamacpp(path, options)
-    from tokenmill.backends.torch.loader import open_path  # torch takes seconds to import
+    from tokenmill.backends.torch.loader import open_path
 
     return open_path(path, options)
 

@@ -3,6 +3,7 @@
     batch.py     Batch: the tokens of one forward pass
     kv.py        KVMemory: what may be done with keys and values; Capabilities, LayerKV
     backend.py   Backend: forward, sample, collect; ModelHandle, MemoryPlan
+    draws.py     Draws: what each row of logits is drawn with; the random numbers of a draw
     cells.py     CellTable: the KV rules as a program, written to be read
 
 Backends build on `tokenmill.kv`, which has the same rules on block tables; `tokenmill.backends.fake` is the smallest

@@ -11,6 +11,7 @@ run in the order they were submitted, on one stream.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,16 @@ class MemoryPlan:
         """At the most."""
         return self.weights + max(self.kv + self.activations + self.other, self.loading)
 
+    def with_draft(self, draft: MemoryPlan) -> MemoryPlan:
+        """With a draft model beside it, loaded after it."""
+        return MemoryPlan(
+            weights=self.weights + draft.weights,
+            kv=self.kv + draft.kv,
+            activations=self.activations + draft.activations,
+            other=self.other + draft.other,
+            loading=max(self.loading, draft.loading),
+        )
+
     def times(self, workers: int) -> MemoryPlan:
         """For so many backends on the same weights: each has KV and activations of its own."""
         return replace(self, kv=workers * self.kv, activations=workers * self.activations)
@@ -88,6 +99,15 @@ def free_host_bytes() -> int:
     return UNKNOWN_FREE_BYTES
 
 
+def trim_host_memory() -> None:
+    """Give memory that was freed back to the operating system, after work that took much of it for a while.
+
+    The C library keeps it, for each thread: after a model was loaded that is tens of megabytes that are not used again.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 FloatArray = NDArray[np.float32]
 Mask = NDArray[np.uint32]
 """[rows, ceil(vocab / 32)] bits, lowest bit first; a set bit allows the token. The layout grammar engines write."""
@@ -122,8 +142,11 @@ class Sampled:
 class Sampler(Protocol):
     """Turns logits into ids where the logits are. The sampling layer implements it; the backend only calls it."""
 
-    def __call__(self, logits: Any, mask: Any | None) -> Sampled:
-        """`logits`: [rows, vocab] in the backend's own array type; `mask`: a `Mask`, on the host."""
+    def __call__(self, logits: Any, mask: Any | None, threads: Any | None = None) -> Sampled:
+        """`logits`: [rows, vocab], of numpy or on the device; `mask`: a `Mask`, on the host.
+
+        threads: a `backends.cpu.bindings.Pool` that has nothing else to do meanwhile.
+        """
         ...
 
 
@@ -218,6 +241,8 @@ class ModelInfo:
     layers: tuple[LayerKV, ...]
     form: str = ""
     """How weights and KV are held: KV bytes of another form are of no use."""
+    deterministic: bool = False
+    """Is what it computes bit-identical in any batch?"""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -254,9 +279,10 @@ class StepSizes:
     max_step_ms: float | None = None
     """Not applied in offline use."""
     max_queue: int | None = None
+    speculation: str | None = None
 
 
-BACKENDS = ("auto", "torch", "llamacpp", "fake")
+BACKENDS = ("auto", "cpu", "torch", "llamacpp", "fake")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -323,7 +349,7 @@ class ModelHandle(Model, Protocol):
 
     @property
     def step_sizes(self) -> StepSizes:
-        """How an engine runs it where nobody says otherwise."""
+        """Defaults of an engine's step sizes and speculation."""
         ...
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
@@ -375,9 +401,16 @@ def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mas
 
 
 def greedy(logits: FloatArray, mask: Mask | None) -> Sampled:
-    """The `Sampler` of numpy backends when a request asks for none: the largest logit."""
-    allowed = logits if mask is None else np.where(unpack_mask(mask, logits.shape[1]), logits, np.float32(-np.inf))
-    ids = allowed.argmax(axis=1).astype(np.int32)
-    best = allowed[np.arange(len(ids)), ids]
-    ids[~np.isfinite(best)] = BAD_ROW  # a NaN is larger than everything to argmax
+    """The `Sampler` of numpy backends when a request asks for none: the largest logit, the first of equal ones."""
+    ids = logits.argmax(axis=1).astype(np.int32)  # to it, a NaN is larger than everything
+    best = logits[np.arange(len(ids)), ids]
+    if mask is not None:
+        is_allowed = (mask[np.arange(len(ids)), ids // 32] >> (ids % 32).astype(np.uint32)) & 1
+        # Only rows whose largest logit is ruled out are looked at again.
+        again = np.flatnonzero((is_allowed == 0) & ~np.isnan(best))
+        if len(again):
+            allowed = np.where(unpack_mask(mask[again], logits.shape[1]), logits[again], np.float32(-np.inf))
+            ids[again] = allowed.argmax(axis=1)
+            best[again] = allowed[np.arange(len(again)), ids[again]]
+    ids[~np.isfinite(best)] = BAD_ROW
     return Sampled(ids)

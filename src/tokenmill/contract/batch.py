@@ -121,7 +121,7 @@ def asking_for(output: NDArray[np.uint8], kind: Output) -> IntArray:
 
 
 class BatchBuilder:
-    """Collects tokens one run at a time. The engine's hot path fills arrays itself; this is for everybody else."""
+    """Collects tokens one run at a time. The engine's hot path fills arrays itself; this is for all other callers."""
 
     def __init__(self) -> None:
         self._token: list[int] = []

@@ -37,7 +37,7 @@ class Capabilities:
     deterministic: bool = False
     """A row's result does not depend on what else is in the batch."""
     parked_cells: int | None = None
-    """Where cells that nobody is running slow all steps down: how many of them are worth it. None where they do not."""
+    """Most parked cells that are worth keeping where they slow all steps down; None where they do not."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ from tokenmill.contract.backend import (
 )
 from tokenmill.contract.batch import Batch, IntArray, Output, asking_for, num_asking_for
 from tokenmill.contract.kv import Capabilities
-from tokenmill.errors import BackendClosed, ForwardFailed, InvalidBatch, InvalidOperation, StaleKV
+from tokenmill.errors import BackendClosed, ConfigError, ForwardFailed, InvalidBatch, InvalidOperation, StaleKV
 from tokenmill.kv.paged import PagedKV, Segment
 
 
@@ -146,6 +146,24 @@ class WeightsGate:
         if version != self.version and not is_empty():
             raise StaleKV(f"the weights were replaced: KV has version {version}, the weights {self.version}")
         return self.version
+
+
+BLOCK_SIZE = 16
+"""Cells that are handed out together, unless told otherwise."""
+PAGED_EXTRAS = frozenset({"block_size", "depth", "kv_cache_dtype", "model_impl"})
+"""Names in `LoadOptions.extra` that backends of this kind know."""
+
+
+def check_extras(extra: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that no paged backend has, or of a wrong value."""
+    unknown = set(extra) - PAGED_EXTRAS
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}")
+    block_size, depth = extra.get("block_size", BLOCK_SIZE), extra.get("depth")
+    if type(block_size) is not int or block_size < 1:  # bool is a subclass of int
+        raise ConfigError(f"block_size must be an integer of at least 1, not {block_size!r}")
+    if depth is not None and (type(depth) is not int or depth not in (0, 1)):
+        raise ConfigError(f"depth must be 0 or 1, not {depth!r}")
 
 
 class PagedStep(Step):

@@ -1,1 +1,1 @@
-"""From logits to ids: batched over rows, each row with its own parameters, key and rules. Needs torch."""
+"""From parameters to draws: each row with its own parameters, key and rules. Imports no torch."""

@@ -1,7 +1,7 @@
-"""`SamplingState`: one row a request, as arrays on the host; what a step's sampler reads.
+"""`SamplingState`: one row a request, as arrays on the host; what the draws of a step are made from.
 
 Owned by the engine core's thread. Rows are those of the running requests, so a decode step picks its parameters with
-one numpy index per column. A `RowRule` is what a request remembers between draws that the model does not see.
+one numpy index. A `RowRule` is what a request remembers between draws that the model does not see.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from tokenmill.contract import IntArray
+from tokenmill.contract.draws import DRAW, FLOATS, Draws, TokenLists
 from tokenmill.params import SamplingParams
 
 MOST_OVER = 64
@@ -95,14 +97,14 @@ def repeat_lengths(tokens: np.ndarray) -> np.ndarray:
     return np.array([0, *same[:0:-1]][:count], dtype=np.int64)
 
 
-FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-          "xtc_probability", "xtc_threshold")  # fmt: skip
 COLDEST = 1e-5
 """A temperature below this leaves nothing but the likeliest token: it is greedy."""
 LARGEST = float(np.finfo(np.float32).max)
-_NO_TOKENS = np.zeros(0, dtype=np.int64)
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
 Proposed = Mapping[int, Sequence[int]]
 """Place of a draw -> tokens between its row's log and it, as if they had been drawn."""
+Listed = tuple[np.ndarray, np.ndarray | None]
+"""Tokens, and a number for each where it has one."""
 
 
 class SamplingState:
@@ -110,30 +112,21 @@ class SamplingState:
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.floats = {name: np.zeros(max_rows, dtype=np.float32) for name in FLOATS}
-        self.top_k = np.zeros(max_rows, dtype=np.int64)
-        self.seed = np.zeros(max_rows, dtype=np.int64)
-        self.choice = np.zeros(max_rows, dtype=np.int64)
-        self.attempt = np.zeros(max_rows, dtype=np.int64)
-        self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self.table = np.zeros(max_rows, dtype=DRAW)
+        """What each row is drawn with; its positions are those of a step."""
+        self.table["num_logprobs"] = -1
         self.is_plain_greedy = np.ones(max_rows, dtype=bool)
         """Nothing but the largest logit is asked for."""
-        self.is_raw = np.ones(max_rows, dtype=bool)
-        """Drawn from the model's own logits, and only the id is asked for."""
-        self.is_filtered = np.zeros(max_rows, dtype=bool)
-        """The draw needs the tokens in order of likelihood."""
-        self.has_penalties = np.zeros(max_rows, dtype=bool)
         self.has_edits = np.zeros(max_rows, dtype=bool)
         """Bias, bans, allow-lists: edits of single logits before the penalties."""
         self.has_rules = np.zeros(max_rows, dtype=bool)
         self._edits: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_rows
-        self.allowed: list[np.ndarray | None] = [None] * max_rows
+        self._allowed: list[np.ndarray | None] = [None] * max_rows
         """The tokens of a row's allow-list; None: all."""
         self._early: list[tuple[np.ndarray, int] | None] = [None] * max_rows
         """(stop tokens, length of the log before which they are banned)."""
         self._rules: list[list[RowRule]] = [[] for _ in range(max_rows)]
         self._logs: list[Sequence[int]] = [()] * max_rows
-        self._num_prompt = np.zeros(max_rows, dtype=np.int64)
 
     def attach(
         self,
@@ -147,96 +140,100 @@ class SamplingState:
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """A request takes the row. `log` is its live list of tokens."""
+        draw = self.table[row]
         for name in FLOATS:
-            self.floats[name][row] = getattr(params, name)
+            draw[name] = getattr(params, name)
         is_greedy = params.temperature < COLDEST
         if is_greedy:
-            self.floats["temperature"][row] = 0
-        self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
-        self.seed[row], self.choice[row], self.attempt[row] = seed, choice, params.attempt
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._logs[row], self._num_prompt[row] = log, num_prompt
+            draw["temperature"] = 0
+        draw["top_k"] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
+        draw["seed"], draw["choice"], draw["attempt"] = seed, choice, params.attempt
+        draw["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        draw["num_prompt"] = num_prompt
+        draw["is_filtered"] = params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
+        has_penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        draw["has_penalties"] = has_penalties
+        self._logs[row] = log
         has_bias = params.logit_bias or params.banned_token_ids
         self._edits[row] = _edits(params, self.vocab_size) if has_bias else None
-        self.allowed[row] = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+        allowed = params.allowed_token_ids
+        self._allowed[row] = None if allowed is None else np.unique(np.array(allowed, dtype=np.int32))
         early = sorted(token for token in stop_ids if token < self.vocab_size)
         self._early[row] = (
-            (np.array(early, dtype=np.int64), num_prompt + params.min_tokens) if early and params.min_tokens else None
+            (np.array(early, dtype=np.int32), num_prompt + params.min_tokens) if early and params.min_tokens else None
         )
         self._rules[row] = [Dry(params, log)] if params.dry_multiplier else []
         self.has_rules[row] = bool(self._rules[row])
-        self.has_penalties[row] = (
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        )
-        self.has_edits[row] = (
-            self._edits[row] is not None or self.allowed[row] is not None or self._early[row] is not None
-        )
-        self.is_filtered[row] = (
-            params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
-        )
-        is_edited = self.has_edits[row] or self.has_penalties[row] or self.has_rules[row]
-        self.is_plain_greedy[row] = is_greedy and params.logprobs is None and not is_edited
-        self.is_raw[row] = params.logprobs is None and not is_edited
+        self.has_edits[row] = self._edits[row] is not None or allowed is not None or self._early[row] is not None
+        is_raw = params.logprobs is None and not (self.has_edits[row] or has_penalties or self.has_rules[row])
+        self.is_plain_greedy[row] = is_greedy and is_raw
 
     def detach(self, row: int) -> None:
         self._logs[row], self._rules[row] = (), []
-        self._edits[row] = self.allowed[row] = self._early[row] = None
+        self._edits[row] = self._allowed[row] = self._early[row] = None
 
     def advance(self, row: int, token: int) -> None:
         """A token was drawn for a row that has rules."""
         for rule in self._rules[row]:
             rule.advance(token)
 
-    # -- what a step's sampler asks -----------------------------------------------------------------------------------
+    # -- a step's draws -----------------------------------------------------------------------------------------------
 
-    def histories(self, rows: np.ndarray, places: np.ndarray, proposed: Proposed) -> tuple[np.ndarray, np.ndarray]:
-        """[places, tokens]: those seen in prompt or output, some of them more than once; how often each was drawn."""
-        logs = [self._log(row, proposed.get(place, ())) for place, row in zip(places, rows[places], strict=True)]
-        seen = np.zeros((len(places), max(map(len, logs))), dtype=np.int64)
-        counts = np.zeros(seen.shape, dtype=np.float32)
-        for i, (row, log) in enumerate(zip(rows[places].tolist(), logs, strict=True)):
-            drawn = np.bincount(log[self._num_prompt[row] :], minlength=self.vocab_size)
-            seen[i, : len(log)], seen[i, len(log) :] = log, log[-1]
-            counts[i] = drawn[seen[i]]
-        return seen, counts
+    def draws(self, rows: IntArray, positions: IntArray, proposed: Proposed) -> Draws:
+        """What is drawn for these rows, a token at each of the positions."""
+        table = self.table[rows]
+        table["position"] = positions
+        edited, penalized, ruled = (
+            which.nonzero()[0].tolist()
+            for which in (self.has_edits[rows], table["has_penalties"], self.has_rules[rows])
+        )
+        allowed = {place: (ids, None) for place in edited if (ids := self._allowed[rows[place]]) is not None}
+        histories = {place: (self._log(rows[place], proposed.get(place, ())), None) for place in penalized}
+        return Draws(
+            table,
+            _lists(len(rows), allowed),
+            _lists(len(rows), {place: self.edits(rows[place], proposed.get(place, ())) for place in edited}),
+            _lists(len(rows), histories),
+            _lists(len(rows), {place: self.taxes(rows[place], proposed.get(place, ())) for place in ruled}),
+        )
 
     def _log(self, row: int, proposed: Sequence[int]) -> np.ndarray:
-        return np.asarray([*self._logs[row], *proposed] if proposed else self._logs[row], dtype=np.int64)
+        return np.asarray([*self._logs[row], *proposed] if proposed else self._logs[row], dtype=np.int32)
 
-    def edits(
-        self, rows: np.ndarray, places: np.ndarray, proposed: Proposed
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bias and bans: (place in `rows`, token, what is added) of each logit, for the rows at `places`."""
-        at, tokens, added = [_NO_TOKENS], [_NO_TOKENS], [np.zeros(0, dtype=np.float32)]
-        for place in places.tolist():
-            row = rows[place]
-            early, edits = self._early[row], self._edits[row]
-            if early is None and edits is None:  # it has an allow-list
-                continue
-            length = len(self._logs[row]) + len(proposed.get(place, ()))
-            banned = early[0] if early is not None and length < early[1] else _NO_TOKENS
-            if edits is not None:
-                biased = ~np.isin(edits[0], banned)
-                tokens.append(edits[0][biased])
-                added.append(edits[1][biased])  # far from float32's end: params.MAX_BIAS
-            tokens.append(banned)
-            added.append(np.full(len(banned), -np.inf, dtype=np.float32))
-            at.append(np.full(sum(map(len, tokens)) - sum(map(len, at)), place, dtype=np.int64))
-        return np.concatenate(at), np.concatenate(tokens), np.concatenate(added)
+    def edits(self, row: int, proposed: Sequence[int]) -> Listed:
+        """Bias and bans: tokens, and what is added to their logits."""
+        early, edits = self._early[row], self._edits[row]
+        length = len(self._logs[row]) + len(proposed)
+        banned = early[0] if early is not None and length < early[1] else _NO_TOKENS
+        tokens, added = banned, np.full(len(banned), -np.inf, dtype=np.float32)
+        if edits is not None:
+            biased = ~np.isin(edits[0], banned)
+            tokens = np.concatenate((edits[0][biased], tokens))
+            added = np.concatenate((edits[1][biased], added))  # far from float32's end: params.MAX_BIAS
+        return tokens, added
 
-    def taxes(
-        self, rows: np.ndarray, places: np.ndarray, proposed: Proposed
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the rules take off: (place in `rows`, token, tax) of each logit, for the rows at `places`."""
-        found: list[tuple[int, int, float]] = []
-        for place in places.tolist():
-            taxed: dict[int, float] = {}
-            for rule in self._rules[rows[place]]:
-                for token, tax in _following(rule, proposed.get(place, ())).penalties().items():
-                    taxed[token] = taxed.get(token, 0.0) + tax
-            found += [(place, token, tax if math.isinf(tax) else min(tax, LARGEST)) for token, tax in taxed.items()]
-        at, tokens, taxes = zip(*found, strict=True) if found else ((), (), ())
-        return np.array(at, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(taxes, dtype=np.float32)
+    def taxes(self, row: int, proposed: Sequence[int]) -> Listed:
+        """What the rules take off: tokens, and the tax on each."""
+        taxed: dict[int, float] = {}
+        for rule in self._rules[row]:
+            for token, tax in _following(rule, proposed).penalties().items():
+                taxed[token] = taxed.get(token, 0.0) + tax
+        taxes = [tax if math.isinf(tax) else min(tax, LARGEST) for tax in taxed.values()]
+        return np.array(list(taxed), dtype=np.int32), np.array(taxes, dtype=np.float32)
+
+
+def _lists(num_rows: int, found: Mapping[int, Listed]) -> TokenLists | None:
+    """What was found for some places, in one piece; None if that is nothing."""
+    if not any(len(tokens) for tokens, _ in found.values()):
+        return None
+    begin = np.zeros(num_rows + 1, dtype=np.int64)
+    begin[np.array(list(found)) + 1] = [len(tokens) for tokens, _ in found.values()]
+    values = [value for _, value in found.values() if value is not None]
+    return TokenLists(
+        begin.cumsum(),
+        np.concatenate([tokens for tokens, _ in found.values()]),
+        np.concatenate(values) if values else None,
+    )
 
 
 def _following(rule: RowRule, tokens: Sequence[int]) -> RowRule:
@@ -254,4 +251,4 @@ def _edits(params: SamplingParams, vocab_size: int) -> tuple[np.ndarray, np.ndar
     changes = {token: change for token, change in changes.items() if token < vocab_size}
     if not changes:
         return None
-    return np.array(list(changes), dtype=np.int64), np.array(list(changes.values()), dtype=np.float32)
+    return np.array(list(changes), dtype=np.int32), np.array(list(changes.values()), dtype=np.float32)

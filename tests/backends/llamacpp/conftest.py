@@ -11,7 +11,8 @@ import pytest
 from tests.backends.llamacpp.files import write_attention, write_mamba
 from tests.llamacpp import needs_llamacpp
 from tokenmill import open_model
-from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
+from tokenmill.backends.library import fetch_alias
+from tokenmill.config import DEFAULT_MODEL
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

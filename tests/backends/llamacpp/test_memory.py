@@ -6,6 +6,8 @@ import gc
 import itertools
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +92,31 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
 
 
-@pytest.mark.req("R27")
-def test_a_second_context_takes_its_kv_and_no_more(default_model: Path) -> None:
-    limits = BackendLimits(num_cells=8191, max_seqs=16, num_threads=1)
-    model = open_model(str(default_model), backend="llamacpp", n_ubatch=32)
+def sizes_of_contexts(path: str, num_cells: int) -> tuple[list[int], int, int]:
+    """Resident bytes after each of three contexts, the KV bytes of a token, and those of the weights."""
+    limits = BackendLimits(num_cells=num_cells, max_seqs=16, num_threads=1)
+    model = open_model(path, backend="llamacpp", n_ubatch=32)
     batch = BatchBuilder().add_run(list(range(500, 516)), 0, 0).build()
     backends, sizes = [], []
     for _ in range(3):
         backends.append(model.new_backend(limits))
         backends[-1].decode(batch)
         sizes.append(resident_bytes())
-    kv = 8192 * model.info.kv_bytes_per_token
-    for before, after in itertools.pairwise(sizes):
-        assert 0.9 * kv < after - before < kv + 0.2 * model.memory(limits, 1).weights
+    found = sizes, model.info.kv_bytes_per_token, model.memory(limits, 1).weights
     for backend in backends:
         backend.close()
     model.close()
+    return found
+
+
+@pytest.mark.req("R27")
+def test_a_second_context_takes_its_kv_and_no_more(default_model: Path) -> None:
+    """In a process of its own: this one may have memory to use again."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        sizes, kv_bytes_per_token, weights = pool.submit(sizes_of_contexts, str(default_model), 8191).result()
+    kv = 8192 * kv_bytes_per_token
+    for before, after in itertools.pairwise(sizes):
+        assert 0.9 * kv < after - before < kv + 0.2 * weights
 
 
 @pytest.mark.req("R27")

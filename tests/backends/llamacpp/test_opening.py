@@ -117,8 +117,8 @@ def test_what_torch_has_goes_to_torch_and_all_else_to_llama_cpp(
             opened = open_model(str(path), device="cpu")
             assert ("llamacpp" in type(opened).__module__) == (path is mamba)
             opened.close()
-    assert "small.gguf: backend torch (llama is one of torch's architectures)" in caplog.text
-    assert "mamba.gguf: backend llamacpp (mamba is not one of torch's gemma2, gemma3, " in caplog.text
+    assert "small.gguf: backend torch (its weights are floats)" in caplog.text
+    assert "mamba.gguf: backend llamacpp (mamba is not one of gemma2, gemma3, " in caplog.text
 
 
 def test_options_that_do_not_go_together_are_refused(small: Path) -> None:

@@ -47,7 +47,7 @@ def a_step_can_name_the_token_of_the_one_before(subject: Subject) -> None:
         assert same(subject, backend.collect(follow).logits[0], fresh(subject, [1, 2, 3, token]))
 
 
-def second_best(logits: Any, mask: Any | None) -> Sampled:
+def second_best(logits: Any, mask: Any | None, threads: Any | None = None) -> Sampled:
     on_host = logits.cpu().numpy() if hasattr(logits, "cpu") else logits
     ids = np.asarray(on_host).argsort(axis=1)[:, -2]
     return Sampled(ids.astype(np.int32), {"asked": np.arange(len(ids))})
@@ -145,3 +145,21 @@ def proposed_tokens_give_logits_of_their_own_and_are_removed_again(subject: Subj
         with refused(InvalidOperation, "rows of the token table"):
             last = backend.forward(BatchBuilder().add(7, 4, 0, Output.LOGITS).build())
             backend.sample(last, SampleRows(np.zeros(1, dtype=np.int32), np.array([1, 2], dtype=np.int32)))
+
+
+@proves("R33")
+def a_verification_in_a_copy_leaves_its_source_alone(subject: Subject) -> None:
+    """Proposed tokens are written behind a prefix that another sequence holds, too; both go on after the rollback."""
+    with subject.make(SMALL) as backend:
+        prefill(backend, [1, 2, 3, 4, 5], 0)
+        backend.kv.seq_cp(0, 1)
+        batch = BatchBuilder()
+        for offset, token in enumerate([6, 9, 8]):
+            batch.add(token, 5 + offset, 1, Output.LOGITS)
+        logits = backend.decode(batch.build()).logits
+        assert same(subject, logits[2], fresh(subject, [1, 2, 3, 4, 5, 6, 9, 8]))
+        assert backend.kv.seq_rm(1, 6)
+        follow = BatchBuilder().add(7, 5, 0, Output.LOGITS).add(10, 6, 1, Output.LOGITS).build()
+        logits = backend.decode(follow).logits
+        assert same(subject, logits[0], fresh(subject, [1, 2, 3, 4, 5, 7]))
+        assert same(subject, logits[1], fresh(subject, [1, 2, 3, 4, 5, 6, 10]))

@@ -154,6 +154,7 @@ class NativeModel:
         params.use_extra_bufts = not has_amx() if repack is None else repack
         params.progress_callback = told = _progress_callback(progress)
         log = native_log()
+        log.install()  # its log is the process's: others may have redirected it since
         log.forget_errors()
         self.pointer = llama.llama_model_load_from_file(str(path).encode(), params)
         del told  # it had to live until here

@@ -1,8 +1,8 @@
 """`TorchBackend`: the contract on torch tensors. The rules are `PagedBackend`'s; this is the computing.
 
 It is generic in its decoder and in what it keeps of a step. `EagerBackend` runs a step when it is submitted:
-`DenseBackend` here on torch, `native_backend.py` on our C library, `transformers_adapter.py` on the models of
-transformers. `cuda/backend.py` has what a card adds.
+`DenseBackend` here, and `transformers_adapter.py` on the models of transformers. `cuda/backend.py` has what a card
+adds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokenmill.backends.families.config import DecoderSizes
 from tokenmill.backends.torch.attention import ROWS, AttentionMaker, GatherAttention, TiledAttention
-from tokenmill.backends.torch.config import DecoderSizes
 from tokenmill.backends.torch.decoder import Decoder
+from tokenmill.backends.torch.kernels.device import largest, largest_allowed, upload
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled
+from tokenmill.contract import BAD_ROW, Batch, DecodeOutput, IntArray, Mask, Output, Sampled, Sampler
 from tokenmill.contract.backend import SampleRows
 from tokenmill.errors import ForwardFailed
-from tokenmill.kernels.device import largest, largest_allowed, upload
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 
@@ -126,11 +126,15 @@ class TorchBackend(PagedBackend[S], Generic[D, S]):
         logits = self._all_logits(step)
         if len(rows.logits_row) != len(logits) or (rows.logits_row != np.arange(len(logits))).any():
             logits = logits[self._to_device(rows.logits_row)]
-        sampled = greedy(logits, mask) if rows.sampler is None else rows.sampler(logits, mask)
+        sampled = greedy(logits, mask) if rows.sampler is None else self._draw(rows.sampler, logits, mask)
         # A bad row's request is over; at depth 1 its next token is in flight already and must be some valid id.
         kept = self._ids(sampled.ids)[: len(rows.table_row)]
         self._last_sampled[self._to_device(rows.table_row)] = kept.clamp(0, self._vocab_size - 1)
         return sampled
+
+    def _draw(self, sampler: Sampler, logits: Tensor, mask: Mask | None) -> Sampled:
+        """On the host in numpy, whose sampler is faster than torch's there."""
+        return sampler(logits.float().numpy() if logits.device.type == "cpu" else logits, mask)
 
     def _ids(self, ids: Any) -> Tensor:
         """Ids on the device, from a sampler that worked there or on the host."""

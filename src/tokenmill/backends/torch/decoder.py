@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmill.backends.families.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.attention import Attention, Scoring
-from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
 from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.backends.torch.rope import Rotations, rotate
+from tokenmill.backends.torch.rotations import Rotations, rotate
 from tokenmill.backends.torch.weights import DecoderWeights, LayerWeights
 
 

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmill.backends.torch.rope import rotate, rotations
+from tokenmill.backends.torch.kernels.device import upload
+from tokenmill.backends.torch.rotations import rotate, rotations
 from tokenmill.contract import IntArray, LayerKV
 from tokenmill.errors import InvalidOperation
-from tokenmill.kernels.device import upload
 
-BLOCK_SIZE = 16
-"""Cells that are handed out together, unless told otherwise."""
 LARGE_PAGE = 2 << 20
 
 

@@ -13,18 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tokenmill.backends.families.names import in_file
 from tokenmill.backends.torch.attention import rows_are_independent
 from tokenmill.backends.torch.backend import AnyDecoder, DenseBackend, TorchBackend
 from tokenmill.backends.torch.decoder import Decoder
-from tokenmill.backends.torch.families.names import in_file
-from tokenmill.backends.torch.footprint import Form, free_bytes, plan
-from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
-from tokenmill.backends.torch.native_backend import NativeBackend, NativeDecoder
+from tokenmill.backends.torch.footprint import free_bytes, plan
+from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.contract import BackendLimits, Capabilities, ModelInfo, StepSizes
 from tokenmill.contract.backend import KV_SHARE, MemoryPlan
 from tokenmill.errors import ConfigError, InvalidOperation
 from tokenmill.kv.paged import PagedKV
-from tokenmill.kv.paged_backend import WeightsGate
+from tokenmill.kv.paged_backend import BLOCK_SIZE, WeightsGate
 
 NUM_THREADS = torch.get_num_threads()
 """What torch would take by itself, before any backend has told it otherwise."""
@@ -69,7 +68,7 @@ class BaseTorchModel(ABC):
         own_names: Mapping[str, str],
         path: Path | None,
         *,
-        form: Form | None,
+        form: torch.dtype | None,
         deterministic: bool = False,
         block_size: int | None = None,
         depth: int | None = None,
@@ -78,9 +77,10 @@ class BaseTorchModel(ABC):
         self.path = path
         self._base = decoder
         config, self._device, self._dtype = decoder.config, decoder.device, kv_dtype or decoder.kv_dtype
-        self._form: Form = decoder.kv_dtype if form is None else form
+        self._form = decoder.kv_dtype if form is None else form
         layers, held_as = config.layer_kv(self._dtype.itemsize), f"torch {self._form} {self._dtype}"
-        self.info = ModelInfo(name, config.vocab_size, config.hidden_size, config.max_context, layers, form=held_as)
+        sizes = (config.vocab_size, config.hidden_size, config.max_context)
+        self.info = ModelInfo(name, *sizes, layers, form=held_as, deterministic=deterministic)
         self._own_names = own_names
         self._gate = WeightsGate()
         self._deterministic = deterministic
@@ -155,18 +155,17 @@ class TorchModel(BaseTorchModel):
     def __init__(
         self,
         name: str,
-        decoder: Decoder | NativeDecoder,
+        decoder: Decoder,
         names: Mapping[str, str],
         path: Path | None = None,
         *,
-        form: Form | None = None,
+        form: torch.dtype | None = None,
         deterministic: bool = False,
         block_size: int | None = None,
         depth: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        # The kernels of a `NativeDecoder` are made so that a row depends on nothing but itself.
-        if deterministic and isinstance(decoder, Decoder) and not rows_are_independent(_matrices(decoder)):
+        if deterministic and not rows_are_independent(_matrices(decoder)):
             raise ConfigError("deterministic: on this machine a row of a matrix product depends on the other rows")
         self.decoder = decoder
         super().__init__(
@@ -186,11 +185,6 @@ class TorchModel(BaseTorchModel):
 
     def new_backend(self, limits: BackendLimits) -> TorchBackend[Any, Any]:
         kv, storage = self._new_memory(limits)
-        if isinstance(self.decoder, NativeDecoder):
-            num_threads = limits.num_threads or self._num_threads
-            return NativeBackend(
-                self.decoder, kv, storage, self._gate, ubatch_size=limits.ubatch_size, num_threads=num_threads
-            )
         # The order of additions may depend on the number of threads, so that is the model's own where it must not vary.
         asked = None if self._deterministic else limits.num_threads
         return DenseBackend(

@@ -35,20 +35,20 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
 
+from tokenmill.backends.checkpoints import SafetensorsSource, some_names
+from tokenmill.backends.families.config import MOST_CONTEXT, MOST_LAYERS, kv_bytes
 from tokenmill.backends.torch.attention import GatherAttention, Scoring
 from tokenmill.backends.torch.backend import EagerBackend, TorchStep, Ubatch
-from tokenmill.backends.torch.config import MOST_CONTEXT, MOST_LAYERS
-from tokenmill.backends.torch.footprint import free_bytes, kv_bytes, plan_sizes
-from tokenmill.backends.torch.kv_storage import BLOCK_SIZE, TorchKV
+from tokenmill.backends.torch.footprint import free_bytes, plan_sizes
+from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.model import BaseTorchModel
-from tokenmill.backends.torch.sources import SafetensorsSource
-from tokenmill.backends.torch.weights import all_finite, overwrite, some_names
+from tokenmill.backends.torch.weights import all_finite, overwrite
 from tokenmill.contract import Backend, BackendLimits, Batch, IntArray, LayerKV, Output
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ModelLoadError, UnsupportedModel
 from tokenmill.files import has_tokenizer, model_name
 from tokenmill.kv.paged import PagedKV, Segment
-from tokenmill.kv.paged_backend import WeightsGate
+from tokenmill.kv.paged_backend import BLOCK_SIZE, WeightsGate
 
 log = logging.getLogger(__name__)
 
@@ -533,7 +533,7 @@ class TransformersDescription:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_bytes(self._spec, self._dtype)
+        return kv_bytes(self._spec, self._dtype.itemsize)
 
     @property
     def free_bytes(self) -> int:

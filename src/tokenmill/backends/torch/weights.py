@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.backends.torch.config import DecoderConfig
-from tokenmill.backends.torch.families.names import SETTINGS, Shape, in_file, is_norm, shapes
-from tokenmill.backends.torch.native.packing import Quantised
+from tokenmill.backends.checkpoints import StoredTensor, TensorSource
+from tokenmill.backends.families.config import DecoderConfig
+from tokenmill.backends.families.names import Shape, in_file, is_norm, shapes
 from tokenmill.errors import InvalidOperation, ModelLoadError
 
 
@@ -32,32 +31,20 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-class TensorSource(Protocol):
-    """A checkpoint: tensors by the names it gives them."""
+TORCH_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Of safetensors files."""
 
-    @property
-    def where(self) -> str:
-        """What an error calls it."""
-        ...
 
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-    @property
-    def is_quantised(self) -> bool:
-        """Are its large matrices stored in fewer bits than numbers usually have?"""
-        ...
-
-    def load(self, name: str) -> Tensor:
-        """A tensor's values, on the host."""
-        ...
-
-    def bits_of(self, name: str) -> int:
-        """In how many bits a matrix is held that is taken over as it is."""
-        ...
-
-    def load_quantised(self, name: str) -> Quantised | None:
-        """A matrix as its file has it; None if it is not stored in a form that is taken over."""
-        ...
+def as_tensor(stored: StoredTensor, where: str, name: str) -> Tensor:
+    """A tensor's values on the host, of the type that they are stored in if torch has it; mapped, where that can be."""
+    kind = TORCH_TYPES.get(stored.dtype)
+    if kind is not None and stored.order is None and stored.raw.flags.writeable:
+        return torch.from_numpy(stored.raw).view(kind)
+    values = stored.values(where, name)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 @dataclass(frozen=True)
@@ -102,11 +89,7 @@ class DecoderWeights:
         """
         for done, (own, view) in enumerate(self.views.items()):
             name = in_file(own, names)
-            value = source.load(name)
-            if not value.is_floating_point():
-                raise ModelLoadError(
-                    f"{source.where}: {name} has the type {value.dtype}, which is not a floating point type"
-                )
+            value = as_tensor(source.load(name), source.where, name)
             view.copy_(self._shifted(own, value))
             if not all_finite(view):
                 raise ModelLoadError(f"{source.where}: {name} has non-finite values as {view.dtype}")
@@ -161,29 +144,6 @@ class DecoderWeights:
         return Linear(weight, bias)
 
 
-def check_tensors(source: TensorSource, config: DecoderConfig, names: Mapping[str, str]) -> None:
-    """Compare a checkpoint's tensors with those of a decoder; `ModelLoadError` names what is missing, unexpected or
-    misshapen. Nothing is allocated: sizes are believed only after this.
-    """
-    there, expected = source.shapes(), shapes(config)
-    wanted = {in_file(own, names): own for own in expected}
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        raise ModelLoadError(f"{source.where}: {some_names(missing)} missing")
-    head = names["head"]  # a tied one may be there, too
-    unexpected = [name for name in there if name not in wanted and name != head and not _is_a_setting(name)]
-    if unexpected:
-        raise ModelLoadError(f"{source.where}: {some_names(unexpected)} not expected")
-    for name, own in wanted.items():
-        if there[name] != expected[own]:
-            raise ModelLoadError(f"{source.where}: {name} has shape {there[name]}, not {expected[own]}")
-
-
-def _is_a_setting(name: str) -> bool:
-    """Tensors that follow from the configuration, or that it was made from."""
-    return name in SETTINGS or name.endswith("rotary_emb.inv_freq")
-
-
 def overwrite(weight: Tensor, value: Tensor) -> None:
     """New values for a weight, in place. `InvalidOperation`: another shape, or values that the weight's type lacks."""
     if value.shape != weight.shape:
@@ -198,9 +158,3 @@ def overwrite(weight: Tensor, value: Tensor) -> None:
 def all_finite(values: Tensor) -> bool:
     """By the extremes, which takes no memory; a NaN is both."""
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
-
-
-def some_names(names: list[str]) -> str:
-    few = ", ".join(name if name.isprintable() else repr(name) for name in sorted(names)[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{few}{more} {'is' if len(names) == 1 else 'are'}"

@@ -25,6 +25,7 @@ from tokenmill.backends.torch.cuda.inputs import StepInputs
 from tokenmill.backends.torch.cuda.layers import Switches
 from tokenmill.backends.torch.cuda.model import BaseCudaModel
 from tokenmill.backends.torch.footprint import plan_sizes
+from tokenmill.backends.torch.kernels.islands import store
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.backends.torch.transformers_adapter import (
@@ -38,7 +39,6 @@ from tokenmill.backends.torch.transformers_adapter import (
 from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ModelLoadError, UnsupportedModel
-from tokenmill.kernels.islands import store
 
 log = logging.getLogger(__name__)
 

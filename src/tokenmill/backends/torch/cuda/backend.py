@@ -22,6 +22,7 @@ from tokenmill.backends.torch.cuda.graphs import (
     PromptShapes,
     StepGraphs,
     decode_sizes,
+    largest_decode,
 )
 from tokenmill.backends.torch.cuda.inputs import (
     FAR_CELLS,
@@ -34,16 +35,13 @@ from tokenmill.backends.torch.cuda.inputs import (
     capacity,
     download,
     mixed_inputs,
+    most_singles,
 )
 from tokenmill.backends.torch.cuda.layers import AnyCudaDecoder
 from tokenmill.backends.torch.footprint import GRAPH_TOKENS
-from tokenmill.backends.torch.kv_storage import TorchKV
-from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
-from tokenmill.contract.backend import SampleRows, pack_mask
-from tokenmill.errors import ForwardFailed
-from tokenmill.kernels import drawing
-from tokenmill.kernels.device import masked
-from tokenmill.kernels.paged_attention import (
+from tokenmill.backends.torch.kernels import drawing
+from tokenmill.backends.torch.kernels.device import masked
+from tokenmill.backends.torch.kernels.paged_attention import (
     QUERIES,
     add_far_attention,
     by_block,
@@ -51,6 +49,10 @@ from tokenmill.kernels.paged_attention import (
     num_splits_for,
     prefill_attention,
 )
+from tokenmill.backends.torch.kv_storage import TorchKV
+from tokenmill.contract import BAD_ROW, Batch, IntArray, Mask, Output, Sampled
+from tokenmill.contract.backend import SampleRows, pack_mask
+from tokenmill.errors import ForwardFailed
 from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import WeightsGate
 
@@ -140,8 +142,6 @@ WARM_UP_S = 10.0
 """For the capture of graphs at start-up, which takes 2 to 5 s."""
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int32)
 LOGITS_ALONE = np.uint8(Output.LOGITS)
-LARGEST_GRAPH = 512
-"""Decode steps of more sequences are launched kernel by kernel: the host keeps up with them."""
 
 
 class CudaStep(TorchStep):
@@ -190,12 +190,13 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         self._table_rows: tuple[IntArray, Tensor] | None = None
         """The rows of the token table that were last written, here and on the card: mostly they are so again."""
         most_seqs = num_running or kv.capabilities.max_seqs
-        largest_graph = min(most_seqs, ubatch_size, LARGEST_GRAPH)
+        self._most_singles = most_singles(ubatch_size, most_seqs)
+        largest_graph = largest_decode(most_seqs, ubatch_size)
         if self._switches.graphs and self._switches.attention and self._switches.islands:
             self._graphs = StepGraphs(self._device)
             self._turns = OutputTurns(largest_graph, self._vocab_size, decoder.kv_dtype, self._device)
         self._decode_sizes = decode_sizes(largest_graph)
-        self._prompt_shapes = PromptShapes(ubatch_size, most_seqs)
+        self._prompt_shapes = PromptShapes(ubatch_size, max(most_seqs, largest_graph))
         # Our attention loads nothing that a token does not see; what gathers whole blocks needs numbers in all of them.
         storage.holds_bad_numbers = not self._switches.attention
 
@@ -289,10 +290,12 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         output = batch.output[ubatch.tokens]
         is_decode = len(segment.lead) == len(segment.token_lead)  # one token of each sequence
-        if self._graphs is not None and is_decode and len(token) <= self._decode_sizes.largest:
+        runs = None if is_decode else StepRuns.of(lead, pos, self._most_singles)
+        reads_one_by_one = runs is None or not runs.num_longs
+        if self._graphs is not None and reads_one_by_one and len(token) <= self._decode_sizes.largest:
             self._decode(step, self._graphs, token, pos, slot, lead, output)
             return
-        wanted, runs = np.flatnonzero(output), StepRuns.of(lead, pos)
+        wanted, runs = np.flatnonzero(output), runs or StepRuns.of(lead, pos, self._most_singles)
         on_card = None if len(wanted) == len(token) else self._to_device(wanted)
         shape = None
         if self._graphs is not None and not is_decode:
@@ -317,7 +320,9 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         self, step: CudaStep, graphs: StepGraphs, token: IntArray, pos: IntArray, slot: IntArray, lead: IntArray,
         output: NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        """One token each of some sequences: all that is done to them is one graph, logits and the largest ones too."""
+        """Decodes, and proposed tokens behind them: all that is done to them is one graph, logits and the largest ones
+        too.
+        """
         count, size = len(token), self._decode_sizes.size_for(len(token))
         inputs, outputs = self._decode_inputs(size), self._turns.begin(step)
         inputs.send(self._kv.tables, token, pos, slot, lead)

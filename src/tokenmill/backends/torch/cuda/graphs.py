@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from tokenmill.backends.torch.backend import TorchStep
-from tokenmill.backends.torch.cuda.inputs import MOST_LONG_RUNS, PromptShape
+from tokenmill.backends.torch.cuda.inputs import MOST_LONG_RUNS, SHORT_RUN, PromptShape
 from tokenmill.backends.torch.footprint import GRAPH_TOKENS, NUM_TURNS
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What a graph is for: so many tokens, one of each sequence. Lengths and tables are data, not shape."""
+    """What a graph is for: so many tokens, each read for on its own. Lengths and tables are data, not shape."""
 
     num_tokens: int
     turn: int
@@ -116,6 +116,18 @@ class PaddedSizes:
     def keep(self, sizes: Iterable[int]) -> None:
         """Pad to these sizes only."""
         self.sizes = sorted(sizes)
+
+
+LARGEST_GRAPH = 512
+"""Decode steps of more tokens are launched kernel by kernel: the host keeps up with them."""
+SPECULATIVE_GRAPH = 64
+"""Tokens, proposed ones among them, of a step of few sequences that is run as one graph."""
+
+
+def largest_decode(num_seqs: int, ubatch_size: int) -> int:
+    """Tokens of the largest step that is run as a decode graph."""
+    with_proposals = min(SHORT_RUN * num_seqs, SPECULATIVE_GRAPH)
+    return min(max(num_seqs, with_proposals), ubatch_size, LARGEST_GRAPH)
 
 
 def decode_sizes(largest: int) -> PaddedSizes:

@@ -96,9 +96,17 @@ TOKEN, POS, SLOT, ROW, LAST, FIRST = range(NUM_FIELDS)
 """Of a decode step."""
 
 
+SHORT_RUN = 8
+"""Consecutive tokens of a sequence that attend one by one, as decodes do: a token and those proposed behind it."""
+MOST_SINGLES = 512
+"""Tokens of short runs in a step, unless more sequences than that run: each has a row of blocks of its own."""
+
+
 @dataclass(frozen=True)
 class SingleRuns:
-    """Runs of one token: decodes. Entry r of every tensor speaks of run r."""
+    """Tokens that attend on their own: decodes, and proposed tokens behind them. Entry r of every tensor speaks of
+    run r. All keys of a step are stored before any are read, so a token sees those before it in the same step.
+    """
 
     row: Tensor
     """Which token it is; -1 is none."""
@@ -200,11 +208,16 @@ class _Sizes:
 def capacity(num_tokens: int, tables: BlockTables, num_running: int | None, tile: int, graph_tokens: int) -> int:
     """Numbers that the largest step sends; graphs hold up to `graph_tokens`."""
     sections, max_width = 20, int(tables.table.shape[1])
-    most_runs = min(num_tokens, num_running or len(tables.table))
+    most_runs = most_singles(num_tokens, num_running or len(tables.table))
     most_parts = most_runs + num_tokens // FAR_ROWS  # of runs that are cut in two
     eager = 12 * (num_tokens + most_parts) + most_parts * max_width + sections * ALIGNED
     graph = _Sizes.of_shape(PromptShape(graph_tokens, most_runs), tile, max_width).total + most_runs * max_width
     return max(eager, graph)
+
+
+def most_singles(num_tokens: int, num_running: int) -> int:
+    """Tokens of a step that may be read for one by one."""
+    return min(num_tokens, max(num_running, MOST_SINGLES))
 
 
 def _widest(tables: BlockTables, seqs: IntArray) -> int:
@@ -213,7 +226,7 @@ def _widest(tables: BlockTables, seqs: IntArray) -> int:
 
 
 class DecodeInputs:
-    """The inputs of decode steps of one size: one token each of at most so many sequences.
+    """The inputs of steps of at most so many tokens, each of which is read for on its own.
 
     They lie at the same addresses in every step, which graphs rely on, so what is on the card is named once.
     """
@@ -252,16 +265,19 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class StepRuns:
-    """The runs of a step with prompt tokens: decodes, and the others."""
+    """The runs of a step: tokens that are read for one by one, and runs of prompts."""
 
     singles: Runs
     longs: Runs
 
     @staticmethod
-    def of(lead: IntArray, pos: IntArray) -> StepRuns:
+    def of(lead: IntArray, pos: IntArray, most_singles: int = MOST_SINGLES) -> StepRuns:
+        """Short runs are taken apart, as long as that makes at most `most_singles` tokens."""
         runs = runs_of(lead, pos)
-        is_single = runs.count == 1
-        return StepRuns(runs.take(np.flatnonzero(is_single)), runs.take(np.flatnonzero(~is_single)))
+        is_short = runs.count <= SHORT_RUN
+        if runs.count[is_short].sum() > most_singles:
+            is_short = runs.count == 1
+        return StepRuns(_one_by_one(runs.take(np.flatnonzero(is_short))), runs.take(np.flatnonzero(~is_short)))
 
     @property
     def num_singles(self) -> int:
@@ -270,6 +286,15 @@ class StepRuns:
     @property
     def num_longs(self) -> int:
         return len(self.longs.seq)
+
+
+def _one_by_one(runs: Runs) -> Runs:
+    """A run for each token."""
+    if (runs.count == 1).all():
+        return runs
+    offset = np.arange(runs.count.sum()) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+    begin = np.repeat(runs.begin, runs.count) + offset
+    return Runs(np.repeat(runs.seq, runs.count), runs.tokens, begin, np.ones_like(begin))
 
 
 def mixed_inputs(

@@ -14,16 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmill.backends.families.config import DecoderConfig
 from tokenmill.backends.torch.attention import Attention
-from tokenmill.backends.torch.config import DecoderConfig
 from tokenmill.backends.torch.cuda.inputs import StepInputs
 from tokenmill.backends.torch.decoder import Decoder, activated, rms_norm, scaled_logits
 from tokenmill.backends.torch.footprint import GATED_BYTES
+from tokenmill.backends.torch.kernels.islands import (
+    add,
+    embed,
+    gate,
+    norm,
+    one_row_product,
+    scale_logits,
+    turn_and_store,
+)
 from tokenmill.backends.torch.kv_storage import TorchKV
 from tokenmill.backends.torch.model import ModelDecoder
-from tokenmill.backends.torch.rope import rotate
+from tokenmill.backends.torch.rotations import rotate
 from tokenmill.backends.torch.weights import DecoderWeights, Linear
-from tokenmill.kernels.islands import add, embed, gate, norm, one_row_product, scale_logits, turn_and_store
 
 LayerTurns = Sequence[tuple[Tensor, Tensor] | None]
 """Of each layer: cosines and sines of all positions, [context, rotated dims / 2]; None: it has no rotation."""

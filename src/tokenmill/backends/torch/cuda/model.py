@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tokenmill.backends.families.names import in_file
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.layers import AnyCudaDecoder, CudaDecoder
-from tokenmill.backends.torch.families.names import in_file
-from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, Form, graph_bytes, more_rows_bytes, plan
+from tokenmill.backends.torch.footprint import FP8, NUM_ROWS, UBATCH_SIZE, graph_bytes, more_rows_bytes, plan
+from tokenmill.backends.torch.kernels.paged_attention import TILE
 from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.contract import BackendLimits, Batch, Output, StepSizes
 from tokenmill.contract.backend import MemoryPlan
 from tokenmill.errors import ConfigError
-from tokenmill.kernels.paged_attention import TILE
 
 KV_SHARE = 0.95
 """Of what is free beside the largest step, how much KV may take by default. The rest is for what nobody has counted."""
@@ -127,7 +127,7 @@ class CudaModel(BaseCudaModel):
         names: Mapping[str, str],
         path: Path | None = None,
         *,
-        form: Form | None = None,
+        form: torch.dtype | None = None,
         deterministic: bool = False,
         block_size: int | None = None,
         depth: int | None = None,
