@@ -1,35 +1,50 @@
 """`python -m benchmarks.speculation`: decoding with proposals against decoding without, in interleaved pairs, with A/A.
 
-copy     at 1 sequence: a text, code and JSON with one change, an agent's recurring tool results (bar: 1.8)
-chat     answers as the model itself gives them, drawn at temperature 0.8, at 1 sequence (bar: 1.05)
-fresh    tokens among which nothing repeats, at 1 sequence (bar: 0.95)
-batch    the chat answers at 16 sequences (bar: 0.95)
-rows     a step with 1 to 8 tokens of one sequence against one with as many sequences (bar: 1.05 times its time)
+On a model, here (`--model`):
 
-The model is small and loops when it decodes greedily, so what is said is replayed from a log: logits are computed and
-their largest found as always, then the log's token is taken. The time counted is from the first token to the last.
+copy     1 sequence: a text, code and JSON with one change, an agent's recurring tool results (bar: 1.8)
+chat     1 sequence: the model's own answer in the third turn of a chat, drawn at temperature 0.8 (bar: 1.05)
+fresh    1 sequence: tokens among which nothing repeats (bar: 0.95)
+batch    16 sequences: the chat answers (bar: 0.95)
+rows     a step with 1 to 8 tokens of one sequence against one with as many sequences (bar: 1.05 times its time)
+lookup   microseconds of a lookup in 1,000,000 tokens (bar: 20)
+
+On random weights of a real model's shape on a CUDA card (`--shape`, which needs torch, triton and numpy only):
+
+full     1 sequence: 4 tokens proposed in each step, all of them right (bar: 3.0)
+wide     256 sequences: the same, and proposals that are always wrong (bar: 0.97)
+draft    1 sequence: a draft model (`--draft-shape`) whose tokens are right with a given chance (bars: 1.5 at 80 %,
+         0.98 at 50 %)
+
+What is said is replayed from a log: logits are computed as always, then the log's token is taken. Small models loop
+when they decode greedily, random ones always do. The time counted is from the first token to the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.contract import BatchBuilder, Output, Sampled
-from tokenmill.engine.core import EngineCore
+from tokenmill.config import DEFAULT_MODEL, EngineConfig
+from tokenmill.contract import BatchBuilder, IntArray, ModelHandle, Output, Sampled, Sampler
+from tokenmill.engine.core import DraftModel, EngineCore
+from tokenmill.engine.cost_model import CostLine
 from tokenmill.engine.events import Event, VerifiedEvent
 from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.proposers import LONGEST_MATCH, LookupProposer, Proposal
 from tokenmill.engine.request import Draw, Hints, Limits, Request
-from tokenmill.entrypoints.options import open_for_engine
+from tokenmill.entrypoints.options import choose_limits, open_for_engine
 from tokenmill.params import SamplingParams
+from tokenmill.text.model_text import ModelText
 
 TEXT = (
     "The mill stands at the upper end of the valley, where the stream leaves the forest. It was built in 1783 by a "
@@ -75,38 +90,106 @@ COPIES = {
     "json": (f"Give me this document with Grace in Boston.\n\n{DOCUMENT}", DOCUMENT.replace("New York", "Boston")),
     "agent": (AGENT, AGENT.replace("read_file 0", "read_file 4").replace("read_file 1", "read_file 5")),
 }
-QUESTIONS = (
-    "What is a good way to learn the piano as an adult?",
-    "Explain how a heat pump works.",
-    "Plan a weekend in Vienna for two people who like music.",
-    "Why is the sky blue, and why are sunsets red?",
+CHATS = (
+    (
+        "What is a good way to learn the piano as an adult?",
+        "How long should I practise each day?",
+        "Write me a plan for the first four weeks.",
+    ),
+    (
+        "Explain how a heat pump works.",
+        "Is it worth it in a cold climate?",
+        "Summarize the advantages and disadvantages of a heat pump.",
+    ),
+    (
+        "Plan a weekend in Vienna for two people who like music.",
+        "We also want to see a museum. Which one?",
+        "Now put everything into one itinerary, hour by hour.",
+    ),
+    (
+        "Why is the sky blue, and why are sunsets red?",
+        "What would the sky look like on Mars?",
+        "Explain all of that to a child of eight.",
+    ),
 )
+"""Questions of one user, three turns each."""
+
+
+Log = tuple[list[int], list[int]]
+"""A prompt, and what is said after it."""
 
 
 class Replay:
-    """A sampler that finds the largest logits and takes the log's tokens."""
+    """A sampler that takes the log's tokens instead of the largest logits."""
+
+    on_card: ClassVar[dict[tuple[int, ...], Any]] = {}
+    """Tokens of earlier runs: a sampler that draws uploads nothing."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = np.array(tokens, dtype=np.int32)
+        self._tokens = tuple(tokens)
 
-    def __call__(self, logits: Any, mask: Any | None) -> Sampled:  # noqa: ARG002
-        logits.argmax(-1)
-        return Sampled(self._tokens)
+    def __call__(self, logits: Any, mask: Any | None, threads: Any | None = None) -> Sampled:  # noqa: ARG002
+        if not getattr(logits, "is_cuda", False):  # on a card, a graph finds the largest ones
+            logits.argmax(-1)
+            return Sampled(np.array(self._tokens, dtype=np.int32))
+        if self._tokens not in self.on_card:
+            import torch
+
+            self.on_card[self._tokens] = torch.tensor(self._tokens, dtype=torch.int32, device=logits.device)
+        return Sampled(self.on_card[self._tokens])
 
 
+@dataclass
+class Oracle:
+    """A proposer that knows what will be said, and is always right or always wrong."""
+
+    known: Callable[[Request], Sequence[int]]
+    is_right: bool = True
+    most: int = 4
+    name: str = "lookup"
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Proposal]:
+        found = []
+        for request, count in zip(requests, most, strict=True):
+            begin = len(request.tokens)
+            tokens = self.known(request)[begin : begin + min(count, self.most)]
+            found.append(Proposal(tuple(token + (not self.is_right) for token in tokens), LONGEST_MATCH))
+        return found
+
+    def can_propose(self, request: Request) -> bool:  # noqa: ARG002
+        return True
+
+    def cost(self, num_requests: int) -> CostLine:  # noqa: ARG002
+        return CostLine()
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    def keep(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+@dataclass
 class Replayer:
     """An engine whose requests say what they are told to."""
 
-    def __init__(self, model: str, num_rows: int, threads: int | None) -> None:
-        options = {"max_num_seqs": num_rows, "kv_cache_tokens": num_rows * 2048, "num_threads": threads}
-        opened, handle = open_for_engine(model, options)
-        self.text = opened.text
-        self.core = EngineCore(handle.new_backend(opened.limits), handle.info, opened.config)
-        self._logs: dict[str, list[int]] = {}
-        self._num_runs = 0
-        self.num_proposed = self.num_agreed = 0
+    core: EngineCore
+    text: ModelText | None = None
+    acceptance: float = 1.0
+    """Chance that a token of the draft model is made the right one."""
+    num_proposed: int = 0
+    num_agreed: int = 0
+    _logs: dict[str, list[int]] = field(default_factory=dict)
+    _num_runs: int = 0
+
+    def __post_init__(self) -> None:
         self.core._executor._sampler = self._sampler  # type: ignore[method-assign]
+        if self.core._drafter is not None:
+            self.core._drafter._sampler_of = self._draft_sampler
         self.core.events.subscribe(self._note)
+
+    def log_of(self, request: Request) -> list[int]:
+        return self._logs[request.request_id]
 
     def _note(self, event: Event) -> None:
         if isinstance(event, VerifiedEvent):
@@ -116,18 +199,32 @@ class Replayer:
     def _sampler(self, plan: StepPlan) -> Replay:
         rows = [*plan.sampled_rows.tolist(), *plan.more_rows.tolist()]
         positions = [*plan.positions.tolist(), *plan.more_positions.tolist()]
-        names = [one.request_id for row in rows if (one := self.core.scheduler.rows.requests[row]) is not None]
-        return Replay([self._logs[name][at] for name, at in zip(names, positions, strict=True)])
+        return Replay([log[at] for log, at in zip(self._logs_of(rows), positions, strict=True)])
 
-    def run(self, logs: Sequence[tuple[list[int], list[int]]], speculation: str) -> float:
-        """Seconds a token, from the first ones to the last, of prompts and what follows them."""
+    def _draft_sampler(self, rows: IntArray, positions: IntArray, proposed: Mapping[int, Sequence[int]]) -> Sampler:
+        """As often as told the log's token, otherwise another one. The same one each time."""
+        del proposed
+        tokens = []
+        for log, at in zip(self._logs_of(rows.tolist()), positions.tolist(), strict=True):
+            token = log[min(at, len(log) - 1)]
+            tokens.append(token if random.Random(token * 65_537 + at).random() < self.acceptance else token + 1)
+        return Replay(tokens)
+
+    def _logs_of(self, rows: Sequence[int]) -> list[list[int]]:
+        requests = self.core.scheduler.rows.requests
+        return [self._logs[one.request_id] for row in rows if (one := requests[row]) is not None]
+
+    def run(self, logs: Sequence[Log], speculation: str, before: Sequence[Log] = ()) -> float:
+        """Seconds a token, from the first ones to the last. `before`: what the same key has said earlier."""
         self._num_runs += 1
+        hints = Hints(namespace=self._num_runs)  # nothing of an earlier run is found, neither its KV nor its text
         params = SamplingParams(temperature=0, speculation=speculation)
+        lookup = self.core.scheduler.speculation.proposers["lookup"]
+        for prompt, output in before:
+            lookup.keep(Request("before", [*prompt, *output], Limits(), hints))
         for i, (prompt, output) in enumerate(logs):
             name = f"{self._num_runs} {i}"
             self._logs[name] = [*prompt, *output]
-            # Nothing of an earlier run is found, neither its KV nor its text.
-            hints = Hints(namespace=self._num_runs)
             self.core.add(Request(name, prompt, Limits(max_new_tokens=len(output)), hints, Draw(params=params, seed=0)))
         begun = set[str]()
         while len(begun) < len(logs):
@@ -139,62 +236,166 @@ class Replayer:
             raise self.core.failure
         return (time.perf_counter() - began) / sum(len(output) for _, output in logs)
 
-
-def compare(replayer: Replayer, logs: Sequence[tuple[list[int], list[int]]], rounds: int) -> dict[str, Any]:
-    """Speed with `auto` over speed without, and without over without; medians of interleaved pairs."""
-    replayer.run(logs, "off"), replayer.run(logs, "auto")
-    replayer.num_proposed = replayer.num_agreed = 0
-    found: dict[str, list[float]] = {"speedup": [], "a/a": [], "tokens_per_s": []}
-    for _ in range(rounds):
-        off, auto, again = (replayer.run(logs, mode) for mode in ("off", "auto", "off"))
-        found["speedup"].append((off + again) / 2 / auto)
-        found["a/a"].append(off / again)
-        found["tokens_per_s"].append(1 / auto)
-    shown: dict[str, Any] = {name: round(statistics.median(values), 3) for name, values in found.items()}
-    shown["proposed"], shown["accepted"] = replayer.num_proposed, replayer.num_agreed
-    return shown
-
-
-def copy(replayer: Replayer, options: argparse.Namespace) -> dict[str, Any]:
-    encode = replayer.text.tokenizer.encode
-    cases = {name: [(encode(prompt), encode(output, add_special=False))] for name, (prompt, output) in COPIES.items()}
-    return {name: compare(replayer, logs, options.rounds) for name, logs in cases.items()}
+    def compare(
+        self, logs: Sequence[Log], rounds: int, mode: str = "auto", before: Sequence[Log] = ()
+    ) -> dict[str, Any]:
+        """Speed with speculation over speed without, and without over without; medians of interleaved pairs."""
+        self.run(logs, "off", before), self.run(logs, mode, before)
+        self.num_proposed = self.num_agreed = 0
+        found: dict[str, list[float]] = {"speedup": [], "a/a": [], "tokens_per_s": []}
+        for _ in range(rounds):
+            off, on, again = (self.run(logs, one, before) for one in ("off", mode, "off"))
+            found["speedup"].append((off + again) / 2 / on)
+            found["a/a"].append(off / again)
+            found["tokens_per_s"].append(1 / on)
+        shown: dict[str, Any] = {name: round(statistics.median(values), 3) for name, values in found.items()}
+        shown["a/a range"] = [round(one, 3) for one in (min(found["a/a"]), max(found["a/a"]))]
+        shown["proposed"], shown["accepted"] = self.num_proposed, self.num_agreed
+        return shown
 
 
-def chat(replayer: Replayer, options: argparse.Namespace) -> dict[str, Any]:
-    logs = answers(replayer, len(QUESTIONS))
-    return {f"chat {i}": compare(replayer, [log], options.rounds) for i, log in enumerate(logs)}
+def on_model(options: argparse.Namespace, num_rows: int) -> Replayer:
+    """The engine of a model, as users open it."""
+    sizes = {"max_num_seqs": num_rows, "kv_cache_tokens": num_rows * 2048, "num_threads": options.threads}
+    opened, handle = open_for_engine(options.model, sizes)
+    return Replayer(EngineCore(handle.new_backend(opened.limits), handle.info, opened.config), opened.text)
 
 
-def fresh(replayer: Replayer, options: argparse.Namespace) -> dict[str, Any]:
-    order = np.random.default_rng(0).permutation(min(20_000, replayer.core.model.vocab_size - 1)).tolist()
-    return {"fresh": compare(replayer, [(order[:200], order[200:400])], options.rounds)}
+def on_shape(options: argparse.Namespace, num_rows: int, draft_shape: str | None = None) -> Replayer:
+    """An engine on random weights on the card, with a draft model of another shape if one is named."""
+    from benchmarks.gpu import random_model
+    from tokenmill.backends.torch.cuda.layers import Switches
+
+    config = EngineConfig(
+        max_num_seqs=num_rows, max_num_batched_tokens=8192, prefill_chunk=8192, max_model_len=4096,
+        target_tick_ms=1000.0, prefix_caching=False,
+    )  # fmt: skip
+    model: ModelHandle = random_model(options.shape, Switches())
+    limits = choose_limits(model, config, num_rows * 1024 + 8192)
+    draft = None
+    if draft_shape is not None:
+        draft = DraftModel(random_model(draft_shape, Switches()), limits)
+    return Replayer(EngineCore(model.new_backend(limits), model.info, config, draft=draft))
 
 
-def batch(replayer: Replayer, options: argparse.Namespace) -> dict[str, Any]:
-    return {"16 sequences": compare(replayer, answers(replayer, 16), options.rounds)}
+def random_logs(count: int, num_prompt: int, num_new: int) -> list[Log]:
+    """Tokens among which nothing repeats but by chance."""
+    choose = np.random.default_rng(1)
+    tokens = choose.integers(0, 100_000, (count, num_prompt + num_new)).tolist()
+    return [(one[:num_prompt], one[num_prompt:]) for one in tokens]
 
 
-def answers(replayer: Replayer, count: int, num_tokens: int = 160) -> list[tuple[list[int], list[int]]]:
-    """Prompts and what the model says, drawn with a seed each."""
-    core, found = replayer.core, []
-    replaying = core._executor._sampler
-    del core._executor._sampler  # the class's own
-    for i in range(count):
-        prompt = replayer.text.chat_template().encode([{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}])
-        draw = Draw(params=SamplingParams(temperature=0.8, top_p=0.95), seed=i)
-        request = Request(f"answer {i}", prompt, Limits(max_new_tokens=num_tokens), Hints(namespace="answers"), draw)
-        core.add(request)
-        while core.has_work:
-            core.step()
-        found.append((list(prompt), request.output))
-    core._executor._sampler = replaying  # type: ignore[method-assign]
+def full(options: argparse.Namespace) -> dict[str, Any]:
+    replayer = on_shape(options, 1)
+    replayer.core.scheduler.speculation.proposers["lookup"] = Oracle(replayer.log_of)
+    return replayer.compare(random_logs(1, 512, 256), options.rounds, "lookup")
+
+
+def wide(options: argparse.Namespace) -> dict[str, Any]:
+    replayer, found = on_shape(options, 256), {}
+    logs = random_logs(256, 128, 128)
+    for name, is_right in (("right", True), ("wrong", False)):
+        replayer.core.scheduler.speculation.proposers["lookup"] = Oracle(replayer.log_of, is_right)
+        found[name] = replayer.compare(logs, options.rounds, "lookup")
     return found
 
 
-def rows(replayer: Replayer, options: argparse.Namespace, context: int = 512) -> dict[str, Any]:
+def draft(options: argparse.Namespace) -> dict[str, Any]:
+    replayer, found = on_shape(options, 1, options.draft_shape), {}
+    for acceptance in options.acceptance:
+        replayer.acceptance = acceptance
+        found[f"{acceptance:.0%}"] = replayer.compare(random_logs(1, 512, 256), options.rounds, "draft")
+        found[f"{acceptance:.0%}"]["draft_ms"] = round(
+            1000 * replayer.core.scheduler.speculation.proposers["draft"].cost(1).each, 3
+        )
+    return found
+
+
+def encoded(replayer: Replayer, text: str, *, is_output: bool = False) -> list[int]:
+    if replayer.text is None:
+        raise SystemExit("this measure needs a model with a tokenizer: --model")
+    return replayer.text.tokenizer.encode(text, add_special=not is_output)
+
+
+def copy(options: argparse.Namespace) -> dict[str, Any]:
+    replayer, found = on_model(options, 1), {}
+    for name, (prompt, output) in COPIES.items():
+        logs = [(encoded(replayer, prompt), encoded(replayer, output, is_output=True))]
+        found[name] = replayer.compare(logs, options.rounds)
+    return found
+
+
+def chat(options: argparse.Namespace) -> dict[str, Any]:
+    """The third turns, with the same user's other chats in the index; `all`: their total times, compared."""
+    replayer, found = on_model(options, 1), {}
+    chats = [third_turn(replayer, topic, seed) for seed, topic in enumerate(CHATS)]
+    without = with_it = 0.0
+    for i, log in enumerate(chats):
+        others = chats[:i] + chats[i + 1 :]
+        one = found[CHATS[i][0]] = replayer.compare([log], options.rounds, before=others)
+        seconds = len(log[1]) / one["tokens_per_s"]
+        without, with_it = without + one["speedup"] * seconds, with_it + seconds
+    return {"all": round(without / with_it, 3), **found}
+
+
+def fresh(options: argparse.Namespace) -> dict[str, Any]:
+    replayer = on_model(options, 1)
+    order = np.random.default_rng(0).permutation(min(20_000, replayer.core.model.vocab_size - 1)).tolist()
+    return replayer.compare([(order[:200], order[200:400])], options.rounds)
+
+
+def batch(options: argparse.Namespace) -> dict[str, Any]:
+    replayer = on_model(options, 16)
+    logs = [third_turn(replayer, CHATS[seed % len(CHATS)], seed) for seed in range(16)]
+    return replayer.compare(logs, options.rounds)
+
+
+def third_turn(replayer: Replayer, questions: Sequence[str], seed: int, num_tokens: int = 160) -> Log:
+    """A chat of three turns as the model itself answers them: the prompt of the last one, and its answer."""
+    core, text = replayer.core, replayer.text
+    if text is None:
+        raise SystemExit("this measure needs a model with a tokenizer: --model")
+    replaying = core._executor._sampler
+    del core._executor._sampler  # the class's own
+    messages: list[dict[str, str]] = []
+    log: Log = ([], [])
+    for turn, question in enumerate(questions):
+        messages.append({"role": "user", "content": question})
+        prompt = text.chat_template().encode(messages)
+        draw = Draw(params=SamplingParams(temperature=0.8, top_p=0.95, speculation="off"), seed=100 * seed + turn)
+        limits = Limits(max_new_tokens=num_tokens, stop_ids=frozenset(text.tokenizer.eos_ids))
+        request = Request(f"{seed} {turn}", list(prompt), limits, Hints(namespace="answers"), draw)
+        core.add(request)
+        while core.has_work:
+            core.step()
+        log = (list(prompt), request.output)
+        messages.append({"role": "assistant", "content": text.tokenizer.decode(request.output)})
+    core._executor._sampler = replaying  # type: ignore[method-assign]
+    return log
+
+
+def lookup(options: argparse.Namespace) -> dict[str, Any]:
+    """In text that repeats as language does, and in random tokens; the request's own log has 2,000 tokens."""
+    found: dict[str, Any] = {}
+    choose = np.random.default_rng(0)
+    for name, vocab in (("repetitive", 200), ("random", 49_152)):
+        proposer = LookupProposer()
+        for i in range(256):
+            proposer.keep(Request(f"r{i}", choose.integers(0, vocab, 4096).tolist(), Limits()))
+        request, times = Request("r", choose.integers(0, vocab, 2000).tolist(), Limits()), []
+        proposer.propose([request], [7])
+        for token in choose.integers(0, vocab, 1000 * options.rounds).tolist():
+            request.tokens.append(token)
+            began = time.perf_counter()
+            proposer.propose([request], [7])
+            times.append(time.perf_counter() - began)
+        found[name] = {"us": round(1e6 * statistics.median(times), 1), "MiB": round(proposer.num_bytes / 2**20, 1)}
+    return found
+
+
+def rows(options: argparse.Namespace, context: int = 512) -> dict[str, Any]:
     """Milliseconds a step: k tokens of one sequence, and one of each of k; medians of interleaved pairs."""
-    backend = replayer.core._executor.backend
+    backend = on_model(options, 8).core._executor.backend
     prompt = [3 + i % 500 for i in range(context)]
     for seq in range(8):
         backend.decode(BatchBuilder().add_run(prompt, 0, seq).build())
@@ -225,21 +426,30 @@ def rows(replayer: Replayer, options: argparse.Namespace, context: int = 512) ->
     return found
 
 
-MEASURES: dict[str, tuple[Callable[[Replayer, argparse.Namespace], dict[str, Any]], int]] = {
-    "copy": (copy, 1), "chat": (chat, 1), "fresh": (fresh, 1), "batch": (batch, 16), "rows": (rows, 8),
+ON_MODEL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "copy": copy, "chat": chat, "fresh": fresh, "batch": batch, "rows": rows, "lookup": lookup,
 }  # fmt: skip
+ON_SHAPE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"full": full, "wide": wide, "draft": draft}
 
 
 def main() -> None:
-    parser = bench_parser("speculation", __doc__ or "")
-    parser.add_argument("measures", nargs="*", default=list(MEASURES), help=", ".join(MEASURES))
+    parser = bench_parser("python -m benchmarks.speculation", __doc__)
+    parser.add_argument(
+        "measures", nargs="*", default=[], help="by default all of --model, or of --shape if that is given"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument("--shape", default=None, help="shape of a model (benchmarks/gpu.py), on random weights")
+    parser.add_argument("--draft-shape", default="qwen3-0.6b", help="shape of the draft model")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.8, 0.5], help="of the draft model's tokens")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved pairs")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of a step")
     options = parser.parse_args()
-    for name in options.measures:
-        measure, num_rows = MEASURES[name]
-        print(json.dumps({name: measure(Replayer(options.model, num_rows, options.threads), options)}), flush=True)
+    measures = ON_MODEL if options.shape is None else ON_SHAPE
+    unknown = set(options.measures) - set(measures)
+    if unknown:
+        parser.error(f"unknown measure {', '.join(sorted(unknown))}; known: {', '.join(measures)}")
+    for name in options.measures or measures:
+        print(json.dumps({name: measures[name](options)}), flush=True)
 
 
 if __name__ == "__main__":

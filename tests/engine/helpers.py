@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from tokenmill.backends.fake import FakeBackend, FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
-from tokenmill.contract import BatchBuilder, DecodeOutput, Forward, Sampled, Sampling
-from tokenmill.engine.core import EngineCore
+from tokenmill.contract import BackendLimits, BatchBuilder, DecodeOutput, Forward, Sampled, Sampling
+from tokenmill.engine.core import DraftModel, EngineCore
 from tokenmill.engine.events import TickEvent
 from tokenmill.engine.request import Hints, Limits, Request
 from tokenmill.outputs import FinishReason, GeneratedToken
@@ -28,6 +29,7 @@ def make_engine(
     fake: dict[str, Any] | None = None,
     clock: Callable[[], float] | None = None,
     backend: MakeBackend = FakeBackend,
+    draft: DraftModel | None = None,
     **config: Any,
 ) -> EngineCore:
     fake_config = FakeConfig(
@@ -36,7 +38,7 @@ def make_engine(
     )
     settings = EngineConfig(**{"max_num_seqs": 8} | config)
     more = {} if clock is None else {"clock": clock}
-    return EngineCore(backend(fake_config), FakeModel(fake_config).info, settings, **more)
+    return EngineCore(backend(fake_config), FakeModel(fake_config).info, settings, draft=draft, **more)
 
 
 def request(name: str, prompt: Sequence[int], **options: Any) -> Request:
@@ -113,6 +115,8 @@ def assert_clean(engine: EngineCore) -> None:
     assert stats.kv.referenced_cells == 0
     assert engine.kv.index.num_entries == 0
     assert not engine.scheduler.requests
+    assert not engine.scheduler.usage._own.rows
+    assert not engine.scheduler.usage._own.slots
 
 
 class SimulatedClock:
@@ -162,13 +166,32 @@ def jain(values: Sequence[float]) -> float:
     return float(array.sum() ** 2 / (len(array) * (array**2).sum()))
 
 
+class TimedModel(FakeModel):
+    """A model whose backends take time on a simulated clock."""
+
+    def __init__(self, config: FakeConfig, clock: SimulatedClock, seconds: tuple[float, float, float]) -> None:
+        super().__init__(config)
+        self._clock, self._seconds = clock, seconds
+
+    def new_backend(self, limits: BackendLimits) -> TimedBackend:
+        return TimedBackend(replace(self.config, num_cells=limits.num_cells), self._clock, self._seconds)
+
+
 def timed_engine(
-    depth: int, seconds: tuple[float, float, float], fake: dict[str, Any], *, at_once: bool = False, **config: Any
+    depth: int,
+    seconds: tuple[float, float, float],
+    fake: dict[str, Any],
+    *,
+    at_once: bool = False,
+    draft_s: tuple[float, float, float] | None = None,
+    **config: Any,
 ) -> tuple[EngineCore, SimulatedClock]:
+    """`draft_s`: what steps of a draft model take that says the same; None: there is none."""
     clock = SimulatedClock()
     fake_config = FakeConfig(**{"vocab_size": VOCAB, "depth": depth, "block_size": 16} | fake)
     backend = TimedBackend(fake_config, clock, seconds, at_once=at_once)
-    engine = EngineCore(backend, FakeModel(fake_config).info, EngineConfig(**config), clock)
+    draft = None if draft_s is None else DraftModel(TimedModel(fake_config, clock, draft_s), BackendLimits())
+    engine = EngineCore(backend, FakeModel(fake_config).info, EngineConfig(**config), clock, draft=draft)
     return engine, clock
 
 

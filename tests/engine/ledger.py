@@ -82,6 +82,8 @@ class Ledger:
     started: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended: dict[str, FinishReason | None] = field(default_factory=dict)
+    speculates: list[bool] = field(default_factory=list)
+    """By row, before the tick: proposals are made for its request, so it waits for its last token."""
 
     def __post_init__(self) -> None:
         scheduler = self.engine.scheduler
@@ -118,15 +120,16 @@ class Ledger:
             assert self.ended[gives_way] is FinishReason.OVERLOAD, f"{gives_way} did not give way to {request}"
 
     def _giving_way(self, request: Request) -> str | None:
-        """The newest that waits of the key with most of them, if that key has two more than the newcomer's."""
-        new = [one for one in self._waiting(self.accounts.values()) if not one.has_started]
-        counts = Counter(one.request.hints.key for one in new)
-        most = max(counts.values(), default=0)
+        """The newest new one of the key with most requests, if that key has two more of them than the newcomer's."""
+        waiting = self._waiting(self.accounts.values())
+        counts = Counter(one.request.hints.key for one in (*waiting, *self._running(self.accounts.values())))
+        new = [one for one in waiting if not one.has_started]
+        most = max((counts[one.request.hints.key] for one in new), default=0)
         newest = [one for one in new if counts[one.request.hints.key] == most][-1:]
         if not newest or most < counts[request.hints.key] + 2:
             return None
         limit = self.engine.config.max_queue_tokens
-        queued = sum(one.num_queued for one in self._waiting(self.accounts.values()))
+        queued = sum(one.num_queued for one in waiting)
         fits = limit is None or queued - newest[0].num_queued + len(request.tokens) <= limit
         return newest[0].name if fits else None
 
@@ -197,6 +200,7 @@ class Ledger:
         before = {name: replace(account) for name, account in self.accounts.items()}
         self.started, self.preempted, self.ended = [], [], {}
         self.starts_before = dict(self.last_start)
+        self.speculates = self.engine.scheduler.rows.speculates.tolist()
         self.tick += 1
         plan = self._schedule()
         if not self.has_failed:
@@ -332,7 +336,7 @@ class Ledger:
 
     def _owes(self, one: Account) -> int:
         limit = one.request.max_tokens(self.engine.max_model_len)
-        if one.pending and self.engine.scheduler.speculation.proposer_of(one.request) is not None:
+        if one.pending and one.row is not None and self.speculates[one.row]:
             return 0  # what follows its last token is proposed once that is known
         return one.length + one.pending - one.computed if one.length + one.pending < limit else 0
 

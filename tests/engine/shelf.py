@@ -190,7 +190,7 @@ class Shelf:
         shown = slice(shared, shared + NUM_SHOWN)
         assert result is not None
         assert (result.at, result.asked) == (shared, tuple(request.tokens[shown]))
-        assert result.held in {tokens[shown] for tokens in there if len(tokens) == longest}
+        assert result.held in {tokens[shown] for tokens in there if len(tokens) > shared}
 
     def verdict(self, result: CacheVerdict, request: Request, num_cached: int, divergence: Divergence | None) -> None:
         lost = self.losses.pop(request.hints.owner or "", None)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from tests.engine.helpers import VOCAB, alone
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.cost_model import CostLine, Price
+from tokenmill.engine.proposers import NO_PROPOSAL, Proposal
 from tokenmill.engine.request import Request
-from tokenmill.engine.speculation import NO_PROPOSAL, Proposal
+from tokenmill.engine.speculation import Candidate
 
 Known = Callable[[Request], Sequence[int]]
 """A request's output as it would be, from its first token on."""
@@ -41,6 +43,12 @@ class Oracle:
             tokens[place] = (tokens[place] + 1) % VOCAB
         return Proposal(tuple(tokens), 8)
 
+    def can_propose(self, request: Request) -> bool:  # noqa: ARG002
+        return True
+
+    def cost(self, num_requests: int) -> CostLine:  # noqa: ARG002
+        return CostLine()
+
     def forget(self, request: Request) -> None:
         pass
 
@@ -53,23 +61,32 @@ def said_alone(request: Request) -> list[int]:
     return alone(tuple(request.tokens[: request.num_prompt]), 64)
 
 
-def compute_all(found: Mapping[int, Proposal], *_: object) -> dict[int, int]:
+def compute_all(found: Mapping[int, Candidate], *_: object) -> dict[int, int]:
     """Whatever it costs."""
-    return {row: len(proposal.tokens) for row, proposal in found.items()}
+    return {row: len(candidate.proposal.tokens) for row, candidate in found.items()}
 
 
 def speculate(engine: EngineCore, proposer: Oracle) -> Oracle:
     """Let an engine compute all that this one proposes, within its budget."""
+    engine.scheduler.speculation.use(proposer)
+    verify_all(engine)
+    return proposer
+
+
+def verify_all(engine: EngineCore) -> None:
+    """Let an engine compute all that is proposed to it, within its budget, and ask for as much as it can."""
     speculation = engine.scheduler.speculation
 
-    def within_budget(found: Mapping[int, Proposal], draft: object, cost: object) -> dict[int, int]:
+    def ask_all(_: str, requests: list[Request], *__: object) -> tuple[list[Request], list[int]]:
+        return requests, [speculation._most(request) for request in requests]
+
+    def within_budget(found: Mapping[int, Candidate], draft: object, price: object) -> dict[int, int]:
         left, counts = draft.budget, compute_all(found)  # type: ignore[attr-defined]
         for row, count in counts.items():
             counts[row] = min(count, left)
             left -= counts[row]
         return counts
 
-    speculation.proposers["lookup"] = proposer
     speculation.allot = within_budget  # type: ignore[method-assign]
-    speculation._may_pay = lambda *_: True  # type: ignore[method-assign]
-    return proposer
+    speculation._worth_drafting = ask_all  # type: ignore[assignment,method-assign]
+    engine.scheduler.cost.price = lambda _: Price(1.0, CostLine())  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ PROMPTS = [f"Tell me about the number {i}." for i in range(16)]
 @pytest.mark.req("R44")
 def test_sixteen_requests_take_about_as_many_steps_as_one() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM("smollm2-135m", max_num_seqs=16, kv_cache_tokens=4096) as llm:
+    with LLM("smollm2-135m", max_num_seqs=16, kv_cache_tokens=4096, speculation="off") as llm:
 
         def num_steps(prompts: list[str]) -> int:
             before = llm.engine.scheduler.tick

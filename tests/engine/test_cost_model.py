@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pytest
 
-from tokenmill.engine.cost_model import CostModel
+from tokenmill.engine.cost_model import FEW_PROPOSED, FEW_TIMES, LONG_AGO, CostLine, CostModel, LineFit
 from tokenmill.engine.plan import Draft
 
 NUM_DECODES = 8
@@ -163,3 +163,58 @@ def test_chunks_leave_the_floor_on_a_noisy_host(noise: float) -> None:
             seconds = LAUNCH_BOUND.step(num_decode, prefill) * rng.lognormvariate(0, noise)
             model.observe(num_decode + prefill, CONTEXT * num_decode + prefill * prefill / 2, seconds, prefill)
         assert waiting < 4096, seed
+
+
+def test_a_fixed_cost_is_not_charged_to_each_token() -> None:
+    fit = LineFit()
+    for count in (1, 4, 2, 4, 1, 7):
+        fit.observe(count, 1.5 + 0.25 * count)
+    assert fit.line.entry == pytest.approx(1.5)
+    assert fit.line.each == pytest.approx(0.25)
+
+
+def test_while_one_count_was_seen_larger_ones_look_cheap_enough_to_be_tried() -> None:
+    fit = LineFit()
+    fit.observe(1, 2.0)
+    assert fit.line.entry + fit.line.each == pytest.approx(2.0)
+    assert fit.line.each < 1.0
+    fit.observe(4, 8.0)
+    assert fit.line == CostLine(0.0, pytest.approx(2.0))
+
+
+def test_single_outliers_do_not_move_the_line() -> None:
+    fit = LineFit()
+    for i in range(FEW_TIMES):
+        fit.observe(1, 9.0 if i == 3 else 1.0)
+        fit.observe(3, 2.0)
+    assert fit.line == CostLine(pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_neither_part_of_a_cost_is_negative() -> None:
+    falling, steep = LineFit(), LineFit()
+    for count in (1, 2, 3):
+        falling.observe(count, 4.0 - count)
+        steep.observe(count, 2.0 * count - 1.5)
+    assert falling.line == CostLine(pytest.approx(2.0), 0.0)
+    assert steep.line.entry == 0.0
+    assert steep.line.each == pytest.approx(1.25)
+    assert LineFit().line == CostLine()
+
+
+def test_what_proposed_tokens_cost_long_ago_is_doubted() -> None:
+    """Else one expensive spell would end speculation for good: nothing is proposed, so nothing is learnt."""
+    model, draft = CostModel(), Draft(2048)
+    draft.give_decodes(np.arange(2, dtype=np.int32), 2, 100.0)
+    for _ in range(10):
+        model.observe(2, 100.0, 0.01, 0)
+    for _ in range(FEW_TIMES):
+        model.observe(10, 500.0, 0.5, 0, 8)
+    price = model.price(draft)
+    assert price is not None
+    assert price.proposed.entry + 8 * price.proposed.each > 0.3
+    for _ in range(LONG_AGO + 1):
+        model.observe(2, 100.0, 0.01, 0)
+    price = model.price(draft)
+    assert price is not None
+    assert price.proposed.entry + price.proposed.each < 0.01
+    assert price.most == FEW_PROPOSED

@@ -6,14 +6,19 @@ import asyncio
 import io
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import tokenmill
+from tests.parity.checkpoints import save
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
-from tokenmill.backends.fake import FakeModel
+from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import StepSizes
 from tokenmill.contract.backend import cells_for
@@ -48,6 +53,32 @@ def test_an_open_model_is_shared_and_left_open() -> None:
         assert one.generate("x", SHORT)[0].outputs[0].text == two.generate("x", SHORT)[0].outputs[0].text
     with pytest.raises(ConfigError, match="dtype: the model is already loaded"):
         LLM(model, dtype="float32")
+
+
+@pytest.mark.req("R33")
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"engine": "process"}])
+def test_a_draft_model_by_its_name(options: Any) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0)
+    with LLM("fake") as plain, LLM("fake", draft_model="fake", speculation="draft", **options) as drafting:
+        prompts = ["one", "two", "three"]
+        expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params)]
+        assert [one.outputs[0].token_ids for one in drafting.generate(prompts, params)] == expected
+
+
+@pytest.mark.req("R33")
+def test_a_draft_model_must_have_the_same_vocabulary(tmp_path: Path) -> None:
+    other = FakeModel(FakeConfig(vocab_size=5000))
+    with pytest.raises(ConfigError, match="draft_model has 256 tokens, the model 5000: they must share a vocabulary"):
+        LLM(other, draft_model="fake", tokenizer=ByteTokenizer())
+    folders = [save("llama", tmp_path / name) for name in ("one", "two")]
+    for folder, words in zip(folders, ("The mill turns", "turns The mill"), strict=True):
+        tokenizer = tokenizers.Tokenizer(WordLevel({word: i for i, word in enumerate(words.split())}, "mill"))
+        tokenizer.pre_tokenizer = Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="draft_model has another tokenizer than the model"):
+        LLM(str(folders[0]), draft_model=str(folders[1]), device="cpu")
+    with LLM(str(folders[0]), draft_model=str(folders[0]), device="cpu", speculation="draft") as llm:
+        assert llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tests.parity.checkpoints import save
 from tests.parity.gguf_files import write
 from tokenmill import LLM, open_model
+from tokenmill.backends.checkpoints import StoredTensor
+from tokenmill.backends.cpu.bindings import INT4, INT8, library
+from tokenmill.backends.cpu.model import ROUNDED_BYTES, CPUModel
+from tokenmill.backends.cpu.packing import _floats, as_kind
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.backends.families.config import OTHER_BYTES
+from tokenmill.backends.families.names import shapes
+from tokenmill.backends.loading import describe_model
 from tokenmill.backends.torch.model import TorchModel
-from tokenmill.backends.torch.native.bindings import library
 from tokenmill.cli.main import app
+from tokenmill.config import EngineConfig
 from tokenmill.contract.backend import cells_for
+from tokenmill.entrypoints import options
 from tokenmill.entrypoints.fit import limits_for, plan_fit
+from tokenmill.entrypoints.options import choose_limits, load_for_engine
 from tokenmill.errors import ConfigError, ModelNotFound
 from tokenmill.params import SamplingParams
 from tokenmill.text.tokenizer import ByteTokenizer
@@ -36,7 +49,7 @@ def test_the_plan_is_what_is_allocated(variant: str, dtype: str, tmp_path: Path)
     path = str(save(variant, tmp_path))
     planned = plan_fit(path, 3, 100, free_bytes=None, dtype=dtype, device="cpu")
     model = open_model(path, dtype=dtype, device="cpu")
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, CPUModel if dtype.startswith("int") else TorchModel)
     limits = limits_for(3, 100, 16)
     assert model.memory(limits, 3) == planned.plan
     assert planned.plan.weights == model.decoder.weights.num_bytes
@@ -51,6 +64,55 @@ def test_a_file_is_planned_as_it_will_be_held(kind: str, tmp_path: Path) -> None
     planned = plan_fit(path, 1, 64, free_bytes=None, device="cpu")
     model: Any = open_model(path, device="cpu")
     assert planned.plan.weights == model.decoder.weights.num_bytes
+
+
+class LargeMatrix:
+    """A checkpoint of one matrix."""
+
+    where, is_quantised = "here", False
+
+    def __init__(self, dtype: str, raw: np.ndarray) -> None:
+        self.tensor = StoredTensor(dtype, raw.shape, raw)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"matrix": self.tensor.shape}
+
+    def dtype_of(self, _: str) -> str:
+        return self.tensor.dtype
+
+    def load(self, _: str) -> StoredTensor:
+        return self.tensor
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4])
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_a_matrix_that_is_rounded_takes_what_is_planned_for_it(dtype: str, kind: int) -> None:
+    raw = np.full((4096, 4096), 0x3F80 if dtype == "BF16" else 1, dtype=np.uint16 if dtype == "BF16" else np.float16)
+    source = LargeMatrix(dtype, raw)
+    tracemalloc.start()
+    try:
+        values = _floats(source, "matrix")
+        assert tracemalloc.get_traced_memory()[1] < 5.5 * raw.size, "as float32, and which of them are finite"
+        as_kind(values, kind)
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * ROUNDED_BYTES * raw.size < taken <= ROUNDED_BYTES * raw.size + OTHER_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
+def test_loading_a_file_of_floats_is_planned_with_rounding_them(dtype: str, tmp_path: Path) -> None:
+    if library() is None:
+        pytest.skip("the CPU kernels are not built")
+    path = str(write("phi3", tmp_path / "model.gguf", "phi3", gguf.GGMLQuantizationType.F16))
+    options: Any = {"device": "cpu", "backend": "cpu", "dtype": dtype}
+    planned, limits = describe_model(path, **options), limits_for(1, 64, 16)
+    model = open_model(path, **options)
+    assert isinstance(model, CPUModel)
+    largest = max(math.prod(shape) for shape in shapes(model.decoder.config).values())
+    plan = model.memory(limits, 1)
+    assert plan == planned.memory(limits, 1)
+    assert plan.loading == OTHER_BYTES + ROUNDED_BYTES * largest
 
 
 @pytest.mark.req("B9")
@@ -109,3 +171,27 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["most_sessions"] == found["longest_context"] == 0
     with pytest.raises(ModelNotFound):
         plan_fit("no-such-model", 1, None, free_bytes=None)
+
+
+def test_a_draft_model_is_planned_for(tmp_path: Path) -> None:
+    path = str(save("qwen3", tmp_path))
+    alone = plan_fit(path, 3, 100, free_bytes=None, device="cpu")
+    both = plan_fit(path, 3, 100, free_bytes=None, device="cpu", draft_model=path)
+    assert (both.plan.weights, both.plan.kv) == (2 * alone.plan.weights, 2 * alone.plan.kv)
+    tight = alone.plan.total + alone.plan.weights // 2
+    assert plan_fit(path, 3, 100, free_bytes=tight, device="cpu").fits
+    assert not plan_fit(path, 3, 100, free_bytes=tight, device="cpu", draft_model=path).fits
+
+
+def test_a_draft_model_shares_the_budget_of_kv_and_keeps_its_own_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = FakeModel(FakeConfig(max_context=4096)), EngineConfig(max_num_seqs=64)
+    each = model.info.kv_bytes_per_token
+    monkeypatch.setattr(FakeModel, "kv_budget_bytes", 1024 * each)
+    assert choose_limits(model, config, None).num_cells == 1024
+    assert choose_limits(model, config, None, 1, each).num_cells == 512
+    draft = FakeModel(FakeConfig(max_context=128))
+    monkeypatch.setattr(options, "_load_draft", lambda *_: draft)
+    loaded = load_for_engine(model, {"draft_model": "small"})
+    assert loaded.draft is not None
+    assert loaded.draft.limits.max_context == 128
+    assert loaded.limits.max_context == 4096

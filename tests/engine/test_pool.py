@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import queue
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent
-from tokenmill.engine.pool import EnginePool, RestartLimit
+from tokenmill.engine.pool import LOOKS, MIN_LOOKS, EnginePool, RestartLimit
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import EngineDead, InvalidRequest
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
@@ -286,6 +289,47 @@ def test_a_step_that_is_expected_to_take_long_does_not_hang(monkeypatch: pytest.
         assert not core.is_hung
         fault.release.set()
         assert listener.result()[1] is FinishReason.LENGTH
+
+
+def test_a_process_that_was_stopped_takes_no_step_for_a_hang() -> None:
+    """The clock went on, but nobody looked: the step has its time once more."""
+    with make_pool(num_cores=1) as pool:
+        fault, listener = stall(pool)
+        core = pool.cores[0]
+        core._busy_since = time.monotonic() - 100.0
+        for _ in range(MIN_LOOKS - 1):
+            assert core.supervise(8.0) == 8.0 / LOOKS
+            assert not core.is_hung
+        fault.release.set()
+        assert listener.result()[1] is FinishReason.LENGTH
+        core.supervise(8.0)
+        assert not core.is_hung
+
+
+SAMPLED_STEPS = """
+import sys, threading
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.config import EngineConfig
+from tokenmill.contract import BackendLimits
+from tokenmill.engine.pool import EnginePool
+from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.params import SamplingParams
+
+with EnginePool(FakeModel(FakeConfig()), EngineConfig(), BackendLimits(num_cells=512)) as pool:
+    before, ended = set(sys.modules), threading.Event()
+    params = SamplingParams(temperature=1, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=2, dry_multiplier=1)
+    request = Request("r", [1, 2], Limits(max_new_tokens=8), draw=Draw(params=params))
+    pool.submit(request, lambda result: ended.set() if result.ends else None)
+    assert ended.wait(60)
+    print(sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.req("G13")
+def test_no_step_imports_anything() -> None:
+    """On a busy machine an import takes as long as a hang."""
+    done = subprocess.run([sys.executable, "-c", SAMPLED_STEPS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_duration_of_a_step_is_predicted_from_its_plan() -> None:

@@ -106,6 +106,22 @@ def test_a_lookup_among_a_million_tokens_is_no_scan() -> None:
     assert few < 60
 
 
+def test_saying_where_a_prompt_differs_looks_at_one_entry() -> None:
+    """Prompts that begin with the same system prompt are many, and each new one is told where it leaves them."""
+
+    index = PrefixIndex()
+    for i in range(500):
+        tokens = np.array([1, 2, 3, 100 + i, 7], dtype=np.int32)
+        index.insert(Entry(i, tokens, None, lambda: 5, parked=True))
+    asked = np.array([1, 2, 3, 9], dtype=np.int32)
+    found = index.divergence(asked, None, 2)
+    assert found is not None
+    assert (found.at, found.held, found.asked) == (3, (599, 7), (9,))
+    assert calls_during(lambda: index.divergence(asked, None, 2)) < 30
+    assert index.divergence(np.array([1, 2], dtype=np.int32), None, 2) is None
+    assert index.divergence(np.array([1, 2, 3, 100, 7, 8], dtype=np.int32), None, 2) is None
+
+
 def computed_tokens(engine: Any) -> list[int]:
     """The tokens of each step, as a list that grows while the engine runs."""
     counts: list[int] = []

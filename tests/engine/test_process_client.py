@@ -458,6 +458,7 @@ def test_a_child_that_can_not_be_started_again_is_given_up(
     os.kill(client.process.pid, signal.SIGKILL)
     client._thread.join(WAIT_S)
     assert not client._thread.is_alive()
+    assert client.is_lost
     with pytest.raises(EngineDead):
         client.submit(request("r"), Listener())
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.conformance.adapter_subject import make_adapted
+from tests.conformance import cpu_subject
 from tests.conformance.operations import RandomChooser, one_in
 from tests.conformance.test_state_machine import HypothesisChooser
-from tests.conformance.torch_subject import make_deterministic
 from tests.engine.helpers import request
 from tests.engine.workload import play, workload
+from tokenmill.backends.cpu.bindings import library
 from tokenmill.engine.policies import Deadlines, FairShare
 from tokenmill.engine.request import Request, RequestState
 from tokenmill.outputs import FinishReason
@@ -44,8 +44,24 @@ def test_nobody_notices_anybody_else_in_seeded_runs(depth: int) -> None:
 @pytest.mark.fault("E01", "E02")
 @pytest.mark.req(*REQUIREMENTS)
 @pytest.mark.parametrize("depth", [0, 1])
+def test_nobody_notices_anybody_else_on_the_kernels(depth: int) -> None:
+    """Results never depend on the batch; the model is small, its KV and its arithmetic are real."""
+    if library() is None:
+        pytest.skip("the kernels are not built: there is no C compiler")
+    for seed in range(3000, 3025):
+        try:
+            play(workload(RandomChooser(seed), depth), cpu_subject.make)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, depth {depth}: {error}") from error
+
+
+@pytest.mark.fault("E01", "E02")
+@pytest.mark.req(*REQUIREMENTS)
+@pytest.mark.parametrize("depth", [0, 1])
 def test_nobody_notices_anybody_else_on_torch(depth: int) -> None:
     """In deterministic mode ids can be compared; the model is small, its KV and its arithmetic are real."""
+    from tests.conformance.torch_subject import make_deterministic
+
     for seed in range(1000, 1025):
         try:
             play(workload(RandomChooser(seed), depth), make_deterministic)
@@ -57,6 +73,8 @@ def test_nobody_notices_anybody_else_on_torch(depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_nobody_notices_anybody_else_through_transformers(depth: int) -> None:
     """Results may depend on the batch in the last bits, which no id of these seeds does."""
+    from tests.conformance.adapter_subject import make_adapted
+
     for seed in range(2000, 2010):
         try:
             play(workload(RandomChooser(seed), depth), make_adapted)

@@ -27,9 +27,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, Phase, RequestEvent, TickEvent
 from tokenmill.engine.plan import Draft
-from tokenmill.engine.policies import Deadlines
+from tokenmill.engine.policies import SHARE_ROWS_TICKS, Deadlines
 from tokenmill.engine.request import Quota, Request, RequestState
-from tokenmill.engine.scheduler import SHARE_ROWS_TICKS
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.outputs import FinishReason
 
@@ -442,7 +441,7 @@ def test_a_full_queue_refuses_with_a_reason() -> None:
 
 @pytest.mark.req("R15", "G8")
 def test_a_key_that_fills_the_queue_gives_way_to_others() -> None:
-    """Its newest requests are refused, until all keys have equal shares; a key is refused for its own flood only."""
+    """Its newest requests are refused, until all keys have equal shares, rows included; each pays for its own."""
     engine = make_engine(max_num_seqs=1, max_queue=4)
     engine.add(request("runs", (1,), max_new_tokens=3, key="a"))
     engine.step()
@@ -453,7 +452,7 @@ def test_a_key_that_fills_the_queue_gives_way_to_others() -> None:
     engine.add(request("c0", (20,), max_new_tokens=1, key="c"))
     transcript = run(engine)
     refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
-    assert refused == ["a4", "a5", "a3", "a2", "b2", "b1"]
+    assert refused == ["a4", "a5", "a3", "a2", "b2", "a1"]
     assert transcript.errors["a3"] == "4 requests are queued, the limit is 4, shared between API keys"
     assert_clean(engine)
 
@@ -530,6 +529,7 @@ def test_rows_are_divided_between_keys_while_all_are_taken() -> None:
 
 @pytest.mark.req("R15", "G8")
 def test_requests_that_have_yielded_their_row_count_as_their_keys_in_a_full_queue() -> None:
+    """And they leave the places of new requests to others: the queue has four of these."""
     engine = make_engine(max_num_seqs=4, max_queue=4)
     quota = Quota(yields_rows=True)
     for i in range(5):
@@ -540,11 +540,46 @@ def test_requests_that_have_yielded_their_row_count_as_their_keys_in_a_full_queu
         for _ in range(2 * SHARE_ROWS_TICKS):
             transcript.add(engine.step())
     assert engine.scheduler.order.rows_by_key() == dict.fromkeys("abcd", 1)
-    engine.add(request("e", (10,), max_new_tokens=2, key="e", quota=quota))
+    for i in range(5):
+        engine.add(request(f"e{i}", (10 + i,), max_new_tokens=2, key="e", quota=quota))
     run(engine, transcript)
     refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
-    assert refused == ["a4"]
+    assert refused == ["a4", "e4"], "a4 is the last of five of its key's, three of which have yielded their row"
     assert_clean(engine)
+
+
+@pytest.mark.req("R15", "G8")
+def test_a_key_with_all_the_rows_takes_no_queue_slot_from_others() -> None:
+    """Whatever it sends: its running requests count, too."""
+    engine = make_engine(max_num_seqs=4, max_queue=4)
+    for i in range(4):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=50, key="a"))
+    transcript = Transcript()
+    transcript.add(engine.step())
+    for key in "bc":
+        for i in range(2):
+            engine.add(request(f"{key}{i}", (i + 5,), max_new_tokens=2, key=key))
+    for i in range(4, 8):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=2, key="a"))
+    run(engine, transcript)
+    refused = [name for name, reason in transcript.reasons.items() if reason is FinishReason.OVERLOAD]
+    assert refused == ["a4", "a5", "a6", "a7"]
+    assert_clean(engine)
+
+
+@pytest.mark.req("R16", "G8")
+def test_no_stream_is_interrupted_for_a_request_that_soon_gets_a_row() -> None:
+    engine = make_engine(max_num_seqs=2)
+    quota, transcript = Quota(yields_rows=True), Transcript()
+    for i in range(20):
+        engine.add(request(f"a{i}", (i + 1,), max_new_tokens=SHARE_ROWS_TICKS // 2, key="a", quota=quota))
+    for i in range(8):
+        for _ in range(5):
+            transcript.add(engine.step())
+            assert not any(one.num_preemptions for one in engine.scheduler.requests.values())
+        engine.add(request(f"b{i}", (9,), max_new_tokens=2, key="b", quota=quota))
+    run(engine, transcript)
+    assert set(transcript.reasons.values()) == {FinishReason.LENGTH}
 
 
 @pytest.mark.req("R16", "G8")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from tokenmill.contract import BackendLimits
 from tokenmill.contract.backend import num_processors
 from tokenmill.engine.client import QueuedClient, ThreadClient
 from tokenmill.engine.pool import ROUTE_BLOCK, EnginePool, PrefixRoutes, Sink
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import Quota, Request
+from tokenmill.engine.rows import RunningRows
 from tokenmill.entrypoints.fit import plan_fit
 from tokenmill.entrypoints.options import load_for_engine
 from tokenmill.errors import ConfigError, Unsupported
@@ -38,7 +41,8 @@ def pool_of(llm: LLM) -> EnginePool:
 
 def shares(**options: Any) -> tuple[EngineConfig, BackendLimits]:
     """What one core of an engine with these options gets."""
-    _, config, limits = load_for_engine(FakeModel(FakeConfig(**FAKE)), options)
+    loaded = load_for_engine(FakeModel(FakeConfig(**FAKE)), options)
+    config, limits = loaded.config, loaded.limits
     return config, limits
 
 
@@ -65,8 +69,8 @@ def test_limits_on_requests_and_threads_are_divided() -> None:
 def test_the_default_kv_cache_is_the_same_for_any_number_of_workers() -> None:
     """The model's budget is for all of them together."""
     model = FakeModel(FakeConfig(**FAKE | {"max_context": 1 << 20}))
-    _, _, alone = load_for_engine(model, {})
-    _, _, share = load_for_engine(model, {"workers": 4})
+    alone = load_for_engine(model, {}).limits
+    share = load_for_engine(model, {"workers": 4}).limits
     assert alone.num_cells - 4 * 16 < 4 * share.num_cells <= alone.num_cells
 
 
@@ -227,6 +231,114 @@ def test_killing_a_worker_fails_only_its_own_requests() -> None:
         pool.submit(request("again", (1, 0), max_new_tokens=9), again, core=1)
         assert again.result() == (alone((1, 0), 9), FinishReason.LENGTH)
         assert [core.num_restarts for core in pool.cores] == [0, 1, 0]
+
+
+# -- limits of a key --------------------------------------------------------------------------------------------------
+
+
+class RunningCount:
+    """How many requests have a row at the same time, on all cores together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        lock, attach, detach = threading.Lock(), RunningRows.attach, RunningRows.detach
+
+        def note_attach(rows: RunningRows, *given: Any) -> int:
+            with lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+            return attach(rows, *given)
+
+        def note_detach(rows: RunningRows, given: Request) -> int:
+            seq = detach(rows, given)
+            with lock:
+                self.now -= 1
+            return seq
+
+        monkeypatch.setattr(RunningRows, "attach", note_attach)
+        monkeypatch.setattr(RunningRows, "detach", note_detach)
+
+
+@pytest.mark.req("R18", "G8")
+def test_the_rows_of_a_key_are_limited_on_all_workers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request runs in the end, wherever the key's rows were before; another key does not notice."""
+    running = RunningCount(monkeypatch)
+    with make_pool(num_cores=3) as pool:
+        listeners = [Listener() for _ in range(18)]
+        with busy(pool):
+            for i, listener in enumerate(listeners):
+                sent = request(f"r{i}", (i, 1), max_new_tokens=20, key="a", quota=Quota(max_rows=2))
+                pool.submit(sent, listener, core=i % 3)
+        for i, listener in enumerate(listeners):
+            assert listener.result() == (alone((i, 1), 20), FinishReason.LENGTH)
+        assert running.most == 2
+        others = [Listener() for _ in range(6)]
+        with busy(pool):
+            for i, listener in enumerate(others):
+                pool.submit(request(f"o{i}", (i, 2), max_new_tokens=20, key="b"), listener, core=i % 3)
+        for listener in others:
+            assert listener.result()[1] is FinishReason.LENGTH
+        assert running.most > 2
+        for core in pool.cores:
+            core.call(lambda engine: engine.check_integrity()).result(WAIT_S)
+            assert not core.core.scheduler.usage.num_rows("a")
+            assert not core.core.scheduler.usage.num_slots("a")
+
+
+@pytest.mark.req("R15", "G8")
+def test_the_queue_slots_of_a_key_are_limited_on_all_workers_together() -> None:
+    with make_pool(num_cores=2) as pool:
+        listeners = [Listener() for _ in range(8)]
+        with busy(pool):
+            for i, listener in enumerate(listeners):
+                quota = Quota(max_rows=1, max_queued=2)
+                pool.submit(request(f"r{i}", (i,), max_new_tokens=200, key="a", quota=quota), listener, core=i % 2)
+        reasons = Counter(listener.result()[1] for listener in listeners)
+        assert reasons == {FinishReason.LENGTH: 3, FinishReason.OVERLOAD: 5}
+
+
+@pytest.mark.req("R18", "R35")
+def test_a_worker_whose_requests_wait_for_a_row_elsewhere_rests() -> None:
+    """It takes no steps meanwhile; timeouts, cancels and requests of others reach it; the end of the row wakes it."""
+    quota = Quota(max_rows=1)
+    with make_pool(num_cores=2) as pool:
+        hold, first = Fault(FaultKind.STALL), Listener()
+        backend(pool).faults.add(hold)
+        pool.submit(request("first", (1,), max_new_tokens=3, key="a", quota=quota), first, core=0)
+        assert hold.stalled.wait(WAIT_S)
+        hasty, left, waits = Listener(), Listener(), Listener()
+        pool.submit(request("hasty", (2,), key="a", quota=quota, timeout_s=0.05), hasty, core=1)
+        assert hasty.result() == ([], FinishReason.TIMEOUT)
+        pool.submit(request("waits", (3,), max_new_tokens=3, key="a", quota=quota), waits, core=1)
+        pool.submit(request("left", (4,), key="a", quota=quota), left, core=1)
+        pool.cancel(1, "left")
+        assert left.result() == ([], FinishReason.CANCELLED)
+        other = Listener()
+        pool.submit(request("other", (5,), max_new_tokens=3, key="b"), other, core=1)
+        assert other.result() == (alone((5,), 3), FinishReason.LENGTH)
+        ticks = [pool.cores[1].call(lambda engine: engine.scheduler.tick).result(WAIT_S) for _ in range(5)]
+        assert ticks == list(range(ticks[0], ticks[0] + 5)), "a step for each command, and none besides"
+        assert not waits.outputs
+        hold.release.set()
+        assert first.result()[1] is FinishReason.LENGTH
+        assert waits.result() == (alone((3,), 3), FinishReason.LENGTH)
+
+
+@pytest.mark.req("R18", "G13")
+def test_the_rows_of_a_worker_that_hangs_are_free_for_others() -> None:
+    quota = Quota(max_rows=1)
+    pool = make_pool(num_cores=2, hang_timeout_s=0.2)
+    hold, lost, waits = Fault(FaultKind.STALL), Listener(), Listener()
+    backend(pool).faults.add(hold)
+    pool.submit(request("lost", (1,), key="a", quota=quota), lost, core=0)
+    assert hold.stalled.wait(WAIT_S)
+    pool.submit(request("waits", (3,), max_new_tokens=3, key="a", quota=quota), waits, core=1)
+    assert lost.result()[1] is FinishReason.ERROR
+    assert waits.result() == (alone((3,), 3), FinishReason.LENGTH)
+    hold.release.set()
+    pool.cores[0]._thread.join(WAIT_S)
+    assert not pool.cores[1].core.scheduler.usage.num_rows("a"), "what came back late was counted twice"
+    pool.close(WAIT_S)
 
 
 def test_a_request_goes_to_a_core_whose_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tokenmill.errors import ModelLoadError, TokenizeFailed
+from tokenmill.text import hf
 from tokenmill.text.detok import Detokenizer
 from tokenmill.text.hf import HuggingFaceTokenizer
 
@@ -33,6 +35,37 @@ def make_json() -> str:
 
 JSON = make_json()
 TOKENIZER = HuggingFaceTokenizer(JSON)
+
+
+class NeverParsed:
+    """Stands for the package's class where a tokenizer is at hand."""
+
+    def __new__(cls, model: models.Model) -> Any:
+        return Tokenizer(model)
+
+    @staticmethod
+    def from_str(_: str) -> Any:
+        raise AssertionError("vocabulary and merges are there twice")
+
+
+def test_the_tokenizer_for_users_shares_the_models_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Tokenizer.from_str(JSON)
+    monkeypatch.setattr(hf, "RustTokenizer", NeverParsed)
+    own = HuggingFaceTokenizer(built)
+    for text in ("the cat <|end|> sat", "<|bos|>", "猫 é"):
+        assert own.encode(text) == TOKENIZER.encode(text)
+        assert own.encode_template(text) == TOKENIZER.encode_template(text)
+
+
+def test_added_tokens_keep_their_numbers_where_a_file_leaves_some_out() -> None:
+    content = json.loads(JSON)
+    last = {**content["added_tokens"][-1], "content": "<|far|>", "id": 500}
+    content["added_tokens"].append(last)
+    written = json.dumps(content)
+    own = HuggingFaceTokenizer(written)
+    number = Tokenizer.from_str(written).token_to_id("<|far|>")
+    assert own.encode_template("a<|far|>")[-1:] == [number]
+    assert number not in own.encode("a<|far|>")
 
 
 def test_special_tokens_that_a_user_types_stay_text() -> None:

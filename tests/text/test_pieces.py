@@ -19,7 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tests.text.test_gguf import BYTE, CONTROL, NORMAL, byte_level_metadata, write
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
+from tokenmill.backends.library import fetch_alias
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.errors import ContextOverflow, TokenizeFailed, TooManyTokens
 from tokenmill.text import hf, pieces
 from tokenmill.text.gguf import PRE_TOKENIZERS, gguf_tokenizer

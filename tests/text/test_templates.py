@@ -97,6 +97,52 @@ def test_whatever_goes_wrong_is_an_invalid_request(case: str) -> None:
         assert isinstance(found.value, TokenizeFailed) == ("Unicode" in saying)
 
 
+ENDLESS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in loops that write": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "a filtered loop": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 30 }}{% endfor %}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(30) }}",
+    "a long loop of slow calls": "{% set x = 'ab' * 10**5 %}{% for a in range(99999) %}{{ x.upper()[:1] }}{% endfor %}",
+}
+
+
+@pytest.mark.fault("T06")
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_would_run_for_ages_is_stopped(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.text.environment.MOST_CPU_S", 0.05)
+    with pytest.raises(InvalidRequest, match=r"rejected the messages: it takes more than 0.05 s"):
+        ChatTemplate(ENDLESS[case], TOKENIZER).encode(HI)
+
+
+GROWING = {
+    "by ~": "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "by +": "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a list": "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "by writing": "{% set x = 'ab' * 10**5 %}{% for a in range(9999) %}{{ x }}{% endfor %}",
+    "in a block": "{% set x %}{% for a in range(9999) %}{{ 'ab' * 10**5 }}{% endfor %}{% endset %}",
+}
+
+
+@pytest.mark.fault("T06")
+@pytest.mark.parametrize("case", GROWING)
+def test_a_template_that_would_write_gigabytes_is_stopped(case: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"is too large|writes more than 67,108,864 characters"):
+        ChatTemplate(GROWING[case], TOKENIZER).encode(HI)
+
+
+def test_loops_know_where_they_are() -> None:
+    """`loop` is what it is without the clock, for lists and for what has no length."""
+    inside = "{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last }}{{ loop.nextitem }} "
+    source = "{% for a in items %}" + inside + "{% endfor %}"
+    text = ChatTemplate(source, TOKENIZER).render(HI, items=["a", "b", "c"])
+    assert text == "1/3b 2/3c 3/3. "
+    mapped = source.replace("items", "items | map('upper')")
+    assert ChatTemplate(mapped, TOKENIZER).render(HI, items=["a", "b", "c"]) == "1/3B 2/3C 3/3. "
+    nothing = "{% for a in unknown %}x{% else %}none{% endfor %}{% for a in [] %}x{% endfor %}"
+    assert ChatTemplate(nothing, TOKENIZER).render(HI) == "none"
+
+
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Tokyo"}'}}
 CALLING = [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 TOOL_CALLS = "{% for call in m.tool_calls %}CALL{% endfor %}"

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
-from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core import DraftModel, EngineCore
 from tokenmill.engine.events import CoreSnapshot, CoreStats
 from tokenmill.engine.pool import EnginePool, MakeSubscriber, Sink, Sinks
 from tokenmill.engine.request import Hints, Request
@@ -67,6 +67,11 @@ class EngineClient(RequestClient, Protocol):
         """Was a core abandoned that can't be replaced here? Its step may still use the model, which must stay open."""
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Is no core left, and will none come? They hang, or were given up after too many failures."""
+        ...
+
     def release(self, owner: str) -> None:
         """A session has ended: KV that is parked for it is free."""
         ...
@@ -93,17 +98,19 @@ class EngineClient(RequestClient, Protocol):
 
 
 def done(result: T) -> Future[T]:
-    """What is known already, for whoever waits."""
+    """A future that is done."""
     future: Future[T] = Future()
     future.set_result(result)
     return future
 
 
 class InlineClient:
-    """The engine in the caller's thread: it moves only while somebody calls `run`."""
+    """The engine in the caller's thread: it advances only inside `run`."""
 
-    def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits) -> None:
-        self.core = EngineCore(model.new_backend(limits), model.info, config)
+    def __init__(
+        self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, draft: DraftModel | None = None
+    ) -> None:
+        self.core = EngineCore(model.new_backend(limits), model.info, config, draft=draft)
         self._sinks = Sinks()
 
     @property
@@ -125,6 +132,10 @@ class InlineClient:
     @property
     def is_hung(self) -> bool:
         return False
+
+    @property
+    def is_lost(self) -> bool:
+        return self.core.failure is not None
 
     def release(self, owner: str) -> None:
         with deferred_interrupts():
@@ -229,10 +240,18 @@ class QueuedClient:
 class ThreadClient:
     """The engine on threads of its own, one a core. Sinks are called there and must not block."""
 
-    def __init__(self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, *, num_cores: int = 1) -> None:
+    def __init__(
+        self,
+        model: ModelHandle,
+        config: EngineConfig,
+        limits: BackendLimits,
+        draft: DraftModel | None = None,
+        *,
+        num_cores: int = 1,
+    ) -> None:
         self._core_of: dict[str, int] = {}
         """Where each request runs. Any thread; the core's own removes an entry."""
-        self.pool = EnginePool(model, config, limits, num_cores=num_cores, on_end=self._forget)
+        self.pool = EnginePool(model, config, limits, num_cores=num_cores, draft=draft, on_end=self._forget)
 
     @property
     def max_model_len(self) -> int:
@@ -253,6 +272,10 @@ class ThreadClient:
     @property
     def is_hung(self) -> bool:
         return any(core.is_hung for core in self.pool.cores)
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.pool.is_closed and not self.cores_alive
 
     def release(self, owner: str) -> None:
         self.pool.release(owner)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,12 @@ import numpy as np
 from tokenmill.config import EngineConfig
 from tokenmill.contract import (
     Backend,
+    BackendLimits,
     DecodeOutput,
     Forward,
     IntArray,
     Mask,
+    ModelHandle,
     ModelInfo,
     Sampled,
     Sampler,
@@ -42,6 +44,8 @@ from tokenmill.engine.events import (
 )
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.policies import CoreUsage, KeyUsage
+from tokenmill.engine.proposers import DraftProposer
 from tokenmill.engine.request import GREEDY, Draw, Hints, Limits, Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.engine.scheduler import Scheduler
@@ -56,9 +60,11 @@ from tokenmill.errors import (
     StaleKV,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason, StepResult
+from tokenmill.sampling.sampler import HostSampler, StepSampler
 from tokenmill.sampling.state import SamplingState
 
 NOTHING = Sampled(np.zeros(0, dtype=np.int32))
+NOTHING_PROPOSED: Mapping[int, Sequence[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Executor:
     def __init__(self, backend: Backend, sampling: SamplingState) -> None:
         self.backend = backend
         self._sampling = sampling
+        self._host = HostSampler()
         self.awaited: StepPlan | None = None
         """The plan that the backend was last given, or asked for the results of."""
 
@@ -103,16 +110,22 @@ class Executor:
             raise ForwardFailed(f"sampling failed: {type(error).__name__}: {error}", fatal=True) from error
 
     def _sampler(self, plan: StepPlan) -> Sampler | None:
-        """None where every row takes its largest logit, which a backend does by itself."""
-        if self._sampling.is_plain_greedy[plan.sampled_rows].all():
-            return None
-        from tokenmill.sampling.sampler import StepSampler  # needs torch, which greedy decoding on numpy does not
-
         if not plan.verifications:
-            return StepSampler(self._sampling, plan.sampled_rows, plan.positions)
+            return self.sampler_for(plan.sampled_rows, plan.positions)
         rows = np.concatenate([plan.sampled_rows, plan.more_rows])
         positions = np.concatenate([plan.positions, plan.more_positions])
-        return StepSampler(self._sampling, rows, positions, plan.proposed_before())
+        return self.sampler_for(rows, positions, plan.proposed_before())
+
+    def sampler_for(
+        self, rows: IntArray, positions: IntArray, proposed: Mapping[int, Sequence[int]] = NOTHING_PROPOSED
+    ) -> Sampler | None:
+        """Draws the tokens of these rows at these positions; `proposed`: place in `rows` -> tokens before it.
+
+        None where every row takes its largest logit, which a backend does by itself.
+        """
+        if self._sampling.is_plain_greedy[rows].all():
+            return None
+        return StepSampler(self._sampling, rows, positions, proposed, self._host)
 
     def collect(self, step: Submitted) -> Sampled:
         """Wait for what the step drew, one id for each of the plan's sampled rows."""
@@ -194,6 +207,14 @@ class InFlight:
     mask_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class DraftModel:
+    """A smaller model with the same vocabulary that proposes tokens, and the memory that one core gives to it."""
+
+    model: ModelHandle
+    limits: BackendLimits
+
+
 class EngineCore:
     """One engine. All methods are for the thread that owns it."""
 
@@ -204,7 +225,10 @@ class EngineCore:
         config: EngineConfig = EngineConfig(),
         clock: Callable[[], float] = time.monotonic,
         events: EventBus | None = None,
+        draft: DraftModel | None = None,
+        usage: CoreUsage | None = None,
     ) -> None:
+        """`usage`: its part of what keys use of all cores; by itself it is the only one."""
         capabilities = backend.capabilities
         if config.max_num_seqs > capabilities.max_seqs:
             raise ConfigError(f"max_num_seqs {config.max_num_seqs} > the backend's {capabilities.max_seqs} sequences")
@@ -216,11 +240,16 @@ class EngineCore:
         self.events = events or EventBus(clock)
         self.kv = KVManager(backend.kv, capabilities, self.events, reuse=config.prefix_caching)
         self.max_model_len = _longest_request(config, model.max_context, self.kv)
-        self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events, self.depth)
+        usage = usage or CoreUsage(KeyUsage(), wake=lambda: None)
+        self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events, self.depth, usage)
         self.failure: BaseException | None = None
         """Why the engine is dead, if it is."""
         self.closed = False
+        self.is_blocked = False
+        """Has the last step found nothing but requests whose keys have all their rows on other cores? Then another one
+        is of use after a command, a wake-up by one of those keys, or a deadline."""
         self._executor = Executor(backend, self.scheduler.sampling)
+        self._drafter = self._open_draft(draft) if draft is not None and self.kv.can_roll_back else None
         self._in_flight: deque[InFlight] = deque()
         self._isolation = Isolation()
         self._last_collect = self.events.clock()
@@ -228,6 +257,17 @@ class EngineCore:
         self._told_cells = self.kv.free()
         self._names = itertools.count()
         self._added: list[Request] = []
+
+    def _open_draft(self, draft: DraftModel) -> DraftProposer:
+        sizes = draft.model.info.vocab_size, self.model.vocab_size
+        context = draft.limits.max_context or draft.model.info.max_context
+        backend = draft.model.new_backend(draft.limits)
+        if not backend.capabilities.partial_rm:
+            backend.close()
+            raise ConfigError("draft_model cannot be rolled back: it has recurrent layers; choose another one")
+        drafter = DraftProposer(backend, sizes, context, self._executor.sampler_for, self.events)
+        self.scheduler.speculation.use(drafter)
+        return drafter
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
@@ -300,6 +340,8 @@ class EngineCore:
         except Exception as error:
             self.die(error)
         self._tell_cells()
+        waiting, num_running = len(self.scheduler.queue), self.scheduler.rows.num_running
+        self.is_blocked = 0 < waiting == self.scheduler.num_held and not num_running and not self._in_flight
         return self.scheduler.results.take()
 
     @property
@@ -502,6 +544,9 @@ class EngineCore:
         if not self.closed:
             self._end_all(FinishReason.SHUTDOWN, "the engine was closed")
             self.closed = True
+            if self._drafter is not None:
+                self._drafter.close()
+            self.scheduler.usage.close()
             self._executor.close()
         return self.scheduler.results.take()
 
@@ -551,6 +596,8 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books do not balance; when idle, nothing but parked KV may be left."""
         self.kv.check_integrity()
+        if self._drafter is not None:
+            self._drafter.check_integrity(is_idle=not self.has_work)
         if self.has_work:
             return
         if self.scheduler.rows.num_running or len(self.scheduler.queue):
@@ -571,7 +618,7 @@ def _raise_if_fatal(error: BackendError) -> None:
 
 
 def _longest_request(config: EngineConfig, max_context: int, kv: KVManager) -> int:
-    """The longest request that always fits once everybody else has made room: two blocks less than there are."""
+    """The longest request that fits once all others are preempted: two blocks less than there are."""
     fits = kv.num_cells - (2 * kv.kv.block_size if kv.kv.block_size > 1 else 0)
     longest = min(max_context, fits, config.max_model_len or max_context)
     if longest < 2:

@@ -5,19 +5,21 @@ tokens (launched kernel by kernel). For each kind
 
     seconds = fixed + per_token * tokens + per_cell * cells read by attention
 
-Proposed tokens cost what steps that verify some took beyond decoding, for each of them: the median of the latest.
 A single line through both would charge the launch cost of prompt steps to their tokens, and chunks would collapse.
+Proposed tokens cost what steps that verify some took beyond decoding: a fixed part (a step that waits for the tokens of
+the one before it is not submitted ahead) and a part for each of them (`LineFit`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.contract import IntArray
 from tokenmill.engine.plan import Draft
 
 MIN_SHARE = 0.5
@@ -37,23 +39,86 @@ TOLERANCE = 0.01
 FORGET = 0.98
 
 
-FEW_STEPS = 33
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
 LEAST = 0.02
 """A proposed token costs this fraction of a decode token's step at least."""
+FEW_PROPOSED = 4
+"""Tokens in a step, of all requests, before it is known what they cost."""
+FEW_TIMES, MOST_COUNTS = 9, 16
+"""Observations of a count that a `LineFit` keeps, and counts that it keeps some of."""
+PER_TOKEN = 0.25
+"""Share of the time that is taken for a cost per token while only one count was seen: larger counts are then tried."""
+FIT_AGE = WINDOW // 2
+"""Steps that a fit may be behind when proposed tokens are priced, which happens in every step: it takes 0.3 ms."""
 GUESSED = 0.25
 """What a proposed token costs before that is known, as a fraction of what a step costs whatever is in it."""
 
 
 @dataclass(frozen=True)
+class CostLine:
+    """Seconds that tokens cost: `entry` if there are any, and `each` for every one."""
+
+    entry: float = 0.0
+    each: float = 0.0
+
+    def __add__(self, other: CostLine) -> CostLine:
+        return CostLine(self.entry + other.entry, self.each + other.each)
+
+
+class LineFit:
+    """A `CostLine` through the medians of the latest observations of each count."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[int, deque[float]] = OrderedDict()
+        """Count -> seconds; the count that was seen last is the last."""
+        self._line: CostLine | None = None
+        self.num_observed = 0
+
+    def observe(self, count: int, seconds: float) -> None:
+        self._times.setdefault(count, deque(maxlen=FEW_TIMES)).append(seconds)
+        self._times.move_to_end(count)
+        if len(self._times) > MOST_COUNTS:
+            self._times.popitem(last=False)
+        self.num_observed += 1
+        self._line = None
+
+    @property
+    def largest(self) -> int:
+        """Of the counts that were seen."""
+        return max(self._times, default=0)
+
+    @property
+    def line(self) -> CostLine:
+        """Free of charge before anything was observed."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> CostLine:
+        medians = [(count, statistics.median(times), len(times)) for count, times in self._times.items()]
+        if not medians:
+            return CostLine()
+        weight = sum(times for _, _, times in medians)
+        count = sum(count * times for count, _, times in medians) / weight
+        seconds = sum(median * times for _, median, times in medians) / weight
+        spread = sum(times * (one - count) ** 2 for one, _, times in medians)
+        if spread:
+            each = sum(times * (one - count) * (median - seconds) for one, median, times in medians) / spread
+        else:
+            each = PER_TOKEN * seconds / count
+        each = min(max(0.0, each), max(0.0, seconds) / count)  # the fixed part is not negative, either
+        return CostLine(max(0.0, seconds - each * count), each)
+
+
+@dataclass(frozen=True)
 class Price:
-    """Seconds of a step as it is, and of each proposed token beside it."""
+    """Seconds of a step as it is, and what proposed tokens beside it cost."""
 
     base: float
-    each: float
-    is_guessed: bool = False
-    """Nothing was verified yet, or not for long."""
+    proposed: CostLine
+    most: int = 1 << 30
+    """Proposed tokens that it holds for: not many more than were seen."""
 
 
 class StepFit:
@@ -69,24 +134,25 @@ class StepFit:
         self._num_prefill = np.zeros(WINDOW, dtype=np.int64)
         self._num_observed = 0
         self._fixed, self._slopes = 0.0, np.zeros(2)
-        self._is_stale = False
+        self._age = 0
+        """Steps, and changes of the slopes, since the last fit."""
 
     def observe(self, num_tokens: int, attention: float, seconds: float, num_prefill: int) -> None:
         place = self._num_observed % WINDOW
         self._steps[place] = num_tokens, attention, seconds
         self._num_prefill[place] = num_prefill
         self._num_observed += 1
-        self._is_stale = True
+        self._age += 1
 
     def assume(self, per_token: float) -> None:
         """Start from this slope until the steps differ enough in size to tell."""
         self._slopes = np.array([per_token, 0.0])
-        self._is_stale = True
+        self._age += FIT_AGE
 
     def doubt(self) -> None:
         """Chunks are as small as they get, so nothing will show that the slopes are too large: let them fade."""
         self._slopes = FADING * self._slopes
-        self._is_stale = True
+        self._age += FIT_AGE
 
     @property
     def is_known(self) -> bool:
@@ -103,17 +169,18 @@ class StepFit:
         self._fit()
         return float(self._slopes[0]), float(self._slopes[1])
 
-    def predict(self, num_tokens: int, attention: float) -> float | None:
-        """Seconds for such a step; None before enough of them were seen."""
+    def predict(self, num_tokens: int, attention: float, max_age: int = 0) -> float | None:
+        """Seconds for such a step; None before enough of them were seen. The fit may be `max_age` steps behind."""
         if not self.is_known:
             return None
-        per_token, per_cell = self.slopes
-        return self._fixed + per_token * num_tokens + per_cell * attention
+        if self._age > min(max_age, self._num_observed // 4):
+            self._fit()
+        return self._fixed + float(self._slopes[0]) * num_tokens + float(self._slopes[1]) * attention
 
     def _fit(self) -> None:
-        if not self._is_stale:
+        if not self._age:
             return
-        self._is_stale = False
+        self._age = 0
         tokens, cells, seconds = self._steps[: min(self._num_observed, WINDOW)].T
         scale = np.maximum([tokens.mean(), cells.mean()], 1.0)
         sizes = np.stack([tokens, cells]) / scale[:, None]
@@ -140,8 +207,8 @@ class CostModel:
         self._min_chunk = min_chunk
         """Prompt tokens given whatever they cost: prompts must finish, too."""
         self._decode, self._prefill = StepFit(), StepFit()
-        self._each_proposed: deque[float] = deque(maxlen=FEW_STEPS)
-        """Seconds that each proposed token took, in the latest steps that had some and no prompts..."""
+        self._proposed = LineFit()
+        """What proposed tokens took, in the latest steps that had some and no prompts..."""
         self._since_proposed = 0
         """...and the decode steps since."""
 
@@ -168,13 +235,13 @@ class CostModel:
         if num_prefill or not num_proposed:
             return self._kind(num_prefill).predict(num_tokens, attention)
         decoding = self._decode.predict(num_tokens - num_proposed, attention)
-        each = statistics.median(self._each_proposed) if self._each_proposed else 0.0
-        return None if decoding is None else decoding + num_proposed * max(0.0, each)
+        line = self._proposed.line
+        return None if decoding is None else decoding + line.entry + num_proposed * line.each
 
     def _observe_proposed(self, num_tokens: int, attention: float, seconds: float, num_proposed: int) -> None:
-        decoding = self._decode.predict(num_tokens - num_proposed, attention * (1 - num_proposed / num_tokens))
+        decoding = self._decode.predict(num_tokens - num_proposed, attention * (1 - num_proposed / num_tokens), FIT_AGE)
         if decoding is not None:
-            self._each_proposed.append((seconds - decoding) / num_proposed)
+            self._proposed.observe(num_proposed, seconds - decoding)
             self._since_proposed = 0
 
     def _kind(self, num_prefill: int) -> StepFit:
@@ -184,15 +251,62 @@ class CostModel:
         """What proposed tokens cost beside what the step already holds; None before its own cost is known."""
         per_cell, num_tokens = draft.attention / max(draft.num_tokens, 1), draft.num_tokens
         kind = self._prefill if draft.chunks else self._decode
-        base = kind.predict(num_tokens, draft.attention)
+        base = kind.predict(num_tokens, draft.attention, FIT_AGE)
         if not base:
             return None
         if draft.chunks:
             each, read = self._prefill.slopes
-            return Price(base, each + read * per_cell)
-        if len(self._each_proposed) < ENOUGH or self._since_proposed > LONG_AGO:
-            return Price(base, base * GUESSED / (1 + GUESSED * num_tokens), is_guessed=True)
-        return Price(base, max(statistics.median(self._each_proposed), LEAST * base / num_tokens))
+            return Price(base, CostLine(0.0, each + read * per_cell))
+        if self._proposed.num_observed < ENOUGH or self._since_proposed > LONG_AGO:
+            return Price(base, CostLine(0.0, base * GUESSED / (1 + GUESSED * num_tokens)), FEW_PROPOSED)
+        line = self._proposed.line
+        each = max(line.each, LEAST * base / num_tokens)
+        return Price(base, CostLine(line.entry, each), 2 * self._proposed.largest)
+
+    # -- background requests ------------------------------------------------------------------------------------------
+
+    def background_s(self, num_rows: int, cells: float, slowdown: float) -> float:
+        """Seconds by which background requests may lengthen a step in which others decode so many rows."""
+        alone = [kind.predict(num_rows, cells) for kind in (self._decode, self._prefill)]
+        return (slowdown - 1) * max(0.0, min((one for one in alone if one is not None), default=0.0))
+
+    def decodes_in(self, seconds: float, cells: IntArray) -> int:
+        """How many rows, with so many cells each, may decode beside others in this time; one before that is known."""
+        if not self._decode.is_known:
+            return 1
+        per_token, per_cell = self._token_slopes
+        return int(np.searchsorted(np.cumsum(per_token + per_cell * cells), seconds, side="right"))
+
+    def decode_s(self, num_rows: int, cells: float) -> float:
+        """Seconds that so many rows more add to a step that decodes."""
+        per_token, per_cell = self._token_slopes
+        return per_token * num_rows + per_cell * cells
+
+    def chunk_in(self, seconds: float, draft: Draft, num_computed: int) -> int:
+        """Prompt tokens at position `num_computed` that this time is enough for, beside what the step holds."""
+        per_token, per_cell = self._token_slopes
+        limit = max(FIRST_CHUNK, 2 * self._prefill.largest_prefill)
+        return _tokens_in(seconds - self._entry_s(draft), per_token, per_cell, num_computed, limit)
+
+    def chunk_s(self, draft: Draft, num_computed: int, count: int) -> float:
+        """Seconds that so many prompt tokens at position `num_computed` add to the step."""
+        per_token, per_cell = self._token_slopes
+        return self._entry_s(draft) + count * (per_token + per_cell * (num_computed + count / 2))
+
+    @property
+    def _token_slopes(self) -> tuple[float, float]:
+        """Of steps with prompt tokens, which are of many sizes; decode steps beside the same streams are of one."""
+        return (self._prefill if self._prefill.is_known else self._decode).slopes
+
+    def _entry_s(self, draft: Draft) -> float:
+        """What any prompt token adds to a step that only decodes so far."""
+        if draft.num_tokens > len(draft.decodes):
+            return 0.0
+        with_prompt = self._prefill.predict(draft.num_tokens, draft.attention)
+        without = self._decode.predict(draft.num_tokens, draft.attention)
+        return 0.0 if with_prompt is None or without is None else max(0.0, with_prompt - without)
+
+    # -- chunks of prompts --------------------------------------------------------------------------------------------
 
     def largest_chunk(self, draft: Draft, num_computed: int, target_s: float) -> int:
         """Prefill tokens at position `num_computed` that fit beside what the step already holds.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -69,7 +70,7 @@ class WaitingView:
 
 @dataclass(frozen=True)
 class ParkedView:
-    """KV that is kept while nobody runs it."""
+    """Parked KV: kept while no request runs on it."""
 
     seq: int
     num_tokens: int
@@ -116,7 +117,7 @@ class Phase(Enum):
 
 
 class ParkedChange(Enum):
-    """What became of KV that nobody runs."""
+    """What became of parked KV."""
 
     PARKED = "parked"
     SHORTENED = "shortened"
@@ -152,6 +153,10 @@ class RequestEvent:
     """Its session."""
     verdict: CacheVerdict | None = None
     """Once it has started: why so much of its prompt is computed."""
+    num_proposed: int = 0
+    """Tokens that speculation has proposed for it and a step has verified..."""
+    num_agreed: int = 0
+    """...and those of them that were drawn as proposed."""
 
 
 @dataclass(frozen=True)
@@ -315,10 +320,11 @@ class EventBus:
                 subscriber(event)
             except Exception:
                 log.exception("a subscriber failed and is dropped: %r", subscriber)
-                self._subscribers.remove(subscriber)
+                with suppress(ValueError):  # another thread has closed the bus, or ended the subscription
+                    self._subscribers.remove(subscriber)
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """End all subscriptions."""
         self._subscribers = []
 
     def phase(
@@ -341,5 +347,7 @@ class EventBus:
                     request.hints.key,
                     request.hints.owner,
                     request.verdict,
+                    request.num_proposed,
+                    request.num_agreed,
                 )
             )

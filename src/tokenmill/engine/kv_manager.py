@@ -32,7 +32,7 @@ MOST_CANDIDATES = 256
 """Parked sequences, least recently used first, that are compared when an id is needed: bounds what a start costs."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ParkedSequence:
     """Cached KV of no running request: a sequence and the tokens it holds."""
 
@@ -192,9 +192,9 @@ class KVManager:
         if not self._reuse or keep == 0 or not self._trim(seq, keep):
             self._free(seq)
             return
-        log = tokens.copy()
-        holder = (hints.namespace, log[:num_prompt].tobytes()) if hints.owner is None else hints.owner
-        entry = Entry(seq, log[:keep], hints.namespace, lambda: keep, parked=True, owner=hints.owner)
+        holder = (hints.namespace, tokens[:num_prompt].tobytes()) if hints.owner is None else hints.owner
+        kept = tokens[:keep].copy()
+        entry = Entry(seq, kept, hints.namespace, kept.__len__, parked=True, owner=hints.owner)
         covering = self._covering(entry, self._held.get(holder))
         if covering is not None:
             self.touch(covering.entry)
@@ -288,7 +288,7 @@ class KVManager:
     def make_room(self, cells: int, by: Request | None, keep: Entry | None = None) -> bool:
         """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough.
 
-        `by` is the request that needs them, if one does: whoever loses KV is told.
+        `by` is the request that needs them, if one does; a session that loses KV is told.
         """
         missing = cells - self.kv.free()
         if missing <= 0:
@@ -313,7 +313,7 @@ class KVManager:
         return False
 
     def _keep_few_parked(self, by: Request) -> None:
-        """Where parked KV slows everybody down, plain requests' goes beyond a limit when somebody starts.
+        """Where parked KV slows all steps down, evict that of plain requests beyond a limit when a request starts.
 
         Sessions' stays: to compute a conversation again costs more than it slows the others down.
         """
@@ -433,7 +433,7 @@ class KVManager:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)
 
     def trim(self, seq: int, length: int) -> None:
-        """Remove what a leased sequence holds beyond its first tokens: nobody said the rest."""
+        """Remove the KV of a leased sequence beyond its first `length` tokens: the rest was rejected."""
         if not self._trim(seq, length):
             raise IntegrityError(f"sequence {seq} cannot be rolled back to {length} tokens")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -114,6 +115,12 @@ class StepPlan(StepShape):
         )
 
 
+def num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
+
+
 @dataclass
 class Draft:
     """A step in the making: rows that decode, chunks of prompts, and the cells promised to them."""
@@ -131,6 +138,10 @@ class Draft:
     attention: float = 0.0
     decode_attention: float = 0.0
     """That of the rows that decode alone."""
+    background_s: float | None = None
+    """Seconds that are left for background requests; None: as many as for all others."""
+    background_tokens: int = 0
+    """Tokens that are left for them, where the time is bounded."""
 
     def give_decodes(self, rows: IntArray, cells: int, attention: float) -> None:
         self.decodes = rows

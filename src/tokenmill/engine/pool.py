@@ -27,8 +27,9 @@ from typing import TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, IntArray, ModelHandle
-from tokenmill.engine.core import EngineCore, check_cancel
+from tokenmill.engine.core import DraftModel, EngineCore, check_cancel
 from tokenmill.engine.events import CoreSnapshot, CoreStats, EventBus, Phase, Subscriber
+from tokenmill.engine.policies import CoreUsage, KeyUsage
 from tokenmill.engine.request import Hints, Request, check_request
 from tokenmill.errors import EngineDead, InvalidRequest, TokenmillError
 from tokenmill.outputs import FinishReason, StepResult
@@ -54,6 +55,9 @@ HANG_FACTOR = 10.0
 """A step hangs when it takes this many times as long as predicted, and at least `hang_timeout_s`."""
 MIN_LOOK_S = 0.02
 """Between two looks of the supervisor at a core that is about to be abandoned."""
+LOOKS, MIN_LOOKS = 8, 4
+"""Looks of the supervisor within the hang timeout, and how many must have found a core in the same step before it is
+abandoned: a process that was stopped, or got no processor, has not looked."""
 CLOSED = "the engine was closed"
 ROUTE_BLOCK = 32
 """Tokens of a prompt that are looked up together: a shorter common prefix does not matter for routing."""
@@ -126,8 +130,12 @@ def _ignore(result: StepResult) -> None:
     """The sink of requests that have lost their listener."""
 
 
+def _ignore_wake(core: EngineCore) -> None:
+    """A command that does nothing: the core takes a step after it."""
+
+
 def _ignore_reason(why: str) -> None:
-    """Refuses a command that nobody waits for."""
+    """Refuses a command without a waiting caller."""
 
 
 def stack_dump() -> str:
@@ -173,7 +181,7 @@ class CoreThread:
     def __init__(
         self,
         name: str,
-        make_core: Callable[[EventBus], EngineCore],
+        make_core: Callable[[EventBus, Callable[[], None]], EngineCore],
         events: EventBus,
         restarts: RestartLimit,
         on_end: Callable[[str], None] = lambda _: None,
@@ -186,10 +194,10 @@ class CoreThread:
         self.events = events
         """Outlives the core: subscribers stay through a restart."""
         self.num_restarts = 0
-        self.core = make_core(events)
+        self._inbox: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
+        self.core = make_core(events, self._wake)
         self._make_core = make_core
         self._restarts = restarts
-        self._inbox: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._sinks = Sinks()
         """Of all requests that have not ended, those in the inbox included. Under the lock."""
         self._idle_commands: deque[tuple[float, _Posted]] = deque()
@@ -200,7 +208,10 @@ class CoreThread:
         self._busy_since: float | None = None
         """When it last began to run commands and a step; None while it waits for its inbox."""
         self.is_hung = False
-        """Was it abandoned? Set under the lock: from then on its thread tells nobody anything."""
+        """Was it abandoned? Set under the lock: from then on its thread delivers no results."""
+        self._looked_at: float | None = None
+        """The beginning of the step that the supervisor last found it in, and how often it has."""
+        self._num_looks = 0
         self._stopped = threading.Event()
         """The thread has ended, or was abandoned."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -266,6 +277,10 @@ class CoreThread:
             self._check_alive()
             self._inbox.put(_Posted(command, refuse))
 
+    def _wake(self) -> None:
+        """Make it look at its queue again."""
+        self._inbox.put(_Posted(_ignore_wake, _ignore_reason))
+
     def _check_alive(self) -> None:
         if self._gone is not None:
             raise EngineDead(self._gone)
@@ -306,13 +321,16 @@ class CoreThread:
 
     def supervise(self, hang_timeout_s: float) -> float:
         """Abandon the core if its step hangs; returns the seconds after which to look again."""
-        silent_s, bound_s = self.seconds_since_heartbeat(), hang_timeout_s
+        since, silent_s, bound_s = self._busy_since, self.seconds_since_heartbeat(), hang_timeout_s
+        self._num_looks = self._num_looks + 1 if since == self._looked_at else 1
+        self._looked_at = since
         if silent_s >= bound_s:  # then its thread computes, and does not change what the cost model has learnt
             bound_s = max(bound_s, HANG_FACTOR * self.core.expected_step_s)
         if silent_s < bound_s:
             return max(MIN_LOOK_S, bound_s - silent_s)
-        self._abandon(silent_s)
-        return hang_timeout_s
+        if self._num_looks >= MIN_LOOKS:
+            self._abandon(silent_s)
+        return max(MIN_LOOK_S, hang_timeout_s / LOOKS)
 
     def _abandon(self, silent_s: float) -> None:
         """End all requests in the name of a core that does not answer. Its thread can't be stopped, so it is left."""
@@ -322,6 +340,7 @@ class CoreThread:
             if self._stopped.is_set():  # it came back just now, and has ended
                 return
             self.is_hung, self._gone = True, why
+        self.core.scheduler.usage.close()
         for request in list(self.core.scheduler.requests.values()):
             self.events.phase(request, Phase.ENDED, self.core.scheduler.tick, reason=FinishReason.ERROR)
         self.events.close()
@@ -353,7 +372,7 @@ class CoreThread:
         self._refuse_all(FinishReason.SHUTDOWN, CLOSED)
 
     def _close_core(self) -> None:
-        """Close the core and tell its requests; a backend that fails to close keeps nobody waiting."""
+        """Close the core and end its requests, even if its backend fails to close."""
         try:
             ends = self.core.close()
         except Exception:
@@ -363,21 +382,24 @@ class CoreThread:
 
     def _run_commands(self) -> bool:
         """Run what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
-        waits = not self.core.has_work and not self._idle_commands
+        core, patience_s = self.core, None
+        waits = (not core.has_work or core.is_blocked) and not self._idle_commands
+        if waits and core.is_blocked and (at := core.scheduler.deadlines.next_at) is not None:
+            patience_s = max(MIN_LOOK_S, at - self.events.clock())
         self._busy_since = None if waits else time.monotonic()
         for i in range(max(1, self._inbox.qsize())):
             try:
-                posted = self._inbox.get(block=waits and i == 0)
+                posted = self._inbox.get(block=waits and i == 0, timeout=patience_s)
             except queue.Empty:
                 break
             if waits and i == 0:
                 self._busy_since = time.monotonic()
             if posted is None:
                 return False
-            posted.run(self.core)
+            posted.run(core)
         idle = self._idle_commands
-        if idle and (not self.core.has_work or idle[0][0] <= self.events.clock()):
-            idle.popleft()[1].run(self.core)
+        if idle and (not core.has_work or core.is_blocked or idle[0][0] <= self.events.clock()):
+            idle.popleft()[1].run(core)
         return True
 
     def _add(self, core: EngineCore, request: Request) -> None:
@@ -407,20 +429,27 @@ class CoreThread:
         """Build a new core in place of a dead one. False if it died too often of late, or can't be built."""
         failure = self.core.failure
         log.error("engine core %s died: %s", self._thread.name, failure)
+        is_allowed = self._restarts.take()
+        if not is_allowed:
+            self._give_up(failure)  # before its requests end: the next one may follow at once
         self._close_core()
-        if self._restarts.take():
+        if is_allowed:
             try:
-                self.core = self._make_core(self.events)
+                self.core = self._make_core(self.events, self._wake)
                 self.num_restarts += 1
                 self._on_restart()
                 self.core.tell_start()
                 return True
             except Exception:
                 log.exception("engine core %s could not be built again", self._thread.name)
-        with self._lock:
-            self._gone = f"the engine failed: {failure}"
-        self._refuse_all(FinishReason.SHUTDOWN, self._gone)
+        self._refuse_all(FinishReason.SHUTDOWN, self._give_up(failure))
         return False
+
+    def _give_up(self, failure: BaseException | None) -> str:
+        """Take no more requests; returns the reason."""
+        with self._lock:
+            self._gone = why = f"the engine failed: {failure}"
+        return why
 
     def _refuse_all(self, reason: FinishReason, why: str) -> None:
         """No core will come: refuse the commands that wait, and end the requests that have not ended."""
@@ -490,12 +519,16 @@ class EnginePool:
         limits: BackendLimits = BackendLimits(),
         *,
         num_cores: int = 1,
+        draft: DraftModel | None = None,
         max_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
-        def make_core(events: EventBus) -> EngineCore:
-            return EngineCore(model.new_backend(limits), model.info, config, clock, events)
+        usage = KeyUsage()
+
+        def make_core(events: EventBus, wake: Callable[[], None]) -> EngineCore:
+            own = CoreUsage(usage, wake)
+            return EngineCore(model.new_backend(limits), model.info, config, clock, events, draft, own)
 
         self.cores: list[CoreThread] = []
         self._routes = PrefixRoutes(num_cores, limits.num_cells) if num_cores > 1 and config.prefix_caching else None
@@ -504,6 +537,9 @@ class EnginePool:
         """When each core was last given a request. These three are used under the lock."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        """The supervisor is not needed any more."""
+        self._supervisor: threading.Thread | None = None
+        self.is_closed = False
         try:
             for i in range(num_cores):
                 restarts, on_restart = RestartLimit(max_restarts, RESTART_WINDOW_S, clock), partial(self._forget, i)
@@ -513,16 +549,16 @@ class EnginePool:
             self.close()
             raise
         if config.hang_timeout_s is not None:
-            supervise = threading.Thread(
+            self._supervisor = threading.Thread(
                 target=self._supervise, args=(config.hang_timeout_s,), name="tokenmill-supervisor", daemon=True
             )
-            supervise.start()
+            self._supervisor.start()
 
     def _supervise(self, hang_timeout_s: float) -> None:
-        """Abandon cores whose step does not return. Sleeps until one of them could hang: no step is disturbed."""
-        look_in_s = hang_timeout_s
+        """Abandon cores whose step does not return."""
+        look_in_s = most_s = max(MIN_LOOK_S, hang_timeout_s / LOOKS)
         while not self._closed.wait(look_in_s):
-            look_in_s = min(core.supervise(hang_timeout_s) for core in self.cores)
+            look_in_s = min(most_s, *(core.supervise(hang_timeout_s) for core in self.cores))
 
     def submit(
         self, request: Request, sink: Sink, core: int | None = None, on_core: Callable[[int], None] = lambda _: None
@@ -600,13 +636,29 @@ class EnginePool:
 
     def stats(self, timeout_s: float | None = ANSWER_S) -> list[CoreStats | None]:
         """The numbers of each core, taken between two of its steps; None for one that is gone."""
-        answers = [core.call(lambda engine: engine.stats()) if core.is_alive else None for core in self.cores]
-        return [answer.result(timeout_s) if answer is not None else None for answer in answers]
+        return self._ask_each(lambda engine: engine.stats(), timeout_s)
 
     def snapshots(self, timeout_s: float | None = ANSWER_S) -> list[CoreSnapshot | None]:
         """What each core is doing, taken between two of its steps; None for one that is gone."""
-        answers = [core.call(lambda engine: engine.snapshot()) if core.is_alive else None for core in self.cores]
-        return [answer.result(timeout_s) if answer is not None else None for answer in answers]
+        return self._ask_each(lambda engine: engine.snapshot(), timeout_s)
+
+    def _ask_each(self, question: Callable[[EngineCore], T], timeout_s: float | None) -> list[T | None]:
+        """The answers of all cores, which may go while they are asked. `TimeoutError` if one takes too long."""
+        asked: list[Future[T] | None] = []
+        for core in self.cores:
+            try:
+                asked.append(core.call(question))
+            except EngineDead:
+                asked.append(None)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        found: list[T | None] = []
+        for answer in asked:
+            try:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                found.append(None if answer is None else answer.result(left_s))
+            except EngineDead:
+                found.append(None)
+        return found
 
     def follow(self, core: int, make: MakeSubscriber, timeout_s: float | None = ANSWER_S) -> Callable[[], None]:
         """Hear a core's events from a snapshot on, between which and the first of them nothing happens.
@@ -623,6 +675,7 @@ class EnginePool:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop all cores; requests that were not done end with `shutdown`. False if they did not stop in time."""
+        self.is_closed = True
         for core in self.cores:
             core.stop()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -631,6 +684,8 @@ class EnginePool:
         ]
         if all(core.has_stopped for core in self.cores):  # else the supervisor is still needed
             self._closed.set()
+            if self._supervisor is not None:
+                self._supervisor.join()
         return all(stopped)
 
     def __enter__(self) -> EnginePool:

@@ -21,7 +21,7 @@ from tokenmill.outputs import Divergence
 Namespace = Hashable
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A sequence in the index. `num_computed` is asked when it matters, so that a running one needs no updates."""
 
@@ -110,16 +110,21 @@ class PrefixIndex:
         return Match(best_length, best, coming, neighbour if coming > best_length else None)
 
     def divergence(self, tokens: IntArray, namespace: Namespace, num_shown: int) -> Divergence | None:
-        """Where these tokens leave what is known, and what is known there; None where they only go on from it."""
+        """Where these tokens leave what is known, and what was known last there; None where they only go on from it.
+
+        One entry is looked at, however many there are: this is asked for every request that starts.
+        """
         path = self._walk(tokens, namespace)
         if not path:
             return None
         node, matched = path[-1]
-        longest = max(node.entries, key=lambda entry: len(entry.tokens))
-        if matched >= min(len(longest.tokens), len(tokens)):
+        if matched == node.end and node.children:
+            node = next(reversed(node.children.values()))
+        latest = next(reversed(node.entries))
+        if matched >= min(len(latest.tokens), len(tokens)):
             return None
         shown = slice(matched, matched + num_shown)
-        return Divergence(matched, tuple(longest.tokens[shown].tolist()), tuple(tokens[shown].tolist()))
+        return Divergence(matched, tuple(latest.tokens[shown].tolist()), tuple(tokens[shown].tolist()))
 
     def insert(self, entry: Entry) -> None:
         """Add an entry; its tokens must not be empty."""
@@ -142,7 +147,7 @@ class PrefixIndex:
         self.num_entries += 1
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out, and with it the edges nobody else needs."""
+        """Remove an entry, and the edges that only it needed."""
         node, entry.node = entry.node, None
         self.num_entries -= 1
         if node is not None:

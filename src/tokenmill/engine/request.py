@@ -101,6 +101,8 @@ ENDINGS: dict[FinishReason, Ending] = {
 
 
 NO_ROW = -1
+BACKGROUND = 101
+"""Priorities from here on are background: such requests run in the time that others leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +140,9 @@ class Quota:
     max_tokens_per_step: int | None = None
     """Tokens of a request in one step."""
     max_rows: int | None = None
-    """Running requests of its key, on one engine core."""
+    """Running requests of its key, on all cores of the engine."""
     max_queued: int | None = None
-    """Queued requests of its key, on one engine core."""
+    """Queued requests of its key, on all cores of the engine."""
     yields_rows: bool = False
     """May lose its row to another key's request, while its own key has more rows than that one."""
 
@@ -160,12 +162,16 @@ class Hints:
     key: str = ""
     """Tokens are shared out fairly between keys (an API key, a user)."""
     owner: str | None = None
-    """The session whose KV this is: evicted after everybody else's."""
+    """The session that the KV belongs to: evicted after that of plain requests."""
     namespace: Hashable = None
     """KV is shared only inside a namespace: weights version, adapter, cache salt."""
     fork_of: str | None = None
     """A request of which this one is a continuation; its KV is shared while it runs."""
     quota: Quota = Quota()
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority >= BACKGROUND
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or not isinstance(self.key, str):
@@ -345,7 +351,7 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
 
 
 def check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` if the output is to be constrained and nobody has compiled what by."""
+    """Raise `InvalidRequest` if the output is to be constrained by a grammar that was not compiled."""
     if request.draw.params.structured_outputs is not None and request.grammar is None:
         raise InvalidRequest(f"request {request.request_id}: its structured_outputs have not been compiled")
 

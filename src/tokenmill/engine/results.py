@@ -12,7 +12,7 @@ from tokenmill.contract import BAD_ROW, DecodeOutput, IntArray, Sampled
 from tokenmill.contract.backend import FloatArray
 from tokenmill.engine.constraints import Constraints, Course
 from tokenmill.engine.events import EventBus, Phase, ProposalEvent
-from tokenmill.engine.plan import PromptRows, StepPlan, Verification
+from tokenmill.engine.plan import PromptRows, StepPlan, Verification, num_common
 from tokenmill.engine.request import Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.outputs import End, FinishReason, StepResult, TokenLogprobs
@@ -86,7 +86,7 @@ class Results:
         self._pending = StepResult([], [], None, {})
         self._crowd = _NOBODY
         self._ending: set[str] = set()
-        """Requests whose end is among the outputs that nobody has taken yet."""
+        """Requests whose end is among the outputs that have not been taken yet."""
 
     def take(self) -> StepResult:
         """What is to be told, once."""
@@ -100,7 +100,7 @@ class Results:
         return len(self._pending.request_ids)
 
     def is_ending(self, request_id: str) -> bool:
-        """Has the request ended, but nobody has been told?"""
+        """Has the request ended, but its end has not been taken yet?"""
         return request_id in self._ending
 
     def end(
@@ -166,10 +166,10 @@ class Results:
     ) -> Verified:
         """The request has got its own draw: it gets those behind it, too, as long as it says what was proposed."""
         log, begin = request.tokens, proposed.position
-        num_drawn, num_agreed, found = 0, _num_common(log[begin:], proposed.tokens), list[Completed]()
+        num_drawn, num_agreed, found = 0, num_common(log[begin:], proposed.tokens), list[Completed]()
         while not is_over and not found and num_agreed == len(log) - begin:  # so a draw follows the log
             found = self._take(request, first + num_agreed - 1, sampled)
-            num_drawn, num_agreed = num_drawn + 1, _num_common(log[begin:], proposed.tokens)
+            num_drawn, num_agreed = num_drawn + 1, num_common(log[begin:], proposed.tokens)
         return Verified(request, proposed, num_agreed, num_drawn, tuple(found))
 
     def _take(self, request: Request, place: int, sampled: Sampled) -> list[Completed]:
@@ -331,7 +331,7 @@ class Results:
         """The log-probabilities of the rows that asked for them, None for the others; `places`: their draws."""
         chosen, top_ids, top = (sampled.extras[name][places] for name in ("logprob", "top_ids", "top_logprobs"))
         found: list[TokenLogprobs | None] = []
-        for i, count in enumerate(self._sampling.num_logprobs[rows].tolist()):
+        for i, count in enumerate(self._sampling.table["num_logprobs"][rows].tolist()):
             likeliest = zip(top_ids[i, : max(count, 0)].tolist(), top[i, : max(count, 0)].tolist(), strict=True)
             found.append(TokenLogprobs(float(chosen[i]), tuple(likeliest)) if count >= 0 else None)
         return found
@@ -342,12 +342,6 @@ class Results:
             if request is not None:
                 self._events.phase(request, Phase.DECODE, tick)
         self._rows.awaits_token[rows] = False
-
-
-def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    pairs = zip(tokens, others, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
 def _embedded(request: Request, embedding: FloatArray) -> Completed:

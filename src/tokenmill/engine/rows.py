@@ -87,6 +87,8 @@ class RunningRows:
         """What follows its last token is proposed, so that has to be known: it is never submitted ahead."""
         self.pools: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
         """Its embedding is wanted: it never decodes."""
+        self.is_background: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        """Its request runs in the time that others leave."""
         self.requests: list[Request | None] = [None] * max_rows
         self.ones: IntArray = np.ones(max_rows, dtype=np.int32)
         self.in_order: IntArray = np.arange(max_rows, dtype=np.int32)
@@ -127,6 +129,7 @@ class RunningRows:
         self.is_constrained[row] = request.grammar is not None
         self.speculates[row] = False
         self.pools[row] = request.pooling is not None
+        self.is_background[row] = request.hints.is_background
         self.requests[row] = request
         request.row = row
         return row
@@ -137,9 +140,16 @@ class RunningRows:
         self.num_changes += 1
         self.lease[row] = FREE
         self.pending[row] = 0
+        self.is_background[row] = False
         self.requests[row] = None
         heapq.heappush(self._free, row)
         return int(self.seq[row])
+
+    @property
+    def foreground(self) -> NDArray[np.bool_]:
+        """Which rows have requests that are not background."""
+        rows: NDArray[np.bool_] = (self.lease != FREE) & ~self.is_background
+        return rows
 
     # -- who wants what -----------------------------------------------------------------------------------------------
 
@@ -159,7 +169,7 @@ class RunningRows:
         return computed
 
     def names(self, plan: StepPlan) -> tuple[str | None, ...]:
-        """Whose each of a plan's rows is; None where its request has left it since."""
+        """Request id for each row of the plan; None where the row was reassigned."""
         requests, still = self.requests, self.lease[plan.rows] == plan.leases
         names = [None if (one := requests[row]) is None else one.request_id for row in plan.rows.tolist()]
         if not still.all():

@@ -21,7 +21,7 @@ from tokenmill.engine.cost_model import CostModel
 from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import WEIGHTS, KVManager
 from tokenmill.engine.plan import Draft, StepPlan
-from tokenmill.engine.policies import Deadlines, Order, WaitingQueue
+from tokenmill.engine.policies import SHARE_ROWS_TICKS, CoreUsage, Deadlines, Order, WaitingQueue, share_of
 from tokenmill.engine.prefix import Match
 from tokenmill.engine.request import (
     ENDINGS,
@@ -39,8 +39,16 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import ENDED_WELL, End, FinishReason, TokenLogprobs
 from tokenmill.sampling.state import SamplingState
 
-SHARE_ROWS_TICKS = 8
-"""Ticks between two looks at how rows are divided between keys."""
+FIRST_BACKGROUND = 4
+"""Tokens of background requests in the first step beside others; later ones have at most twice as many as the last, so
+that the cost model sees what they take before they take much."""
+PROBE_TICKS = 32
+"""Every so many ticks a step has no background requests: so it is known what the others' steps take alone."""
+BACKGROUND_TICKS = 128
+"""After so many ticks without a token for background requests, one tick treats them as all others."""
+AHEAD = 0.8
+"""Share of the time for background requests when steps are submitted ahead: each is planned before it is known what the
+one before it took."""
 SCORED_CHUNK = 64
 """Prompt tokens a step while they are scored: the logits of all of them are kept at once."""
 
@@ -57,7 +65,14 @@ class Scheduler:
     """Decides what runs; computes nothing. Owned by its engine core's thread."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelInfo, max_model_len: int, kv: KVManager, events: EventBus, depth: int
+        self,
+        config: EngineConfig,
+        model: ModelInfo,
+        max_model_len: int,
+        kv: KVManager,
+        events: EventBus,
+        depth: int,
+        usage: CoreUsage,
     ) -> None:
         self.config = config
         self.model = model
@@ -65,13 +80,25 @@ class Scheduler:
         self.kv = kv
         self.rows = RunningRows(config.max_num_seqs)
         self.sampling = SamplingState(config.max_num_seqs, model.vocab_size)
-        self.queue = WaitingQueue(config.max_queue, config.max_queue_tokens)
-        self.order = Order(self.rows, config.max_wait_ticks)
+        self.usage = usage
+        self.queue = WaitingQueue(config.max_queue, config.max_queue_tokens, usage)
+        self.order = Order(self.rows, config.max_wait_ticks, usage)
         self.cost = CostModel(config.min_prefill_chunk)
         self.deadlines = Deadlines()
         self.requests: dict[str, Request] = {}
         """The ones that have not ended."""
         self.tick = 0
+        self.num_held = 0
+        """Waiting requests that the last tick did not start since their keys have all the rows they may have."""
+        self._background_slowdown = 1 + (config.background_slowdown - 1) * (AHEAD if depth else 1.0)
+        self._background_tick = 0
+        """The latest tick in which background requests got what they need, or had no need."""
+        self._background_tokens = 0
+        """Their tokens in the latest step that was bounded by others."""
+        self._background_left_s = 0.0
+        """Time that was left for them in that step: less than a token takes, and added to the next."""
+        self._lacks_kv = False
+        """A request waits for KV that background requests may have."""
         self._arrivals = 0
         self._events = events
         self.constraints = Constraints(self.rows, model.vocab_size, proposes=config.forced_tokens)
@@ -97,12 +124,16 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.order.enter(request)
         self._events.phase(request, Phase.QUEUED, self.tick)
-        over = self.queue.why_over_quota(request, self.order.num_free_rows(request))
+        over = self.queue.take_slot(request, self.order.num_free_rows(request))
         full = over or self.queue.why_full(request, self.rows.num_free)
-        if over is None and full is not None and (crowding := self.queue.crowding(request)) is not None:
-            self.finish(crowding, FinishReason.OVERLOAD, error=f"{full}, shared between API keys")
-            full = None
+        if over is None and full is not None:
+            crowding = self.queue.crowding(request, self.rows.running())
+            if crowding is not None:
+                self.finish(crowding, FinishReason.OVERLOAD, error=f"{full}, shared between API keys")
+                full = None
         if full is not None:
+            if over is None:
+                self.queue.give_slot(request)
             self.finish(request, FinishReason.OVERLOAD, error=full)
             return
         self.queue.add(request)
@@ -122,7 +153,7 @@ class Scheduler:
         row, num_computed = request.row, self._num_computed(request)
         self.order.leave(request, row)
         if row != NO_ROW:
-            if self.rows.speculates[row]:
+            if self.speculation.has_begun(row):
                 self.speculation.forget(request, is_complete=reason in ENDED_WELL)
             seq = self._take_row(request)
             if reason is FinishReason.ERROR:
@@ -140,6 +171,7 @@ class Scheduler:
             num_computed = self._num_computed(request)
             if request.row != NO_ROW:
                 self.rows.detach(request)
+                self.usage.give_row(share_of(request))
             elif request in self.queue:
                 self.queue.remove(request)
             if not request.is_finished:
@@ -156,26 +188,90 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan one step: decode tokens first, then prefill chunks, then new requests. None if nothing can run."""
         self.tick += 1
+        self.num_held = 0
         self.expire()
         if self.tick % SHARE_ROWS_TICKS == 0:
             self._share_rows()
         draft = Draft(self.config.max_num_batched_tokens)
+        if self._has_background:
+            self._bound_background(draft)
+        self._lacks_kv = False
         owed = self.rows.owed()
         decodes = (owed == 1) & ~self.rows.pools
-        self._decode(draft, decodes.nonzero()[0].astype(np.int32))
+        self._decode(draft, self._in_slack(draft, decodes.nonzero()[0].astype(np.int32)))
         self._prefill(draft, ((owed > 0) & ~decodes).nonzero()[0])
         if not draft.preempted:
             self._admit(draft)
+        if draft.background_s is not None:
+            self._background_left_s = min(max(0.0, draft.background_s), self.cost.decode_s(1, 0.0))
         if not self._anyone_decodes(draft):
             self._use_up_budget(draft)
         if self.rows.speculates[draft.decodes].any():
             self._speculate(draft)
+        if self.speculation.is_watching:
+            self.speculation.watch(draft, self.cost)
         return self._seal(draft)
 
     def _share_rows(self) -> None:
         """Take a row from a key that has more than its share, for another key's request that waits for one."""
         if len(self.queue) and not self.rows.num_free and (victim := self.order.gives_way(self.queue, self.tick)):
             self._preempt(victim)
+
+    # -- background requests ------------------------------------------------------------------------------------------
+
+    @property
+    def _has_background(self) -> bool:
+        return bool(self.rows.is_background.any()) or self.queue.has_background
+
+    def _bound_background(self, draft: Draft) -> None:
+        """Take rows from background requests for others that wait, and bound the time that they add to the step.
+
+        While others run, a step may take `background_slowdown` times as long as their decoding alone.
+        """
+        foreground, num_waiting = self.rows.foreground, self.queue.num_startable
+        if num_waiting and (self._lacks_kv or not self.rows.num_free):
+            behind = [one for one in self.rows.running() if one.hints.is_background]
+            num_wanted = 1 if self._lacks_kv else num_waiting
+            for request in sorted(behind, key=lambda one: one.arrival)[-num_wanted:]:
+                self._preempt(request)
+        if not foreground.any() and not num_waiting:
+            self._background_tick = self.tick
+        elif self.tick - self._background_tick <= BACKGROUND_TICKS:
+            cells = float(self.rows.num_computed[foreground].sum())
+            draft.background_s = self.cost.background_s(int(foreground.sum()), cells, self._background_slowdown)
+            draft.background_s += self._background_left_s
+            if self.tick % PROBE_TICKS:
+                draft.background_tokens = max(FIRST_BACKGROUND, 2 * self._background_tokens)
+                self._background_tokens = 0
+        else:
+            self._background_tick = self.tick
+
+    def _in_slack(self, draft: Draft, rows: IntArray) -> IntArray:
+        """Those of the rows that decode now: of background requests, as many as there is time for, in turn."""
+        if draft.background_s is None:
+            return rows
+        is_background = self.rows.is_background[rows]
+        behind = rows[is_background]
+        behind = behind[np.argsort(self.rows.last_progress[behind], kind="stable")]
+        cells = self.rows.num_computed[behind]
+        count = min(len(behind), draft.background_tokens, self.cost.decodes_in(draft.background_s, cells))
+        if count:
+            self._give_background(draft, count, self.cost.decode_s(count, float(cells[:count].sum())))
+        chosen: IntArray = np.sort(np.concatenate([rows[~is_background], behind[:count]]))
+        return chosen
+
+    def _give_background(self, draft: Draft, count: int, seconds: float) -> None:
+        """Background requests get so many tokens of a step beside others."""
+        draft.background_s = (draft.background_s or 0.0) - seconds
+        draft.background_tokens -= count
+        self._background_tokens += count
+        self._background_tick = self.tick
+
+    def _is_bounded(self, draft: Draft, request: Request) -> bool:
+        """Has the request only the time that others leave?"""
+        return draft.background_s is not None and request.hints.is_background
+
+    # -- the tick, step by step ---------------------------------------------------------------------------------------
 
     def _decode(self, draft: Draft, rows: IntArray) -> None:
         """One token for each request that needs one; when KV is short, the last in order makes room for the others."""
@@ -194,34 +290,42 @@ class Scheduler:
             if request.row == NO_ROW:  # made room for one before it
                 continue
             count = self._chunk(draft, request, int(self.rows.num_computed[request.row]))
+            if count == 0 and self._is_bounded(draft, request):
+                continue
             if count == 0:
                 return
             cells = self.kv.cells_for(count)
             if self._make_room_before(draft, cells, request, behind[place + 1 :]):
-                draft.give_chunk(request.row, count, cells, int(self.rows.num_computed[request.row]))
+                self._give_chunk(draft, request, count, cells)
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting requests, first ones first; the first that does not fit stops the others."""
         free_rows = self.rows.num_free
         if not free_rows or not len(self.queue) or draft.budget == 0:
             return
-        promised, held = self._cells_owed(draft), self.order.rows_by_key()
+        promised, kept = self._cells_owed(draft), list[str]()
+        is_first_come = draft.background_s is None or not self.queue.num_startable
         for request in self.order.sort(self.queue, self.tick):
             if free_rows == 0:
-                return
-            most = request.hints.quota.max_rows
-            if most is not None and held[request.hints.key] >= most:
+                break
+            is_bounded, share = self._is_bounded(draft, request), share_of(request)
+            if is_bounded and not (is_first_come and self._chunk(draft, request, 0)):
                 continue
-            free_rows -= 1  # for itself, or kept for it while it waits for its prefix
-            held[request.hints.key] += 1
-            if self._keeps_waiting(request):
+            if not self.usage.take_row(share, request.hints.quota.max_rows):
+                self.num_held += 1
                 continue
-            match = self._match(request)
-            if self._is_worth_waiting(request, match):
+            free_rows -= 1
+            if self._keeps_waiting(request) or self._is_worth_waiting(request, match := self._match(request)):
+                kept.append(share)  # a row, while it waits for its prefix
                 continue
-            if not self._chunk(draft, request, match.length) or not self._start(draft, request, match, promised):
-                return
+            has_time = self._chunk(draft, request, match.length) > 0
+            if not has_time or not self._start(draft, request, match, promised):
+                self._lacks_kv = has_time and not request.hints.is_background
+                kept.append(share)
+                break
             promised += self._cells_beyond(draft, request)
+        for share in kept:
+            self.usage.give_row(share)
 
     def _match(self, request: Request) -> Match:
         """What KV the request could start from; none if something is wanted of each of its own tokens."""
@@ -233,6 +337,8 @@ class Scheduler:
             request, num_computed = self.rows.requests[row], int(self.rows.num_computed[row])
             if request is None or draft.budget == 0:
                 return
+            if self._is_bounded(draft, request):
+                continue
             given = draft.chunks[row]
             more = min(self._most(request, num_computed) - given, draft.budget)
             more = self._in_time(draft, num_computed + given, more)
@@ -241,8 +347,10 @@ class Scheduler:
                 draft.give_chunk(row, more, cells, num_computed + given)
 
     def _speculate(self, draft: Draft) -> None:
-        """Proposed tokens for requests that decode, from what is left: nobody is preempted for them."""
+        """Proposed tokens for requests that decode, from what is left: no request is preempted for them."""
         for row, tokens in self.speculation.propose(draft, self.cost).items():
+            if draft.background_s is not None and self.rows.is_background[row]:
+                continue
             cells = self.kv.cells_for(1 + len(tokens))
             if self.kv.make_room(draft.cells + cells, self.rows.requests[row]):
                 draft.give_proposal(row, tokens, cells, int(self.rows.num_computed[row]))
@@ -278,7 +386,16 @@ class Scheduler:
     def _chunk(self, draft: Draft, request: Request, num_computed: int) -> int:
         """How many tokens the request gets now: within the chunk size, the budget and the time."""
         count = min(self._most(request, num_computed), self.config.prefill_chunk, draft.budget)
+        if draft.background_s is not None and request.hints.is_background:
+            return min(count, draft.background_tokens, self.cost.chunk_in(draft.background_s, draft, num_computed))
         return self._in_time(draft, num_computed, count)
+
+    def _give_chunk(self, draft: Draft, request: Request, count: int, cells: int) -> None:
+        """Let a running request catch up by so many tokens."""
+        num_computed = int(self.rows.num_computed[request.row])
+        if draft.background_s is not None and request.hints.is_background:
+            self._give_background(draft, count, self.cost.chunk_s(draft, num_computed, count))
+        draft.give_chunk(request.row, count, cells, num_computed)
 
     def _in_time(self, draft: Draft, num_computed: int, count: int) -> int:
         """So many of the tokens at position `num_computed` as the step has time for, beside what it already holds."""
@@ -327,7 +444,7 @@ class Scheduler:
         self._run(request, seq, num_computed)
         count = self._chunk(draft, request, num_computed)
         if count:
-            draft.give_chunk(request.row, count, self.kv.cells_for(count), num_computed)
+            self._give_chunk(draft, request, count, self.kv.cells_for(count))
         return True
 
     def _make_room_for(self, draft: Draft, request: Request, match: Match, promised: int) -> Room:
@@ -383,20 +500,22 @@ class Scheduler:
     def _take_row(self, request: Request) -> int:
         """Take the row back; returns the sequence it used."""
         self.sampling.detach(request.row)
-        return self.rows.detach(request)
+        seq = self.rows.detach(request)
+        self.usage.give_row(share_of(request))
+        return seq
 
     def _preempt(self, request: Request) -> None:
         """Take the row away. Its KV is parked: evicted first if cells are short, found again if they are not."""
         self.order.settle(request, request.row)
         num_computed = self._num_computed(request)
-        if self.rows.speculates[request.row]:
+        if self.speculation.has_begun(request.row):
             self.speculation.forget(request)
         seq = self._take_row(request)
         self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
         request.last_progress = self.tick
-        self.queue.add(request)
+        self.queue.add_preempted(request)
         self._events.phase(request, Phase.PREEMPTED, self.tick, num_computed)
 
     def _cells_owed(self, draft: Draft) -> int:

@@ -1,281 +1,111 @@
-"""`Speculation`: proposes what running requests will say next, and decides how much of it is worth computing.
+"""`Speculation`: asks proposers what running requests will say next, and decides how much of it is worth computing.
 
-A `Proposer` guesses the tokens behind a request's log. Those that are worth it are computed in the same step as the
-request's own token, each with a draw behind it (`StepPlan.verifications`); what is drawn decides, so the output is the
-one without speculation. `Results` takes the draws as far as the proposal was right, the scheduler removes the KV of the
-rest. A proposal is never part of a log, so whatever happens to its step, nothing has to be undone but KV.
+A `Proposer` guesses the tokens behind a request's log (`proposers.py`). Those that are worth it are computed in the
+same step as the request's own token, each with a draw behind it (`StepPlan.verifications`); the draws decide, so the
+output is the one without speculation. `Results` takes the draws as far as the proposal was right, and the scheduler
+removes the KV of the rest. A proposal is never part of a log: whatever happens to its step, only KV is to be undone.
 
-How many tokens are worth it is a question of the current step: they cost what the cost model says more rows cost, and
-are right as often as they were lately after matches of that length. Proposals that are not computed are compared with
-what is said, too, so that a request that begins to repeat something is noticed. Owned by the engine core's thread.
+What is worth it is decided anew in every step: proposed tokens cost what the cost model says more rows cost, and are
+right as often as they lately were, by proposer and by the length of the match. Lookup proposals that are not computed
+are compared with the output all the same, so that a request that begins to copy is noticed. Owned by the engine core's
+thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tokenmill.contract import IntArray
-from tokenmill.engine.cost_model import CostModel
+from tokenmill.engine.cost_model import CostLine, CostModel, Price
 from tokenmill.engine.events import VerifiedEvent
 from tokenmill.engine.plan import Draft
+from tokenmill.engine.proposers import LONGEST_MATCH, MOST_PROPOSED, LookupProposer, Proposal, Proposer
 from tokenmill.engine.request import Request
 from tokenmill.engine.results import Verified
 from tokenmill.engine.rows import RunningRows
 
-MOST_PROPOSED = 7
-"""Tokens behind a request's own one: with it, what the CPU kernels compute for one reading of the weights."""
-FEW_PROPOSED = 4
-"""Tokens in a step, of all requests, before it is known what they cost."""
-LONGEST_MATCH = 16
-"""Tokens that a match is compared over: longer ones are no better."""
-ORDERS = (6, 2)
-"""Lengths of the n-grams that are looked up, in this order; the longest match of the first one that is found counts."""
-WAYS = 4
-"""Occurrences of an n-gram that are remembered."""
-MIN_CAPACITY = 1 << 12
-MOST_SHARED = 1 << 20
-"""Tokens of ended requests that are remembered, of all keys together."""
-SEPARATOR = -1
-"""Between two logs: no match goes across it."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens that may follow a log; none: nothing is known."""
-
-    tokens: tuple[int, ...] = ()
-    match: int = 0
-    """How many of the log's last tokens they followed where they come from: the more, the likelier they are right."""
-
-
-NO_PROPOSAL = Proposal()
-
-
-class Proposer(Protocol):
-    """Guesses what requests will say. Its guesses are verified, so it may be wrong; it is asked once a step."""
-
-    name: str
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Proposal]:
-        """What follows the logs of these requests, at most so many tokens of each."""
-        ...
-
-    def forget(self, request: Request) -> None:
-        """The request runs no more, for now or for good."""
-        ...
-
-    def keep(self, request: Request) -> None:
-        """The request has ended well: what it has said may help others of its key and namespace."""
-        ...
-
-
-# -- proposals from what was said before ------------------------------------------------------------------------------
-
-
-class SuffixIndex:
-    """A ring of tokens in which the places of recent n-grams are found: 4 bytes a token, and 4 for each order.
-
-    A hash of the n-gram names a bucket of `WAYS` places; a newer place replaces an older one of the same remainder.
-    What is found is compared with the ring, so neither collisions nor places that were written over can mislead.
-    """
-
-    def __init__(self, capacity: int = MIN_CAPACITY) -> None:
-        """`capacity`: a power of two."""
-        self.num_added = 0
-        """Tokens so far; token i lies at `i % capacity`, if it is one of the latest `capacity`."""
-        self._ring: IntArray = np.full(capacity, SEPARATOR, dtype=np.int32)
-        self._tables = {order: np.full((capacity // WAYS, WAYS), -1, dtype=np.int32) for order in ORDERS}
-        self._shift = np.uint64(64 - max(1, (capacity // WAYS).bit_length() - 1))
-
-    @property
-    def capacity(self) -> int:
-        return len(self._ring)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._ring.nbytes + sum(table.nbytes for table in self._tables.values())
-
-    def latest(self) -> IntArray:
-        """The tokens that are held, oldest first."""
-        begin = max(0, self.num_added - self.capacity)
-        held: IntArray = self._ring[np.arange(begin, self.num_added) & (self.capacity - 1)]
-        return held
-
-    def add(self, tokens: IntArray) -> None:
-        """Append tokens. An n-gram is found once the token behind it is there."""
-        tokens = tokens[-self.capacity :]
-        begin, count = self.num_added, len(tokens)
-        self._ring[np.arange(begin, begin + count) & (self.capacity - 1)] = tokens
-        self.num_added += count
-        for order, table in self._tables.items():
-            first = max(begin - 1, order - 1, self.num_added - self.capacity + order - 1)
-            places = np.arange(first, self.num_added - 1)  # of the last token of each n-gram
-            if len(places):
-                grams = self._ring[(places[:, None] - np.arange(order - 1, -1, -1)) & (self.capacity - 1)]
-                table[self._buckets(grams), places % WAYS] = places
-
-    def find(self, tail: IntArray, most: int) -> Proposal:
-        """What followed the latest of the places that agree with the last tokens of a log the furthest."""
-        oldest, mask = self.num_added - self.capacity, self.capacity - 1
-        for order, table in self._tables.items():
-            if len(tail) < order or self.num_added <= order:
-                continue
-            places = np.sort(table[self._buckets(tail[None, -order:])[0]])[::-1]
-            backwards = np.arange(min(len(tail), LONGEST_MATCH))
-            at = places[:, None] - backwards
-            is_same = (self._ring[at & mask] == tail[::-1][: len(backwards)]) & (at >= max(oldest, 0))
-            lengths = np.where(is_same.all(axis=1), len(backwards), is_same.argmin(axis=1))
-            best = int(lengths.argmax())
-            if lengths[best] >= order:
-                return Proposal(self._behind(int(places[best]), most), int(lengths[best]))
-        return NO_PROPOSAL
-
-    def _behind(self, place: int, most: int) -> tuple[int, ...]:
-        """The tokens that follow a place; a log that has begun to repeat itself goes on doing so."""
-        count = min(most, self.num_added - 1 - place)
-        tokens: list[int] = self._ring[np.arange(place + 1, place + 1 + count) & (self.capacity - 1)].tolist()
-        if SEPARATOR in tokens:
-            tokens = tokens[: tokens.index(SEPARATOR)]
-        elif 0 < len(tokens) < most:
-            tokens = (tokens * -(-most // len(tokens)))[:most]
-        return tuple(tokens)
-
-    def _buckets(self, grams: IntArray) -> NDArray[np.intp]:
-        """Where the n-grams, [count, order], are remembered."""
-        hashes = np.zeros(len(grams), dtype=np.uint64)
-        for column in grams.T.astype(np.uint64):
-            hashes = (hashes ^ column) * HASH_FACTOR
-            hashes ^= hashes >> np.uint64(29)
-        return (hashes >> self._shift).astype(np.intp)
-
-
-HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-
-class LookupProposer:
-    """Proposes what followed the last tokens of a log before: in the log itself, or in recent ones of its key.
-
-    Logs are shared inside one key and one namespace only: a proposal that is right comes sooner, which would tell a
-    key what another one has said.
-    """
-
-    name = "lookup"
-
-    def __init__(self, most_shared: int = MOST_SHARED) -> None:
-        self._own: dict[str, SuffixIndex] = {}
-        """By request: its log, as far as it has been added."""
-        self._shared: OrderedDict[Hashable, SuffixIndex] = OrderedDict()
-        """By key and namespace, the least recently used first."""
-        self._most_shared = most_shared
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Proposal]:
-        return [self._propose(request, count) for request, count in zip(requests, most, strict=True)]
-
-    def _propose(self, request: Request, most: int) -> Proposal:
-        index, log = self._own.get(request.request_id), request.token_array()
-        predicted = request.draw.params.prediction_token_ids
-        num_before = len(predicted) + 1 if predicted else 0
-        if index is None or index.capacity < num_before + len(log):
-            capacity = max(MIN_CAPACITY, 1 << (2 * (num_before + len(log)) - 1).bit_length())
-            index = self._own[request.request_id] = SuffixIndex(capacity)
-            if predicted:
-                index.add(np.array([*predicted, SEPARATOR], dtype=np.int32))
-        index.add(log[index.num_added - num_before :])
-        num_said = len(log) - request.num_prompt
-        is_early = num_said < min(LONGEST_MATCH, len(predicted))  # too little to be found by
-        if is_early and tuple(request.output) == predicted[:num_said]:
-            return Proposal(predicted[num_said : num_said + most], LONGEST_MATCH)
-        tail = log[-LONGEST_MATCH:]
-        found = index.find(tail, most)
-        if found.match < LONGEST_MATCH and (shared := self._shared.get(_scope(request))) is not None:
-            other = shared.find(tail, most)
-            found = other if other.match > found.match else found
-        return found
-
-    def forget(self, request: Request) -> None:
-        self._own.pop(request.request_id, None)
-
-    def keep(self, request: Request) -> None:
-        """Add the log to those of its key; what it began with and was computed before has been added then."""
-        scope, log = _scope(request), request.token_array()
-        log = log[max(0, min(request.num_cached, len(log)) - LONGEST_MATCH) :][-self._most_shared // 2 :]
-        index = self._shared.pop(scope, None) or SuffixIndex(min(MIN_CAPACITY, self._most_shared))
-        held = min(index.num_added, index.capacity)
-        if held + len(log) > index.capacity < self._most_shared:
-            index = _grown(index, min(self._most_shared, 1 << (4 * (held + len(log)) - 1).bit_length()))
-        self._shared[scope] = index
-        index.add(np.append(log, np.int32(SEPARATOR)).astype(np.int32))
-        while sum(one.capacity for one in self._shared.values()) > self._most_shared and len(self._shared) > 1:
-            self._shared.popitem(last=False)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what ended requests have left."""
-        return sum(index.num_bytes for index in self._shared.values())
-
-
-def _scope(request: Request) -> Hashable:
-    return request.hints.key, request.hints.namespace
-
-
-def _grown(index: SuffixIndex, capacity: int) -> SuffixIndex:
-    grown = SuffixIndex(capacity)
-    grown.add(index.latest())
-    return grown
-
-
-# -- how much is worth it ---------------------------------------------------------------------------------------------
-
-BUCKET_OF = np.searchsorted(
-    [1, 2, 3, 4, 6, 9, 13, LONGEST_MATCH], np.arange(LONGEST_MATCH + MOST_PROPOSED + 1), "right"
-)
-"""Match length -> bucket, in each of which proposals are right about equally often."""
-NUM_BUCKETS = int(BUCKET_OF.max()) + 1
-PRIOR = np.linspace(0.3, 0.9, NUM_BUCKETS)
-PRIOR_WEIGHT = 3.0
-"""Trials that what is known of all requests counts for."""
+EDGES = (1, 2, 3, 4, 6, 9, 13, LONGEST_MATCH)
+NUM_LENGTHS, NUM_SUPPORTS = len(EDGES) + 1, 3
+NUM_BUCKETS = NUM_LENGTHS * NUM_SUPPORTS
+LENGTH_OF: list[int] = np.searchsorted(EDGES, np.arange(LONGEST_MATCH + 1), "right").tolist()
+"""Match length -> class of lengths. With the support it makes a bucket, in which proposals are right equally often."""
+PRIOR: list[float] = np.linspace([0.15, 0.3, 0.45], [0.8, 0.9, 0.95], NUM_LENGTHS).ravel().tolist()
+DRAFT_PRIOR = [0.7] * NUM_BUCKETS
+PRIOR_TRIALS = 8.0
+OTHERS_TRIALS, DRAFT_OTHERS_TRIALS = 3.0, 10.0
+"""Trials that what is known of all requests counts for in one of them: a draft model is right as often in most."""
 FADE, FADE_ALL = 0.9, 0.995
 """Of what is known, with each trial: of a request, of all of them."""
 CERTAIN = 0.97
 """No proposal is likelier than this."""
-MIN_GAIN = 1.03
-"""Expected tokens per second over those without proposals."""
+MIN_GAIN, MIN_DRAFT_GAIN = 1.03, 1.05
+"""Tokens per second over those without proposals from which on proposals are worth it: any, and a draft model's."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 512
+"""Tokens for which a draft model that does not pay is not asked; twice as many each time."""
+FEW_TRIED = 2
+"""Tokens that it drafts then, to see whether it would pay now."""
+PATIENCE = 4
+"""Steps in a row without a worthwhile proposal after which a request is submitted ahead again."""
+MOST_WATCHED = 16
+"""Requests submitted ahead that are looked up for all the same: more would hold up their steps."""
 
 
 class Acceptance:
     """How often proposed tokens are right, by the length of the match before them: for each row, and for all."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._hits = np.zeros((max_rows, NUM_BUCKETS))
-        self._trials = np.zeros((max_rows, NUM_BUCKETS))
-        self._all_hits = PRIOR * 8
-        self._all_trials = np.full(NUM_BUCKETS, 8.0)
+    def __init__(self, max_rows: int, prior: Sequence[float], others_trials: float = OTHERS_TRIALS) -> None:
+        """`others_trials`: how many trials of its own the rate of all requests counts for in one of them."""
+        self._others_trials = others_trials
+        self._hits = [[0.0] * NUM_BUCKETS for _ in range(max_rows)]
+        self._trials = [[0.0] * NUM_BUCKETS for _ in range(max_rows)]
+        self._all_hits = [rate * PRIOR_TRIALS for rate in prior]
+        self._all_trials = [PRIOR_TRIALS] * NUM_BUCKETS
 
     def reset(self, row: int) -> None:
-        self._hits[row] = self._trials[row] = 0
+        self._hits[row] = [0.0] * NUM_BUCKETS
+        self._trials[row] = [0.0] * NUM_BUCKETS
 
-    def learn(self, row: int, match: int, num_agreed: int, num_proposed: int) -> None:
+    def learn(self, row: int, proposal: Proposal, num_agreed: int, num_proposed: int) -> None:
         """The first `num_agreed` tokens were right, and the next one wrong if there was one."""
+        hits, trials = self._hits[row], self._trials[row]
         for i in range(min(num_agreed + 1, num_proposed)):
-            bucket, hit = BUCKET_OF[min(match + i, LONGEST_MATCH)], float(i < num_agreed)
-            self._hits[row, bucket] = FADE * self._hits[row, bucket] + hit
-            self._trials[row, bucket] = FADE * self._trials[row, bucket] + 1
+            bucket, hit = _bucket(proposal, i), float(i < num_agreed)
+            hits[bucket] = FADE * hits[bucket] + hit
+            trials[bucket] = FADE * trials[bucket] + 1
             self._all_hits[bucket] = FADE_ALL * self._all_hits[bucket] + hit
             self._all_trials[bucket] = FADE_ALL * self._all_trials[bucket] + 1
 
-    def chances(self, row: int, proposal: Proposal) -> NDArray[np.float64]:
-        """For each of the tokens: how likely it and all before it are right. Each that is makes the match longer."""
-        rates = (self._hits[row] + PRIOR_WEIGHT * self._all_hits / self._all_trials) / (
-            self._trials[row] + PRIOR_WEIGHT
-        )
-        buckets = BUCKET_OF[np.minimum(proposal.match + np.arange(len(proposal.tokens)), LONGEST_MATCH)]
-        return np.cumprod(np.minimum(rates[buckets], CERTAIN))
+    def chances(self, row: int, proposal: Proposal, count: int) -> list[float]:
+        """For each of so many tokens: how likely it and all before it are right."""
+        found, chance = [], 1.0
+        for i in range(count):
+            bucket = _bucket(proposal, i)
+            others = self._all_hits[bucket] / self._all_trials[bucket]
+            weight = self._others_trials
+            rate = (self._hits[row][bucket] + weight * others) / (self._trials[row][bucket] + weight)
+            chance *= min(rate, CERTAIN)
+            found.append(chance)
+        return found
+
+
+def _bucket(proposal: Proposal, place: int) -> int:
+    """Of a proposal's token: each one that is right makes the match longer."""
+    return LENGTH_OF[min(proposal.match + place, LONGEST_MATCH)] * NUM_SUPPORTS + proposal.support
+
+
+DRAFTED = Proposal(match=LONGEST_MATCH)
+"""What proposals of a draft model are like."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposal for a row, and who made it."""
+
+    proposer: str
+    proposal: Proposal
 
 
 @dataclass(frozen=True)
@@ -284,75 +114,170 @@ class _Guess:
 
     lease: int
     position: int
-    proposal: Proposal
+    candidate: Candidate
+
+
+@dataclass
+class _Pause:
+    """A row for which a draft model does not pay."""
+
+    until: int
+    """Length of the log up to which it is not asked..."""
+    length: int
+    """...so many tokens from when it began."""
 
 
 class Speculation:
     """Asks the proposers and shares out what is worth computing."""
 
     def __init__(self, rows: RunningRows, default: str, *, is_possible: bool, runs_ahead: bool) -> None:
-        """`runs_ahead`: steps are submitted ahead, which requests that speculate give up: only if they are told to."""
-        self.proposers: dict[str, Proposer] = {"lookup": LookupProposer()}
+        """`runs_ahead`: steps are submitted ahead, which a request gives up while it speculates."""
+        self.proposers: dict[str, Proposer] = {}
+        self._acceptance: dict[str, Acceptance] = {}
         self._rows = rows
         self._default = default
         self._is_possible = is_possible
-        self._auto = "off" if runs_ahead else "lookup"
-        self._acceptance = Acceptance(len(rows.requests))
+        self._runs_ahead = runs_ahead
         self._guesses: dict[int, _Guess] = {}
         """By row."""
-        self._matches: dict[int, int] = {}
-        """Of the proposals that are being verified, by row."""
+        self._verifying: dict[int, Candidate] = {}
+        """By row: what was last given to a step to be verified."""
+        self._pauses: dict[tuple[int, str], _Pause] = {}
+        """By row and proposer."""
+        self._idle_steps: dict[int, int] = {}
+        """By row: steps in a row in which nothing was proposed."""
+        self._ahead: set[int] = set()
+        """Rows of requests that speculate but are submitted ahead for now, since nothing was worth proposing."""
+        self.use(LookupProposer(), PRIOR)
 
-    def proposer_of(self, request: Request) -> Proposer | None:
-        """Who proposes for the request; None: nobody."""
+    def use(self, proposer: Proposer, prior: Sequence[float] = DRAFT_PRIOR) -> None:
+        """Let a proposer take part. `prior`: how often it is right, by match length, until more is known."""
+        self.proposers[proposer.name] = proposer
+        others_trials = OTHERS_TRIALS if proposer.name == "lookup" else DRAFT_OTHERS_TRIALS
+        self._acceptance[proposer.name] = Acceptance(len(self._rows.requests), prior, others_trials)
+
+    def proposers_of(self, request: Request) -> list[Proposer]:
+        """Who proposes for the request, cheapest first; none if it does not speculate."""
+        if not self._is_possible or request.pooling is not None:
+            return []
         mode = request.draw.params.speculation or self._default
-        name = self._auto if mode == "auto" else mode
-        is_possible = self._is_possible and request.pooling is None
-        return self.proposers.get(name) if is_possible else None
+        if mode == "auto":
+            return [one for one in self.proposers.values() if one.name != "lookup" or not self._runs_ahead]
+        proposer = self.proposers.get(mode)
+        return [] if proposer is None else [proposer]
+
+    def has_begun(self, row: int) -> bool:
+        """Does the row's request speculate, now or while that pays?"""
+        return bool(self._rows.speculates[row]) or row in self._ahead
+
+    @property
+    def is_watching(self) -> bool:
+        """Are there requests that speculate, but are submitted ahead for now?"""
+        return bool(self._ahead)
 
     def begin(self, request: Request) -> None:
         """The request has got a row."""
-        self._rows.speculates[request.row] = self.proposer_of(request) is not None
-        self._acceptance.reset(request.row)
+        row = request.row
+        self._rows.speculates[row] = bool(self.proposers_of(request))
+        self._idle_steps.pop(row, None)
+        self._ahead.discard(row)
+        for name, acceptance in self._acceptance.items():
+            acceptance.reset(row)
+            self._pauses.pop((row, name), None)
 
     def forget(self, request: Request, *, is_complete: bool = False) -> None:
         """The request loses its row; complete, its log may help others."""
-        proposer = self.proposer_of(request)
-        if proposer is not None:
-            self._guesses.pop(request.row, None)
+        self._guesses.pop(request.row, None)
+        self._ahead.discard(request.row)
+        for proposer in self.proposers_of(request):
             proposer.forget(request)
             if is_complete:
                 proposer.keep(request)
 
     def propose(self, draft: Draft, cost: CostModel) -> dict[int, tuple[int, ...]]:
         """Row -> proposed tokens, for rows of the draft that decode: as many as make the step worth more."""
-        rows = draft.decodes[self._rows.speculates[draft.decodes]]
-        if not len(rows) or not self._may_pay(draft, cost):
+        rows = draft.decodes[self._rows.speculates[draft.decodes]].tolist()
+        requests = [request for row in rows if (request := self._rows.requests[row]) is not None]
+        price = cost.price(draft) if requests else None
+        if price is None or not self._may_pay(draft, price):
+            if self._runs_ahead:
+                self._let_ahead(requests, {})
             return {}
-        requests = [request for row in rows.tolist() if (request := self._rows.requests[row]) is not None]
         self._check_guesses(requests)
-        found = {request.row: proposal for request, proposal in self._ask(requests) if proposal.tokens}
-        counts = self.allot(found, draft, cost)
-        self._guesses |= {
-            row: _Guess(int(self._rows.lease[row]), int(self._rows.num_tokens[row]), proposal)
-            for row, proposal in found.items()
-            if not counts[row]
-        }
-        self._matches = {row: proposal.match for row, proposal in found.items() if counts[row]}
-        return {row: found[row].tokens[:count] for row, count in counts.items() if count}
+        found = self._ask(requests, draft, price)
+        counts = self.allot(found, draft, price)
+        if self._runs_ahead:
+            self._let_ahead(requests, counts)
+        for row, candidate in found.items():
+            if not counts[row]:
+                self._guesses[row] = _Guess(int(self._rows.lease[row]), int(self._rows.num_tokens[row]), candidate)
+        self._verifying |= {row: candidate for row, candidate in found.items() if counts[row]}
+        return {row: found[row].proposal.tokens[:count] for row, count in counts.items() if count}
 
-    def _ask(self, requests: list[Request]) -> list[tuple[Request, Proposal]]:
-        """Each request's proposer; what a grammar rules out is left out."""
-        asked: dict[str, list[Request]] = {}
+    def _may_pay(self, draft: Draft, price: Price) -> bool:
+        """Would as many tokens as can be proposed pay off if they were certain? Otherwise no proposer is asked."""
+        cost, most = price.proposed, MOST_PROPOSED * len(draft.decodes)
+        return CERTAIN * MOST_PROPOSED * price.base > cost.entry + cost.each * most
+
+    def watch(self, draft: Draft, cost: CostModel) -> None:
+        """Let requests that are submitted ahead speculate again once that is expected to pay.
+
+        Their latest tokens are not known, so a lookup is a step behind: it has to promise one token more.
+        """
+        rows = [row for row in draft.decodes.tolist() if row in self._ahead]
+        price = cost.price(draft) if rows and len(rows) <= MOST_WATCHED else None
+        if price is None or not self._may_pay(draft, price):
+            return
+        requests = [request for row in rows if (request := self._rows.requests[row]) is not None]
+        self._check_guesses(requests)
         for request in requests:
-            proposer = self.proposer_of(request)
-            if proposer is not None:
-                asked.setdefault(proposer.name, []).append(request)
-        found = []
-        for name, some in asked.items():
-            most = [self._most(request) for request in some]
-            found += list(zip(some, self.proposers[name].propose(some, most), strict=True))
-        return [(request, _allowed(request, proposal)) for request, proposal in found]
+            for proposer in self.proposers_of(request):
+                if self._promises(request, proposer, price):
+                    self._ahead.discard(request.row)
+                    self._rows.speculates[request.row] = True
+
+    def _promises(self, request: Request, proposer: Proposer, price: Price) -> bool:
+        if proposer.name != "lookup":
+            return self._is_asked(request, proposer)
+        proposal = _allowed(request, proposer.propose([request], [self._most(request)])[0])
+        if not proposal.tokens:
+            return False
+        candidate = Candidate(proposer.name, proposal)
+        self._guesses[request.row] = _Guess(int(self._rows.lease[request.row]), len(request.tokens), candidate)
+        cost = price.proposed
+        return sum(self._chances(request.row, candidate)) > 1 + MIN_GAIN * (cost.entry + cost.each) / price.base
+
+    def _let_ahead(self, requests: Sequence[Request], counts: Mapping[int, int]) -> None:
+        """Requests for which nothing is worth proposing go on without speculation, for now."""
+        for request in requests:
+            row = request.row
+            idle = self._idle_steps[row] = 0 if counts.get(row) else self._idle_steps.get(row, 0) + 1
+            may_come = any(self._is_asked(request, one) for one in self.proposers_of(request))
+            if idle >= PATIENCE or (idle and not may_come):
+                self._rows.speculates[row] = False
+                self._ahead.add(row)
+                self._idle_steps[row] = PATIENCE - 1  # the next time at once
+
+    # -- who is asked -------------------------------------------------------------------------------------------------
+
+    def _ask(self, requests: list[Request], draft: Draft, price: Price) -> dict[int, Candidate]:
+        """The most promising proposal for each row, without what its grammar rules out.
+
+        A proposer that takes time is asked only where what it proposes is likely to be worth that.
+        """
+        found: dict[int, Candidate] = {}
+        for name, proposer in self.proposers.items():
+            asked = [request for request in requests if proposer in self.proposers_of(request)]
+            if name == "lookup":
+                most = [self._most(request) for request in asked]
+            else:
+                asked, most = self._worth_drafting(name, asked, found, draft, price)
+            if not asked:
+                continue
+            for request, proposal in zip(asked, proposer.propose(asked, most), strict=True):
+                if proposal.tokens:
+                    found[request.row] = Candidate(name, _allowed(request, proposal))
+        return {row: candidate for row, candidate in found.items() if candidate.proposal.tokens}
 
     def _most(self, request: Request) -> int:
         """Tokens that may be proposed: the last one of the log is drawn in any case."""
@@ -360,30 +285,64 @@ class Speculation:
         room = int(self._rows.limit[row] - self._rows.num_tokens[row]) - 1
         return max(0, min(room, MOST_PROPOSED, MOST_PROPOSED if quota is None else quota - 1))
 
-    def _may_pay(self, draft: Draft, cost: CostModel) -> bool:
-        """Would a token that is certain to be right be worth its row? Else nobody has to look for one."""
-        price = cost.price(draft)
-        return price is not None and CERTAIN * price.base > price.each * len(draft.decodes)
+    def _worth_drafting(
+        self, name: str, requests: list[Request], found: Mapping[int, Candidate], draft: Draft, price: Price
+    ) -> tuple[list[Request], list[int]]:
+        """The requests to draft for, and how many tokens: what gives the step the most expected tokens a second."""
+        proposer, num_sure = self.proposers[name], len(draft.decodes)
+        asked, chances, is_trial = list[Request](), list[list[float]](), False
+        share_s, drafting = price.base / num_sure, proposer.cost(len(requests))
+        own = CostLine(drafting.entry / max(1, len(requests)), drafting.each / max(1, len(requests))) + price.proposed
+        for request in requests:
+            most = self._most(request)
+            if not most or not self._is_asked(request, proposer):
+                continue
+            expected, candidate = self._acceptance[name].chances(request.row, DRAFTED, most), found.get(request.row)
+            other = [] if candidate is None else self._chances(request.row, candidate)
+            if not other or _best(expected, 1, share_s, own).rate > _best(other, 1, share_s, price.proposed).rate:
+                asked.append(request)
+                chances.append(expected)
+                is_trial |= (request.row, name) in self._pauses
+        if not asked:
+            return [], []
+        gains = [sum(some) for some in itertools.zip_longest(*chances, fillvalue=0.0)]  # by position
+        gains = gains[: max(1, price.most // len(asked))]
+        verifying = CostLine(price.proposed.entry, price.proposed.each * len(asked))
+        count = _best(gains, num_sure, price.base, verifying + proposer.cost(len(asked)), MIN_DRAFT_GAIN).count
+        if not count:
+            for request in asked:
+                self._pause(request, name)
+            count = FEW_TRIED if is_trial else 0
+        return asked, [min(count, len(expected)) for expected in chances]
 
-    def allot(self, found: Mapping[int, Proposal], draft: Draft, cost: CostModel) -> dict[int, int]:
+    def _chances(self, row: int, candidate: Candidate) -> list[float]:
+        acceptance, proposal = self._acceptance[candidate.proposer], candidate.proposal
+        return acceptance.chances(row, proposal, len(proposal.tokens))
+
+    def _is_asked(self, request: Request, proposer: Proposer) -> bool:
+        """False while the proposer is paused for the request, and once it has nothing more to propose for it."""
+        pause = self._pauses.get((request.row, proposer.name))
+        is_paused = pause is not None and len(request.tokens) < pause.until
+        return not is_paused and proposer.can_propose(request)
+
+    def _pause(self, request: Request, name: str) -> None:
+        """The draft model does not pay for the request: try it again later."""
+        pause = self._pauses.get((request.row, name))
+        length = FIRST_PAUSE if pause is None else min(2 * pause.length, LONGEST_PAUSE)
+        self._pauses[request.row, name] = _Pause(len(request.tokens) + length, length)
+
+    # -- how much is worth it -----------------------------------------------------------------------------------------
+
+    def allot(self, found: Mapping[int, Candidate], draft: Draft, price: Price) -> dict[int, int]:
         """How many tokens of each proposal to compute: those that give the step the most expected tokens a second."""
-        counts, price = dict.fromkeys(found, 0), cost.price(draft)
-        if not found or price is None:
-            return counts
-        chances = [self._acceptance.chances(row, proposal) for row, proposal in found.items()]
-        owner = np.repeat(np.fromiter(found, np.int32), [len(one) for one in chances])
-        chance = np.concatenate(chances)
-        order = np.argsort(-chance, kind="stable")  # a row's own are in order: each is less likely than the one before
-        order = order[: min(draft.budget, FEW_PROPOSED) if price.is_guessed else draft.budget]
-        if not len(order):
-            return counts
-        num_sure = len(draft.decodes)
-        tokens = num_sure + np.cumsum(chance[order])
-        seconds = price.base + price.each * np.arange(1, len(order) + 1)
-        best = int((tokens / seconds).argmax())
-        if tokens[best] / seconds[best] > MIN_GAIN * num_sure / price.base:
-            for row in owner[order[: best + 1]].tolist():
-                counts[row] += 1
+        counts = dict.fromkeys(found, 0)
+        chances = [(chance, row) for row, candidate in found.items() for chance in self._chances(row, candidate)]
+        # Likeliest first. A row's own stay in order: each is less likely than the one before it.
+        chances.sort(key=lambda one: -one[0])
+        chances = chances[: min(draft.budget, price.most)]
+        worth = _best([chance for chance, _ in chances], len(draft.decodes), price.base, price.proposed)
+        for _, row in chances[: worth.count]:
+            counts[row] += 1
         return counts
 
     # -- what became of it --------------------------------------------------------------------------------------------
@@ -394,22 +353,26 @@ class Speculation:
             guess = self._guesses.pop(request.row, None)
             if guess is None or guess.lease != self._rows.lease[request.row]:
                 continue
-            said = request.tokens[guess.position : guess.position + 1]
-            if said:
-                self._acceptance.learn(request.row, guess.proposal.match, int(said[0] == guess.proposal.tokens[0]), 1)
+            if len(request.tokens) > guess.position:
+                proposal = guess.candidate.proposal
+                hit = int(request.tokens[guess.position] == proposal.tokens[0])
+                self._acceptance[guess.candidate.proposer].learn(request.row, proposal, hit, 1)
 
     def learn(self, verified: Sequence[Verified]) -> None:
         for one in verified:
             row, num_proposed = one.verification.row, len(one.verification.tokens)
-            self._acceptance.learn(row, self._matches.get(row, 0), one.num_agreed, num_proposed)
+            candidate = self._verifying.get(row)
+            if candidate is not None:
+                acceptance = self._acceptance[candidate.proposer]
+                acceptance.learn(row, candidate.proposal, one.num_agreed, num_proposed)
             one.request.num_proposed += num_proposed
             one.request.num_agreed += one.num_agreed
 
     def told(self, verified: Sequence[Verified], at: float) -> VerifiedEvent:
-        names = [self.proposer_of(one.request) for one in verified]
+        made_by = [self._verifying.get(one.verification.row) for one in verified]
         return VerifiedEvent(
             at,
-            tuple("" if one is None else one.name for one in names),
+            tuple("" if one is None else one.proposer for one in made_by),
             tuple(one.verification.row for one in verified),
             tuple(len(one.verification.tokens) for one in verified),
             tuple(one.num_agreed for one in verified),
@@ -417,8 +380,30 @@ class Speculation:
         )
 
 
+@dataclass(frozen=True)
+class _Worth:
+    count: int
+    """How many proposed tokens to compute..."""
+    rate: float
+    """...and the tokens per second that are expected then."""
+
+
+def _best(gains: Sequence[float], num_sure: int, base_s: float, cost: CostLine, min_gain: float = MIN_GAIN) -> _Worth:
+    """How many of these expected tokens, in order, give a step the most tokens per second; none for less than the gain.
+
+    Without them, the step gives `num_sure` tokens in `base_s`.
+    """
+    tokens, best = float(num_sure), _Worth(0, min_gain * num_sure / base_s)
+    for count, gain in enumerate(gains, 1):
+        tokens += gain
+        rate = tokens / (base_s + cost.entry + count * cost.each)
+        if rate > best.rate:
+            best = _Worth(count, rate)
+    return best
+
+
 def _allowed(request: Request, proposal: Proposal) -> Proposal:
     """As much of a proposal as the request's grammar allows."""
     if request.grammar is None or not proposal.tokens:
         return proposal
-    return Proposal(proposal.tokens[: request.grammar.num_allowed(proposal.tokens)], proposal.match)
+    return replace(proposal, tokens=proposal.tokens[: request.grammar.num_allowed(proposal.tokens)])

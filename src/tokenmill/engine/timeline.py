@@ -42,6 +42,10 @@ class Timeline:
     first_token_at: float | None = None
     verdict: CacheVerdict | None = None
     """Why so much of its prompt was computed."""
+    num_proposed: int = 0
+    """Tokens that speculation proposed for it, once it has ended..."""
+    num_agreed: int = 0
+    """...and those of them that were drawn as proposed."""
     neighbours_s: dict[Phase, float] = field(default_factory=dict)
     """What of a phase others' prompts took, in steps that they shared."""
     own_prefill_s: float = 0.0
@@ -69,6 +73,7 @@ class Timeline:
         self._open = None if event.phase is Phase.ENDED else (event.phase, event.at)
         self._prefill_from, self.own_prefill_s = prefill_s, 0.0
         self.verdict = event.verdict
+        self.num_proposed, self.num_agreed = event.num_proposed, event.num_agreed
         self.num_cached, self.num_tokens, self.num_prompt = event.num_cached, event.num_tokens, event.num_prompt
         self.finish_reason, self.key, self.owner = event.finish_reason, event.key, event.owner
         if event.phase is Phase.PREFILL:

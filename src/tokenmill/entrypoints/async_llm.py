@@ -49,8 +49,10 @@ def open_engine(
         return open_process(str(model), options)
     opened, handle = open_for_engine(model, options)
     try:
-        num_cores = num_workers(options)
-        return opened, client or ThreadClient(handle, opened.config, opened.limits, num_cores=num_cores)
+        if client is None:
+            cores = num_workers(options)
+            client = ThreadClient(handle, opened.config, opened.limits, opened.draft, num_cores=cores)
+        return opened, client
     except BaseException:
         opened.close()
         raise
@@ -93,8 +95,6 @@ class AsyncLLM:
         self.max_model_len = self._client.max_model_len
         """Maximum tokens of prompt and output of a request."""
         self._intake = Intake("async", self.opened.text, self.opened.model.info, self.max_model_len, seed)
-        if self._intake.grammars.is_available:
-            self._intake.grammars.warm()
         self.bridge = StepBridge(self._client, self.opened.config.queue_timeout_s)
         """To the event loops of its users; for others who use the engine as well: sessions."""
         self._running: dict[str, list[Generation]] = {}
@@ -116,9 +116,9 @@ class AsyncLLM:
         return not self._closed and bool(self._client.cores_alive) and self._client.seconds_silent < HANGS_AFTER_S
 
     @property
-    def is_hung(self) -> bool:
-        """Was the last engine core abandoned, and can't be replaced? Only a restart of this process helps."""
-        return self._client.is_hung and not self._client.cores_alive
+    def is_lost(self) -> bool:
+        """Has the engine hung or failed so that it can't be replaced? Only a restart of this process helps."""
+        return not self._closed and self._client.is_lost
 
     @property
     def num_cores(self) -> int:
@@ -219,6 +219,12 @@ class AsyncLLM:
         self._check_open()
         return self._intake.generation(prompt, sampling_params, request_id, hints, timeout_s, first_index, plan)
 
+    async def prepare_plan(
+        self, params: SamplingParams, use: ToolUse = ToolUse(), thinking_budget: int | None = None
+    ) -> None:
+        """Build what `plan` needs, off the event loop."""
+        await self._intake.prepare_plan(params, use, thinking_budget)
+
     def plan(
         self,
         prompt: Sequence[int],
@@ -226,7 +232,7 @@ class AsyncLLM:
         use: ToolUse = ToolUse(),
         thinking_budget: int | None = None,
     ) -> tuple[SamplingParams, TurnPlan | None]:
-        """How the answer to a chat with these ids is constrained and read."""
+        """How the answer to a chat with these ids is constrained and read; event loops await `prepare_plan` first."""
         return self._intake.plan(prompt, params, use, thinking_budget)
 
     def open_stream(self, generations: Sequence[Generation]) -> EngineStream:
@@ -236,7 +242,7 @@ class AsyncLLM:
         return EngineStream(self.bridge, generations)
 
     def close_stream(self, stream: EngineStream) -> None:
-        """Nobody reads it any more: what has not ended is cancelled."""
+        """End a stream: generations that have not ended are cancelled."""
         for generation in stream.generations:
             running = self._running.get(generation.request_id, [])
             if generation in running:

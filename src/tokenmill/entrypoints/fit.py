@@ -10,6 +10,7 @@ from tokenmill.backends.loading import describe_model
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, ModelHandle
 from tokenmill.contract.backend import MemoryPlan, cells_for, seqs_for
+from tokenmill.engine.core import DraftModel
 from tokenmill.errors import ConfigError
 
 MIB = 1 << 20
@@ -50,19 +51,33 @@ class Fit:
 
 
 def plan_fit(
-    model: str, sessions: int, context: int | None, *, free_bytes: int | None, workers: int = 1, **options: Any
+    model: str,
+    sessions: int,
+    context: int | None,
+    *,
+    free_bytes: int | None,
+    workers: int = 1,
+    draft_model: str | None = None,
+    **options: Any,
 ) -> Fit:
     """Read a model's headers and plan for so many sessions at the same time. Nothing is loaded.
 
-    Sessions are divided between workers, each of which has KV and activations of its own.
+    Sessions are divided between workers, each of which has KV and activations of its own. A draft model has KV for as
+    many tokens.
     """
     about = describe_model(model, **options)
+    shared = {name: value for name, value in options.items() if name not in ("dtype", "extra")}
+    draft = None if draft_model is None else describe_model(draft_model, **shared)
     context = min(context or about.max_context, about.max_context)
     free = about.free_bytes if free_bytes is None else free_bytes
 
     def planned(num_seqs: int, length: int) -> MemoryPlan:
         share = -(-num_seqs // workers)
-        return about.memory(limits_for(share, length, about.block_size), share).times(workers)
+        limits = limits_for(share, length, about.block_size)
+        plan = about.memory(limits, share)
+        if draft is not None:
+            plan = plan.with_draft(draft.memory(limits, share))
+        return plan.times(workers)
 
     def fits(num_seqs: int, length: int) -> bool:
         return planned(num_seqs, length).total <= free
@@ -71,7 +86,7 @@ def plan_fit(
         form=about.form,
         context=context,
         plan=planned(sessions, context),
-        kv_bytes_per_token=about.kv_bytes_per_token,
+        kv_bytes_per_token=about.kv_bytes_per_token + (0 if draft is None else draft.kv_bytes_per_token),
         free_bytes=free,
         most_sessions=_most(MOST_SESSIONS, lambda count: fits(count, context)),
         longest_context=_most(about.max_context, lambda length: fits(sessions, length)),
@@ -85,7 +100,9 @@ def plan_one_session(model: str, options: Mapping[str, Any]) -> Fit:
     """The fit of a model with `EngineOptions`, for one session: the least that it is of use with."""
     chosen = {name: options[name] for name in FIT_OPTIONS if options.get(name) is not None}
     workers = options.get("workers") or 1
-    return plan_fit(model, 1, options.get("max_model_len"), free_bytes=None, workers=workers, **chosen)
+    draft = options.get("draft_model")
+    length = options.get("max_model_len")
+    return plan_fit(model, 1, length, free_bytes=None, workers=workers, draft_model=draft, **chosen)
 
 
 def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
@@ -99,9 +116,14 @@ def limits_for(num_seqs: int, context: int, block_size: int) -> BackendLimits:
     )
 
 
-def check_memory(model: ModelHandle, limits: BackendLimits, num_seqs: int, workers: int = 1) -> None:
+def check_memory(
+    model: ModelHandle, limits: BackendLimits, num_seqs: int, workers: int = 1, draft: DraftModel | None = None
+) -> None:
     """Raise `ConfigError` if KV and activations of all workers exceed the free memory; the weights are loaded."""
-    plan, free = model.memory(limits, num_seqs).times(workers), model.free_bytes
+    plan, free = model.memory(limits, num_seqs), model.free_bytes
+    if draft is not None:
+        plan = plan.with_draft(draft.model.memory(draft.limits, num_seqs))
+    plan = plan.times(workers)
     needed, num_cells = plan.kv + plan.activations, workers * limits.num_cells
     if needed > free:
         raise ConfigError(

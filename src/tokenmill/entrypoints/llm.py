@@ -49,11 +49,12 @@ class LLM:
         else:
             self._opened, handle = open_for_engine(model, options, offline=True)
             config, limits, workers = self._opened.config, self._opened.limits, num_workers(options)
+            draft = self._opened.draft
             try:
                 if workers == 1:
-                    self._client = InlineClient(handle, config, limits)
+                    self._client = InlineClient(handle, config, limits, draft)
                 else:
-                    self._client = QueuedClient(ThreadClient(handle, config, limits, num_cores=workers))
+                    self._client = QueuedClient(ThreadClient(handle, config, limits, draft, num_cores=workers))
             except BaseException:
                 self._opened.close()
                 raise

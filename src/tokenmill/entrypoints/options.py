@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
-from tokenmill.backends.loading import open_model
+from tokenmill.backends.loading import ROUNDED, is_installed, num_gpus, open_model
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits, Model, ModelHandle, ModelInfo
 from tokenmill.contract.backend import cells_for, num_processors, seqs_for
+from tokenmill.engine.core import DraftModel
 from tokenmill.entrypoints.fit import check_memory
 from tokenmill.errors import ConfigError
 from tokenmill.text.model_text import ModelText, open_text
@@ -34,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: Tokenizer | None
     """Overrides the tokenizer of the model."""
     backend: str
-    """`auto`, `torch`, `llamacpp` or `fake`."""
+    """`auto`, `cpu`, `torch`, `llamacpp` or `fake`."""
     dtype: str
     """Data type of the weights: `auto`, `float32`, `bfloat16`, `float16`; on the CPU also `int8`, `int4`."""
     device: str
@@ -69,17 +70,22 @@ class EngineOptions(TypedDict, total=False):
     queue_timeout_s: float | None
     """Maximum time in the queue (s), then the request ends with `timeout`."""
     hang_timeout_s: float | None
-    """Abandon an engine whose step has not returned for this long (s); an engine process is replaced."""
+    """Abandon an engine when a step takes longer than this (s); an engine process is replaced."""
     kv_cache_tokens: int | None
     """Size of the KV cache in tokens, of all workers together; by default a fraction of free memory."""
     forced_tokens: bool | None
-    """Append tokens that a grammar leaves no choice about without drawing them (default true)."""
+    """Append tokens forced by a grammar without sampling them (default true)."""
     speculation: str | None
-    """Default of `SamplingParams.speculation`: `off` (default), `auto` or `lookup` (docs/speculation.md)."""
+    """Default of `SamplingParams.speculation`: `auto`, `off`, `lookup` or `draft` (docs/speculation.md).
+
+    By default `auto` on the CPU kernels or with a draft model, otherwise `off`.
+    """
+    draft_model: str | None
+    """Name or path of a smaller model with the same vocabulary that drafts tokens for speculation."""
     num_threads: int | None
     """CPU threads, of all workers together; by default all cores. Use fewer on a busy machine."""
     extra: Mapping[str, Any] | None
-    """Backend-specific options, such as llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
+    """Backend-specific options: `kv_cache_dtype` (docs/kernels.md), llama.cpp's `n_ubatch` (docs/llamacpp.md)."""
     tool_format: str | None
     """Format of tool calls by name, such as `hermes` (docs/tools.md); derived from the chat template by default."""
     config: EngineConfig | None
@@ -101,6 +107,16 @@ LOAD_OPTIONS = ("backend", "dtype", "device", "deterministic", "load_format", "e
 
 
 @dataclass(frozen=True)
+class LoadedModel:
+    """A model with its engine's settings, for an engine in this process."""
+
+    model: ModelHandle
+    config: EngineConfig
+    limits: BackendLimits
+    draft: DraftModel | None = None
+
+
+@dataclass(frozen=True)
 class OpenedModel:
     """A model with its engine's settings, and its text side."""
 
@@ -110,8 +126,12 @@ class OpenedModel:
     limits: BackendLimits
     is_ours: bool
     """Was it opened here? Then it is closed with the engine."""
+    draft: DraftModel | None = None
+    """The model that drafts for it, which is always opened here."""
 
     def close(self) -> None:
+        if self.draft is not None:
+            self.draft.model.close()
         if self.is_ours:
             self.model.close()
 
@@ -140,45 +160,83 @@ def num_workers(options: Mapping[str, Any]) -> int:
     return found
 
 
-def load_for_engine(
-    model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False
-) -> tuple[ModelHandle, EngineConfig, BackendLimits]:
+def load_for_engine(model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False) -> LoadedModel:
     """Load the model, if only its name is given, and work out the size of each core of its engine."""
     check_options(options)
     workers = num_workers(options)
     if workers > 1 and isinstance(model, str) and _runs_on_gpu(model, options):
         raise ConfigError(f"workers {workers}: one engine core uses a whole GPU; several are for device='cpu'")
     load_options = _given(options, LOAD_OPTIONS)
-    if isinstance(model, str):
-        handle = open_model(model, **load_options)
-    elif load_options:
-        raise ConfigError(f"{', '.join(load_options)}: the model is already loaded")
-    else:
-        handle = model
-    try:
-        config = _divided(_config(handle, options, offline=offline), workers)
-        limits = choose_limits(handle, config, options.get("kv_cache_tokens"), workers)
-        limits = replace(limits, num_threads=_threads(options.get("num_threads"), workers))
-        check_memory(handle, limits, config.max_num_seqs, workers)
-    except BaseException:
+    with contextlib.ExitStack() as undo:
         if isinstance(model, str):
-            handle.close()
+            handle = open_model(model, **load_options)
+            undo.callback(handle.close)
+        elif load_options:
+            raise ConfigError(f"{', '.join(load_options)}: the model is already loaded")
+        else:
+            handle = model
+        drafting = _load_draft(handle, options)
+        if drafting is not None:
+            undo.callback(drafting.close)
+        config = _divided(_config(handle, options, offline=offline), workers)
+        draft_bytes = 0 if drafting is None else drafting.info.kv_bytes_per_token
+        limits = choose_limits(handle, config, options.get("kv_cache_tokens"), workers, draft_bytes)
+        limits = replace(limits, num_threads=_threads(options.get("num_threads"), workers))
+        draft = None
+        if drafting is not None:
+            context = min(longest_context(handle.info, config), drafting.info.max_context)
+            draft = DraftModel(drafting, replace(limits, max_context=context))
+        check_memory(handle, limits, config.max_num_seqs, workers, draft)
+        undo.pop_all()
+    return LoadedModel(handle, config, limits, draft)
+
+
+def _load_draft(model: ModelHandle, options: Mapping[str, Any]) -> ModelHandle | None:
+    """The model that drafts, on the same device; `ConfigError` if its tokens are not those of the other one."""
+    name = options.get("draft_model")
+    if name is None:
+        return None
+    shared = {key: value for key, value in _given(options, LOAD_OPTIONS).items() if key not in ("dtype", "extra")}
+    draft = open_model(name, **shared)
+    try:
+        check_vocabularies(model, draft)
+    except BaseException:
+        draft.close()
         raise
-    return handle, config, limits
+    return draft
+
+
+PADDING = 1024
+"""Vocabularies of models that share a tokenizer are padded to different sizes."""
+PROBE = 'The mill 製粉所 turns: \u00bd of 3.14 = f(x) {"a": [1, 2]}\n\tdone.'
+
+
+def check_vocabularies(model: Model, draft: Model) -> None:
+    """Raise `ConfigError` unless both models have the same tokens."""
+    sizes = model.info.vocab_size, draft.info.vocab_size
+    if abs(sizes[0] - sizes[1]) > PADDING:
+        raise ConfigError(f"draft_model has {sizes[1]} tokens, the model {sizes[0]}: they must share a vocabulary")
+    if model.path is not None and draft.path is not None:
+        ids = [open_text(one).tokenizer.encode(PROBE, add_special=False) for one in (model, draft)]
+        if ids[0] != ids[1]:
+            raise ConfigError("draft_model has another tokenizer than the model: they must share a vocabulary")
 
 
 def open_for_engine(
     model: str | ModelHandle, options: Mapping[str, Any], *, offline: bool = False
 ) -> tuple[OpenedModel, ModelHandle]:
     """A model with its text side, for an engine in this process; and the handle to make one of."""
-    handle, config, limits = load_for_engine(model, options, offline=offline)
+    loaded = load_for_engine(model, options, offline=offline)
     is_ours = isinstance(model, str)
     try:
-        return OpenedModel(handle, text_of(handle, options), config, limits, is_ours), handle
+        text = text_of(loaded.model, options)
     except BaseException:
+        if loaded.draft is not None:
+            loaded.draft.model.close()
         if is_ours:
-            handle.close()
+            loaded.model.close()
         raise
+    return OpenedModel(loaded.model, text, loaded.config, loaded.limits, is_ours, loaded.draft), loaded.model
 
 
 def text_of(model: Model, options: Mapping[str, Any]) -> ModelText:
@@ -203,30 +261,29 @@ def runs_in_process(model: str | ModelHandle, options: Mapping[str, Any]) -> boo
 
 def _runs_on_gpu(model: str, options: Mapping[str, Any]) -> bool:
     """Will it, once it is opened? Told without loading torch, or using the GPU."""
-    if model == "fake" or options.get("backend") in ("llamacpp", "fake"):
+    if model == "fake" or options.get("backend") in ("cpu", "llamacpp", "fake"):
         return False
     device = options.get("device") or "auto"
-    return device.startswith("cuda") or (device == "auto" and _num_gpus() > 0)
-
-
-def _num_gpus() -> int:
-    """GPUs that CUDA shows this process; its library is asked directly, and no context is created."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    may_use = device == "auto" and options.get("dtype") not in ROUNDED and is_installed("torch")
+    return device.startswith("cuda") or (may_use and num_gpus() > 0)
 
 
 def choose_limits(
-    model: ModelHandle, config: EngineConfig, kv_cache_tokens: int | None, workers: int = 1
+    model: ModelHandle,
+    config: EngineConfig,
+    kv_cache_tokens: int | None,
+    workers: int = 1,
+    draft_bytes_per_token: int = 0,
 ) -> BackendLimits:
     """KV memory of one of so many cores: its share of what was asked for, or what its requests can fill, if it fits.
 
-    A share is whole blocks, so that all of them together are never more than what was asked for.
+    A share is whole blocks, so that all of them together are never more than what was asked for. A draft model has KV
+    for as many tokens.
     """
-    total = _default_kv_tokens(model, config, workers) if kv_cache_tokens is None else kv_cache_tokens
+    if kv_cache_tokens is None:
+        total = _default_kv_tokens(model, config, workers, draft_bytes_per_token)
+    else:
+        total = kv_cache_tokens
     num_cells = total if workers == 1 else total // workers // model.block_size * model.block_size
     if num_cells < 1:
         least = 1 if workers == 1 else workers * model.block_size
@@ -259,10 +316,10 @@ def longest_context(info: ModelInfo, config: EngineConfig) -> int:
     return min(info.max_context, config.max_model_len or info.max_context)
 
 
-def _default_kv_tokens(model: ModelHandle, config: EngineConfig, workers: int) -> int:
+def _default_kv_tokens(model: ModelHandle, config: EngineConfig, workers: int, draft_bytes_per_token: int) -> int:
     """What the requests of so many cores can fill, within the model's budget."""
     wanted = workers * cells_for(config.max_num_seqs, longest_context(model.info, config), model.block_size)
-    affordable = model.kv_budget_bytes // max(1, model.info.kv_bytes_per_token)
+    affordable = model.kv_budget_bytes // max(1, model.info.kv_bytes_per_token + draft_bytes_per_token)
     return max(1, min(wanted, affordable))
 
 
@@ -278,7 +335,9 @@ def _config(model: ModelHandle, options: Mapping[str, Any], *, offline: bool) ->
     if offline:
         sizes = replace(sizes, target_tick_ms=sizes.offline_tick_ms or sizes.target_tick_ms, max_step_ms=None)
     base = replace(EngineConfig(), **_given(asdict(sizes), CONFIG_OPTIONS))
-    # What nobody has given goes along with what somebody has.
+    if options.get("draft_model") is not None:
+        base = replace(base, speculation="auto")
+    # Defaults follow the options that were given.
     given.setdefault("max_num_seqs", min(base.max_num_seqs, given.get("max_num_batched_tokens", base.max_num_seqs)))
     tokens = max(base.max_num_batched_tokens, given["max_num_seqs"])
     return replace(base, **{"max_num_batched_tokens": tokens, **given})

@@ -64,6 +64,8 @@ HEARTBEAT_S = 0.25
 CLOSE_S = 5.0
 GRACE_S = 1.0
 """How much later than its hang timeout a process is killed that abandons no core by itself: it can't run Python."""
+MIN_LOOKS = 8
+"""How often this process must have looked for a sign of life in vain: while it was stopped itself, it has not."""
 STACKS = "stacks"
 """File in the folder of a child to which it writes its stacks on SIGUSR1; works while a step holds the GIL."""
 STACKS_S = 1.0
@@ -215,6 +217,8 @@ class ProcessClient:
         """Messages about requests for the next child."""
         self._cores_alive: list[int] = []
         self._silent_s, self._pulse_at = 0.0, time.monotonic()
+        self._num_looks = 0
+        """Since the last sign of life."""
         self._hang_timeout_s: float | None = None
         self._num_failed_starts = 0
         self._ready: Future[wire.Ready] = Future()
@@ -259,6 +263,10 @@ class ProcessClient:
     @property
     def is_hung(self) -> bool:
         return False  # it is killed and replaced
+
+    @property
+    def is_lost(self) -> bool:
+        return not self._is_closed.is_set() and not self._thread.is_alive()
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
         check_request(request, self.model.info, self.max_model_len)
@@ -421,7 +429,10 @@ class ProcessClient:
     def _why_hung(self, child: _Child) -> str:
         """Nothing unless the child has stopped to run Python; while it does, it abandons its own cores."""
         silent_s = time.monotonic() - self._pulse_at
+        self._num_looks += 1
         if self._gone is not None or self._hang_timeout_s is None or silent_s < self._hang_timeout_s + GRACE_S:
+            return ""
+        if self._num_looks < MIN_LOOKS:
             return ""
         why = f"engine process {child.process.pid} hangs: no sign of life for {silent_s:.1f} s"
         log.critical("%s; it is killed. Stacks of all its threads:\n%s", why, child.stacks())
@@ -463,7 +474,7 @@ class ProcessClient:
                 self._tell(message.number, partial(following.hear, message.event()))
         elif isinstance(message, wire.Pulse):
             self._cores_alive, self._silent_s = message.cores_alive, message.seconds_silent
-            self._pulse_at = time.monotonic()
+            self._pulse_at, self._num_looks = time.monotonic(), 0
             with self._lock:
                 if not message.cores_alive:  # it is about to end
                     self._gone = self._gone or "all cores of the engine process have failed"
@@ -490,8 +501,9 @@ class ProcessClient:
             self._child.process.kill()
 
     def _begin(self, ready: wire.Ready) -> None:
-        """A child has loaded the model: requests may come, after whoever follows its cores."""
+        """A child has loaded the model: requests may come, once the subscriptions to its cores are back."""
         self._cores_alive, self._silent_s, self._pulse_at = list(range(self._num_cores)), 0.0, time.monotonic()
+        self._num_looks = 0
         self._hang_timeout_s = ready.config.hang_timeout_s
         with self._lock:
             for number, following in self._following.items():
@@ -584,6 +596,8 @@ class EngineProcess:
         """Those whose first token has been sent."""
         self._following: dict[int, Callable[[], None]] = {}
         """The calls that end subscriptions; of one that has not begun yet, one that does nothing."""
+        self._told_alive: list[int] = []
+        """The cores that the parent was last told are alive."""
         self._compiling: dict[str, FinishReason | None] = {}
         """Requests whose grammars are being compiled, and why those were cancelled that were."""
         self._grammars: Future[GrammarCompiler] = Future()
@@ -620,7 +634,8 @@ class EngineProcess:
             for name, request in list(self._requests.items())
             if name not in self._started and request.state is not RequestState.WAITING
         ]
-        self._mail.post(wire.encode(wire.Pulse(client.cores_alive, client.seconds_silent, started)))
+        self._told_alive = client.cores_alive
+        self._mail.post(wire.encode(wire.Pulse(self._told_alive, client.seconds_silent, started)))
 
     def _obey(self, message: bytes) -> None:
         """Do what a message says. If that fails it costs at most the message's own request, never the process."""
@@ -675,9 +690,10 @@ class EngineProcess:
         compiling.start()
 
     def _submit(self, client: ThreadClient, request: Request, core: int | None) -> None:
+        """To the core of its session, unless that one is lost: the parent may not have heard of it yet."""
         self._requests[request.request_id] = request
         try:
-            client.submit(request, self._tell, core)
+            client.submit(request, self._tell, core if core in client.cores_alive else None)
         except BaseException:
             del self._requests[request.request_id]
             raise
@@ -781,8 +797,9 @@ class EngineProcess:
         options = start.options if start.config is None else {**start.options, "config": start.config}
         if start.model != "fake" and not (fit := plan_one_session(start.model, options)).fits:
             raise InsufficientMemory(fit.shortage(start.model))
-        model, config, limits = load_for_engine(start.model, options, offline=start.offline)
-        client = ThreadClient(model, config, limits, num_cores=num_workers(options))
+        loaded = load_for_engine(start.model, options, offline=start.offline)
+        model, config, limits = loaded.model, loaded.config, loaded.limits
+        client = ThreadClient(model, config, limits, loaded.draft, num_cores=num_workers(options))
         path = None if model.path is None else str(model.path)
         has_vocab = getattr(model, "vocab", None) is not None
         ready = wire.Ready(model.info, path, config, limits, client.max_model_len, has_vocab)
@@ -803,8 +820,8 @@ class EngineProcess:
 
     def _tell(self, result: StepResult) -> None:
         """On a core's thread, or the supervisor's."""
-        if result.ends and self._client is not None and not self._client.cores_alive:
-            self._post_pulse(self._client)  # first: whoever hears of the end may come with the next request
+        if result.ends and self._client is not None and self._client.cores_alive != self._told_alive:
+            self._post_pulse(self._client)  # first: the next request may follow at once, and be meant for that core
         facts = {}
         for place in result.ends:
             request_id = result.request_ids[place]

@@ -411,14 +411,15 @@ class Mailroom:
 
     def __init__(self, address: str, *, bind: bool) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        # Nothing is dropped and nobody blocks: what is in flight is bounded by the requests in flight.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
         try:
+            self._socket = self._context.socket(zmq.PAIR)
+            self._socket.setsockopt(zmq.LINGER, 1000)
+            # Nothing is dropped and nobody blocks: what is in flight is bounded by the requests in flight.
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.setsockopt(zmq.RCVHWM, 0)
             (self._socket.bind if bind else self._socket.connect)(address)
-        except BaseException:
+            self._wake_read, self._wake_write = os.pipe()
+        except BaseException:  # no descriptor left, for one
             self._context.destroy(linger=0)
             raise
         self._outbox: deque[bytes] = deque()
@@ -426,7 +427,6 @@ class Mailroom:
         self._closed = False
         self._is_woken = False
         """There is something in the pipe that wakes the owner: one byte is enough."""
-        self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -104,6 +104,13 @@ class Intake:
         if self.grammars.cached(outputs) is None:
             await asyncio.to_thread(self.grammars.compile, outputs)
 
+    async def prepare_plan(self, params: SamplingParams, use: ToolUse, thinking_budget: int | None) -> None:
+        """Wait for the grammar compiler's tokenizer off the event loop, if `plan` will ask for it."""
+        if use.tools or thinking_budget is not None or params.structured_outputs is not None:
+            tokenizer = self.grammars.warm()
+            if not tokenizer.done():
+                await asyncio.to_thread(tokenizer.exception)  # `plan` raises it
+
     def is_prepared(self, params: SamplingParams | None) -> bool:
         """Does `generation` not have to compile anything?"""
         outputs = params.structured_outputs if isinstance(params, SamplingParams) else None
@@ -148,7 +155,10 @@ class Intake:
     def plan(
         self, prompt: Sequence[int] | IntArray, params: SamplingParams, use: ToolUse, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
-        """How the answer to a chat is constrained and read, from the end of its prompt. Without a plan, it is text."""
+        """How the answer to a chat is constrained and read, from the end of its prompt. Without a plan, it is text.
+
+        Blocks while the grammar compiler's tokenizer is built: an event loop awaits `prepare_plan` first.
+        """
         form = self.text.chat_template().turn_format
         if not form.reasons and not use.tools:
             return params, None

@@ -1,8 +1,14 @@
-"""The jinja2 environment of chat templates: sandboxed, with what templates are written for (as in transformers)."""
+"""The jinja2 environment of chat templates: sandboxed, with what templates are written for (as in transformers).
+
+A template is a program of a stranger's. It reaches nothing outside; and what it takes is bounded: processor time, which
+its loops and calls look at, and the length of what it writes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -15,10 +21,16 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.guard import Guard, guard_of, joined, plain_of
+from tokenmill.text.guard import MOST_CHARS, Guard, guard_of, joined, plain_of
 
 MOST_PRODUCT = 1 << 20
 """Characters or items that `*` may give, and bits that `**` may."""
+MOST_CPU_S = 5.0
+"""Of one rendering, on its thread: a busy machine makes no template slow. They take milliseconds as a rule."""
+STEPS_PER_LOOK = 64
+"""Iterations and calls between two looks at the clock."""
+_STEPS, _UNTIL = "its steps", "its end"
+"""Variables that no template can name: an iterator that is true when it is time to look, and the time it may run to."""
 
 
 def compile_template(source: str) -> Template:
@@ -40,7 +52,8 @@ def parse_template(source: str) -> nodes.Template:
 def run_template(template: Template, variables: Mapping[str, Any]) -> str:
     """What the template writes. A template is a program: whatever goes wrong in it is `InvalidRequest`."""
     try:
-        return template.render(variables)
+        steps = itertools.cycle((False,) * (STEPS_PER_LOOK - 1) + (True,))
+        return template.render({**variables, _STEPS: steps, _UNTIL: time.thread_time() + MOST_CPU_S})
     except InvalidRequest:
         raise
     except TemplateError as error:
@@ -55,6 +68,12 @@ def _one_line(error: Exception) -> str:
 
 
 class _CodeGenerator(CodeGenerator):
+    def writeline(self, x: str, node: nodes.Node | None = None, extra: int = 0) -> None:
+        """Lets each iteration of a loop look at the clock, if it is time."""
+        super().writeline(x, node, extra)
+        if x == "_loop_vars = {}":  # with which the body of every loop begins
+            super().writeline(f"if next(context.parent[{_STEPS!r}]): environment.check_time(context)")
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (jinja2's name)
         """`a ~ b`: guarded, if one of them is."""
         self.write("environment.concat(map(str, (")
@@ -87,11 +106,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Templates keep queues in lists of their own (`GivenList`s are the caller's)."""
         return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
-    intercepted_binops = frozenset({"*", "**"})
+    @staticmethod
+    def check_time(context: Context) -> None:
+        if time.thread_time() > context.parent[_UNTIL]:
+            raise TemplateError(f"it takes more than {MOST_CPU_S:g} s")
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in jinja2)
+        """A macro, a function, a method, or a recursive loop."""
+        if next(__context.parent[_STEPS]):
+            __self.check_time(__context)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    intercepted_binops = frozenset({"*", "**", "+"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """A few characters of a template can ask for gigabytes: `'a' * 10**9`."""
-        if _size_of(operator, left, right) > MOST_PRODUCT:
+        if _size_of(operator, left, right) > (MOST_CHARS if operator == "+" else MOST_PRODUCT):
             raise TemplateError(f"the result of {operator!r} is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -100,7 +130,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Of a product or a power: characters, items or bits."""
+    """Of a sum, a product or a power: characters, items or bits."""
+    if operator == "+":
+        return len(left) + len(right) if isinstance(left, str | list) and isinstance(right, str | list) else 0
     if operator == "**":
         return abs(left).bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
     if isinstance(right, str | list | tuple):

@@ -125,7 +125,7 @@ def _tokenizer(file: GGUFFile) -> HuggingFaceTokenizer:
         raise ModelLoadError(f"{file.path}: its tokenizer has {tokenizer.get_vocab_size()} tokens, not {len(tokens)}")
     eos = _token_id(file, "eos", tokens) if file.get("tokenizer.ggml.add_eos_token", False) else None
     add_around(tokenizer, _bos_id(file, tokens), eos)
-    return HuggingFaceTokenizer(tokenizer.to_str(), frozenset(_end_ids(file, tokens, types)))
+    return HuggingFaceTokenizer(tokenizer, frozenset(_end_ids(file, tokens, types)))
 
 
 def _added(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenmill.contract import IntArray
-from tokenmill.contract.backend import Mask
+from tokenmill.contract.backend import Mask, trim_host_memory
 from tokenmill.errors import ConfigError, InvalidRequest, Overloaded
 from tokenmill.params import MAX_GRAMMAR_BYTES, StructuredOutputs
 from tokenmill.text.hf import HuggingFaceTokenizer
@@ -157,7 +157,9 @@ class GrammarCompiler:
         return importlib.util.find_spec("llguidance") is not None and bool(self._tokenizer.eos_ids)
 
     def warm(self) -> Future[LLTokenizer]:
-        """Begin to build llguidance's tokenizer, which takes about half a second, on a thread."""
+        """Begin to build llguidance's tokenizer on a thread, if nobody has: 0.3 s and 30 MB for 50,000 tokens, so that
+        a model that is never asked for structured outputs or tools does without.
+        """
         with self._lock:
             if self._warming is None:
                 self._warming = _on_thread(self._build, "tokenmill-grammar-tokenizer")
@@ -221,6 +223,7 @@ class GrammarCompiler:
         """The tokenizer, with one grammar compiled: the first one would take several times as long."""
         tokenizer = self._built()
         _compiled(StructuredOutputs(json=FIRST_SCHEMA), tokenizer, self._tokenizer.eos_ids)
+        trim_host_memory()
         return tokenizer
 
     def _built(self) -> LLTokenizer:

@@ -24,6 +24,8 @@ from tokenmill.errors import InvalidRequest
 STAND_INS = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """The private-use planes."""
 LONG_CHARS = 1 << 14
+MOST_CHARS = 1 << 26
+"""Of a text that a template puts together, and of the whole prompt: several times the longest body."""
 
 
 class Guard:
@@ -190,7 +192,12 @@ def raw_of(value: str) -> str:
 
 def joined(pieces: Iterable[str]) -> str:
     """The pieces as one text: guarded, if one of them is."""
-    parts = list(pieces)
+    parts, num_chars = [], 0
+    for piece in pieces:
+        parts.append(piece)
+        num_chars += len(piece)
+        if num_chars > MOST_CHARS:
+            raise InvalidRequest(f"the chat template writes more than {MOST_CHARS:,} characters")
     guard = next((part._guard for part in parts if isinstance(part, GuardedText)), None)
     return "".join(parts) if guard is None else GuardedText("".join(map(raw_of, parts)), guard)
 

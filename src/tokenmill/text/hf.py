@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as RustTokenizer
 
 from tokenmill.errors import ModelLoadError, TokenizeFailed, TooManyTokens
@@ -35,19 +35,21 @@ class HuggingFaceTokenizer:
 
     def __init__(
         self,
-        tokenizer_json: str,
+        source: str | RustTokenizer,
         eos_ids: frozenset[int] = frozenset(),
         prefix: str = "",
         normalize: Callable[[str], str] | None = None,
     ) -> None:
-        """`prefix` is put before every text that does not begin with a special token; `normalize` applies to text."""
+        """`source` is a tokenizer of the package or its tokenizer.json; `prefix` is put before every text that does not
+        begin with a special token; `normalize` applies to text.
+        """
         # Two of them, since how special tokens in a text are read is a setting of the whole tokenizer.
-        self._for_templates = RustTokenizer.from_str(tokenizer_json)
+        self._for_templates = RustTokenizer.from_str(source) if isinstance(source, str) else source
         added = self._for_templates.get_added_tokens_decoder()
         self._special_tokens = {token.content: number for number, token in added.items() if token.special}
         self._stand_ins = _stand_ins(self._special_tokens)
         """Text of each special token -> a text that is the same token to `_for_users`."""
-        self._for_users = _tokenizer_for_users(tokenizer_json, added, self._stand_ins)
+        self._for_users = _tokenizer_for_users(self._for_templates, added, self._stand_ins)
         for one in (self._for_users, self._for_templates):  # settings of whoever saved the file, not of the model
             one.no_truncation()
             one.no_padding()
@@ -200,21 +202,39 @@ def _stand_ins(special: Iterable[str]) -> dict[str, str]:
     return {content: f"{nonce}{chr(0xF0000 + place)}" for place, content in enumerate(special)}
 
 
-def _tokenizer_for_users(tokenizer_json: str, added: Mapping[int, AddedToken], stand_ins: Mapping[str, str]) -> Any:
+def _tokenizer_for_users(original: Any, added: Mapping[int, AddedToken], stand_ins: Mapping[str, str]) -> Any:
     """A tokenizer that takes special tokens as text, and the texts that stand in for them as those tokens."""
-    content = json.loads(tokenizer_json) if '"Unigram"' in tokenizer_json else {}
-    if content.get("model", {}).get("type") == "Unigram":  # to which special tokens in its vocabulary are words, too
-        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
-        model = content["model"]
-        model["vocab"] = [[stand_ins.get(piece, piece), score] for piece, score in model["vocab"]]
-        tokenizer_json = json.dumps(content)
-    tokenizer = RustTokenizer.from_str(tokenizer_json)
+    tokenizer = _without_special_words(original, stand_ins) if isinstance(original.model, models.Unigram) else None
+    if tokenizer is None:
+        tokenizer = _sharing_model(original, added)
     tokenizer.encode_special_tokens = True
     tokenizer.add_tokens([
         AddedToken(stand_ins[token.content], single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
                    normalized=False, special=False)
         for token in added.values() if token.special
     ])  # fmt: skip
+    return tokenizer
+
+
+def _without_special_words(original: Any, stand_ins: Mapping[str, str]) -> Any:
+    """A copy of a Unigram tokenizer, to which special tokens in its vocabulary are words, too."""
+    content = json.loads(original.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    model = content["model"]
+    model["vocab"] = [[stand_ins.get(piece, piece), score] for piece, score in model["vocab"]]
+    return RustTokenizer.from_str(json.dumps(content))
+
+
+def _sharing_model(original: Any, added: Mapping[int, AddedToken]) -> Any:
+    """A copy on the same vocabulary and merges, which take most of a tokenizer's memory, and of the time to make it."""
+    tokenizer = RustTokenizer(original.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(original, part) is not None:
+            setattr(tokenizer, part, getattr(original, part))
+    tokenizer.add_tokens([added[number] for number in sorted(added)])
+    # A file may leave numbers out between added tokens; adding them one after the other does not.
+    if any(tokenizer.token_to_id(token.content) != number for number, token in added.items()):
+        return RustTokenizer.from_str(original.to_str())
     return tokenizer
 
 
