@@ -13,7 +13,7 @@ import pytest
 from tests.session.helpers import GREEDY, make_service, read, tokens_of
 from tests.session.storing import converse, play, stored
 from tokenmill import SessionService
-from tokenmill.errors import EngineDead
+from tokenmill.errors import EngineDead, SessionNotFound
 from tokenmill.session import store as store_module
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.routing import LeastLoaded
@@ -65,16 +65,19 @@ def test_a_session_that_ends_while_another_service_loads_is_not_loaded(
         store = SessionStore(tmp_path)
         async with make_service(store=store) as one:
             name = await converse(one, "x")
-            read_all = store_module._read_all
+            store.let_go(name)
+            read_session = store_module._read_session
 
             def reading(*given: Any) -> Any:
-                found = read_all(*given)
-                assert [each.record.session_id for each in found] == [name]
+                found = read_session(*given)
+                assert found.record.session_id == name
                 store.delete(name)  # after it was read
                 return found
 
-            monkeypatch.setattr(store_module, "_read_all", reading)
+            monkeypatch.setattr(store_module, "_read_session", reading)
             async with make_service(store=store) as two:
+                with pytest.raises(SessionNotFound):
+                    await two.append_input(name, "y")
                 assert two.list() == []
         store.close()
 
@@ -92,7 +95,7 @@ def test_sessions_of_a_store_expire_though_nobody_uses_one(tmp_path: Path) -> No
 
     play(tmp_path, first)
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 60,))  # it was used just now
+        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 2,))  # it was used just now
     play(tmp_path, second, limits=SessionLimits(ttl_s=0.1, stall_timeout_s=None))
 
 

@@ -16,6 +16,16 @@ from functools import partial
 from tokenmill.errors import IntegrityError, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs, TurnPart, Usage
 from tokenmill.pipeline.output import Engine, Generation
+from tokenmill.text.detok import Detokenizer
+from tokenmill.text.tokenizer import Tokenizer
+
+_NO_PARTS = array("i")
+_NOTHING_COMES = asyncio.Event()
+"""Of answers that are over, for which nobody waits."""
+
+
+def _said_before(_: Answer) -> None:
+    """The end of an answer that is over was told when it came."""
 
 
 class Answer:
@@ -32,6 +42,14 @@ class Answer:
         """Its name: another answer has another one."""
         self.undo: Callable[[], None] | None = None
         """Takes back what was put in together with the question, if there is no answer at all."""
+        self.on_void: Callable[[], None] | None = None
+        """Takes all of it back, with its input..."""
+        self.void: Callable[[], None] | None = None
+        """...if it could not be noted in a store that is shared."""
+        self.is_rerun = False
+        """Was it begun by another server? Readers may have had more of it than there is."""
+        self.is_exact = True
+        """Has it the same tokens as when it was run before?"""
         self.on_usage: Callable[[Usage], None] | None = None
         """Told what it has cost, once, whether anybody reads it or not."""
         self.text = ""
@@ -41,7 +59,7 @@ class Answer:
         self._logprobs: list[TokenLogprobs] | None = None if generation.params.logprobs is None else []
         self.parts: list[TurnPart] | None = None if generation.plan is None else []
         """Its text as content, reasoning and tool calls, if it is read so..."""
-        self._part_ends = array("i")
+        self._part_ends = _NO_PARTS if generation.plan is None else array("i")
         """...and after how many tokens each part was known."""
         self.end: OutputDelta | None = None
         """Finish reason, usage and error, without text; there before readers may hear of it."""
@@ -78,8 +96,28 @@ class Answer:
     def kept(self) -> Answer:
         """It is over: all that readers who come back need, without what only made it."""
         twin = copy.copy(self)
-        twin._generation, twin.undo, twin.is_over = None, None, True
+        twin._generation, twin.undo, twin.on_void, twin.is_over = None, None, None, True
+        twin._on_end, twin._grown = _said_before, _NOTHING_COMES  # idle sessions are many: each keeps one
         return twin
+
+    @classmethod
+    def of_log(cls, request_id: str, token_ids: Sequence[int], finish_reason: str, tokenizer: Tokenizer) -> Answer:
+        """One that another process has made: what its session's log has of it."""
+        answer, detokenizer = cls.__new__(cls), Detokenizer(tokenizer)
+        answer.request_id, answer.token_ids, answer.text = request_id, array("i", token_ids), ""
+        answer._ends = array("i")
+        for token in token_ids:
+            answer.text += detokenizer.push(token)
+            answer._ends.append(len(answer.text))
+        answer.text += detokenizer.flush()
+        answer._logprobs = answer.parts = answer._generation = answer.undo = None
+        answer.void = answer.on_void = answer.on_usage = None
+        answer.end = OutputDelta(offset=len(token_ids), finish_reason=finish_reason)
+        answer.durable = answer.is_released = answer.is_over = True
+        answer.is_rerun, answer.is_exact = False, True
+        answer._num_read, answer._unread_since = 0, None
+        answer._on_end, answer._grown = _said_before, _NOTHING_COMES
+        return answer
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the answer; its last delta comes when the engine has let go of it."""
@@ -135,6 +173,9 @@ class Answer:
 
     async def read(self, offset: int = 0) -> AsyncIterator[OutputDelta]:
         """What the answer has from its `offset`-th token on, as it grows; the last delta has the finish reason."""
+        if self.is_rerun:
+            await self._caught_up(offset)
+            offset = min(offset, len(self.token_ids))
         if not 0 <= offset <= len(self.token_ids):
             so_far = "" if self.is_over else " so far"
             raise InvalidRequest(f"offset {offset} is beyond the answer of {len(self.token_ids)} tokens{so_far}")
@@ -151,6 +192,13 @@ class Answer:
             else:
                 self._grown.clear()  # nothing has come since this was looked at
                 await self._grown.wait()
+
+    async def _caught_up(self, offset: int) -> None:
+        """Wait until an answer that is run again has as many tokens as its reader."""
+        while len(self.token_ids) < offset and not self.is_over:
+            self._num_read, self._unread_since = len(self.text), None
+            self._grown.clear()
+            await self._grown.wait()
 
     def _since(self, offset: int, *, is_over: bool) -> OutputDelta:
         begin = self._ends[offset - 1] if offset else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from tokenmill.entrypoints.options import OpenedModel
@@ -93,6 +93,10 @@ class TurnCost:
     """Seconds between the eviction and the answer."""
     lost_to: tuple[str, str] | None = None
     """The request that the KV was evicted for, and its key."""
+    num_proposed: int = 0
+    """Tokens of the answer that speculation proposed and a step verified..."""
+    num_agreed: int = 0
+    """...and those of them that were accepted."""
 
     @property
     def num_prefilled(self) -> int:
@@ -113,6 +117,7 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
     if generation.num_generated:
         asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.request_id, *asked)
+        cost = replace(cost, num_proposed=request.num_proposed, num_agreed=request.num_agreed)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
         # Tokens that a grammar forced are computed with what follows them. If none does, the next turn computes them.
         is_known = generation.params.structured_outputs is None or session.log.ended_with is not None

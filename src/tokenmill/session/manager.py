@@ -7,12 +7,14 @@ persistence of its sessions. Everything but loading and reading files runs on th
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +34,11 @@ from tokenmill.errors import (
     EngineDead,
     IntegrityError,
     InvalidRequest,
+    NotDurable,
     Overloaded,
     SessionFileError,
+    SessionMoved,
+    SessionNotFound,
     TokenmillError,
     TooManyTokens,
 )
@@ -56,11 +61,12 @@ from tokenmill.session.records import (
     restored,
     unpack,
 )
-from tokenmill.session.routing import CommandQueue, Policy, TextWork, make_routing
+from tokenmill.session.routing import MAX_MOVES, CommandQueue, Policy, TextWork, make_routing
 from tokenmill.session.session import (
     LastAnswer,
     Overflow,
     Session,
+    SessionInfo,
     SessionOptions,
     SessionState,
     check_metadata,
@@ -68,9 +74,10 @@ from tokenmill.session.session import (
     check_template_options,
     check_title,
 )
-from tokenmill.session.store import SessionStore, Stored
+from tokenmill.session.store import Place, Store, Stored
 from tokenmill.text.delta import DeltaRenderer
 from tokenmill.text.messages import num_chars
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.tool_grammar import ToolUse
 from tokenmill.text.turn_parser import ParsedTurn, TurnPlan
 from tokenmill.text.workers import INLINE_BYTES, TextWorkers
@@ -84,6 +91,10 @@ MAX_TEXT_BYTES = 8 * MIB
 """A session file counts as this many bytes of text at most: the rest is KV."""
 SAID_PER_CONTEXT = 2
 """Rendered tokens that a session file may hold, as a multiple of the context: a log that fits may render to more."""
+MAX_LOADED = 10_000
+"""Idle sessions of a store that stay in memory: then those used least recently are read again when they are needed."""
+RECOUNT_S = 30.0
+"""How often the sessions of other servers are counted."""
 MOST_RENDERERS = 16
 """Renderers that are shared between sessions; there is one for each set of template options."""
 Source: TypeAlias = "str | ModelHandle | AsyncLLM"
@@ -130,6 +141,8 @@ class LogBudget:
         self._bytes_of: dict[str, int] = {}
         self._num_sessions: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
+        self._stored: dict[str, tuple[int, int]] = {}
+        """Sessions and bytes of each key that are in the store and not in memory."""
 
     def set(self, session: Session) -> None:
         """A session's log has this size now."""
@@ -150,9 +163,37 @@ class LogBudget:
         if not self._num_bytes[key] and not self._num_sessions[key]:
             del self._num_sessions[key], self._num_bytes[key]
 
+    def set_stored(self, stored: Mapping[str, tuple[int, int]]) -> None:
+        """What the store has beside the sessions in memory, by key."""
+        self.total += sum(num_bytes for _, num_bytes in stored.values())
+        self.total -= sum(num_bytes for _, num_bytes in self._stored.values())
+        self._stored = dict(stored)
+
+    def load(self, session: Session) -> None:
+        """A session has come from the store."""
+        self._move(session, -1)
+        self.set(session)
+
+    def put_away(self, session: Session) -> None:
+        """A session is in the store only."""
+        self.release(session)
+        self._move(session, 1)
+
+    def _move(self, session: Session, sign: int) -> None:
+        count, num_bytes = self._stored.get(session.options.key, (0, 0))
+        now = (max(0, count + sign), max(0, num_bytes + sign * session.num_bytes))
+        self.total += now[1] - num_bytes
+        self._stored[session.options.key] = now
+
     def used(self, key: str) -> tuple[int, int]:
         """A key's sessions, without those of stored responses, and the bytes of all their logs."""
-        return self._num_sessions[key], self._num_bytes[key]
+        count, num_bytes = self._stored.get(key, (0, 0))
+        return self._num_sessions[key] + count, self._num_bytes[key] + num_bytes
+
+    @property
+    def num_stored(self) -> int:
+        """Sessions that are in the store and not in memory."""
+        return sum(count for count, _ in self._stored.values())
 
     def check(self, key: str, num_new: int = 0) -> None:
         """Raise `Overloaded` if a key's share of the bytes is used up, or it can't have so many new sessions."""
@@ -182,7 +223,7 @@ class SessionManager:
         options: EngineOptions,
         policy: Policy,
         client: EngineClient | None,
-        store: SessionStore | None,
+        store: Store | None,
         limits: SessionLimits,
         texts: TextWorkers,
     ) -> None:
@@ -191,7 +232,9 @@ class SessionManager:
         self.texts = texts
         """Where long input is rendered and tokenized."""
         self.budget = LogBudget(limits.max_log_bytes, limits.quota)
-        self.queue = CommandQueue()
+        self.queue = CommandQueue(None if store is None else self)
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        """Sessions that are being read from the store."""
         self.is_leaving = False
         """It is being unloaded: nothing new begins, and its sessions end."""
         self._renderers: dict[str, DeltaRenderer] = {}
@@ -219,8 +262,12 @@ class SessionManager:
         """May answers begin with thinking?"""
         try:
             self.persistence = (
-                None if store is None else Persistence(store, self.fingerprint, opened.model, self.client)
+                None
+                if store is None
+                else Persistence(store, self.fingerprint, opened.model, self.client, limits.ttl_s, self.drop)
             )
+            self._end_expired()
+            self.count_stored()
         except BaseException:
             self.free()
             raise
@@ -321,22 +368,156 @@ class SessionManager:
         self._add(child)
         return child
 
+    # -- sessions that are not in memory ------------------------------------------------------------------------------
+
+    async def open(self, session_id: str, *, resumes: str | None = None) -> None:
+        """Have a session in memory as it is now, if there is one; it is this server's from now on.
+
+        `resumes` names an answer that is to be gone on with, if its server has not finished it.
+        """
+        persistence = self.persistence
+        if persistence is None or not isinstance(session_id, str) or self.queue.has_ended(session_id):
+            return
+        session = self.queue.sessions.get(session_id)
+        if session is not None:
+            if not session.epoch or session.is_busy or session.waiting:
+                return
+            if await asyncio.to_thread(persistence.store.holds, session_id, session.epoch):
+                return
+            if self.queue.sessions.get(session_id) is session and not session.is_busy:
+                self.drop(session)
+        loading = self._loading.get(session_id)
+        if loading is None:
+            loading = asyncio.create_task(self._load(persistence, session_id, resumes), name="tokenmill-open")
+            self._loading[session_id] = loading
+            loading.add_done_callback(lambda done: self._loaded(session_id, done))
+        await asyncio.shield(loading)
+
+    async def _load(self, persistence: Persistence, session_id: str, resumes: str | None) -> None:
+        store, scope = persistence.store, persistence.scope
+        stored = await asyncio.to_thread(store.claim, scope, session_id, resumes=resumes)
+        if stored is None:
+            return
+        if self.is_leaving:
+            store.let_go(session_id, stored.epoch)
+        else:
+            self.adopt(stored)
+
+    def _loaded(self, session_id: str, done: asyncio.Task[None]) -> None:
+        del self._loading[session_id]
+        if not done.cancelled():
+            done.exception()  # those who wait have it
+
+    def open_now(self, session_id: str) -> None:
+        """The same for callers that can't wait: reads the store in between."""
+        if self.persistence is not None and not self.is_leaving and session_id not in self._loading:
+            stored = self.persistence.store.claim(self.persistence.scope, session_id)
+            if stored is not None:
+                self.adopt(stored)
+
     def adopt(self, stored: Stored) -> Session:
-        """Go on with a session that was in the store, unless it has expired meanwhile."""
+        """Go on with a session that was in the store."""
+        self._make_room()
         core = self.routing.choose(stored.record.head["system"], self.cores_alive())
         session = restored(stored.record, core, time.monotonic() - stored.idle_s)
         session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
         session.has_saved_kv = True
+        session.epoch, session.unfinished, session.is_stored = stored.epoch, stored.unfinished, True
         session.mark = mark_before(session)
         self.queue.add(session)
-        self.budget.set(session)
-        if self.limits.ttl_s is not None and stored.idle_s >= self.limits.ttl_s:
-            self.end(session)
+        self.budget.load(session)
         return session
 
-    def stored(self) -> list[Stored]:
-        """Those of its sessions that are in the store. Waits for the disk."""
-        return [] if self.persistence is None else self.persistence.load()
+    def _make_room(self) -> None:
+        """Put sessions away that were used least recently, once there are too many in memory."""
+        if len(self.queue.sessions) < MAX_LOADED:
+            return
+        idle = [one for one in self.queue.sessions.values() if self._can_leave(one)]
+        for session in heapq.nsmallest(MAX_LOADED // 10, idle, key=lambda one: one.last_used):
+            self.drop(session, is_ours=True)
+
+    @staticmethod
+    def _can_leave(session: Session) -> bool:
+        is_idle = session.live is None and not session.is_preparing and not session.waiting
+        return is_idle and session.options.is_kept and session.problem is None and session.num_saving == 0
+
+    def drop(self, session: Session, *, is_ours: bool = False) -> None:
+        """Take a session out of memory, whose state is in the store; unless it `is_ours`, another server has it."""
+        if session.state is SessionState.ENDED or self.persistence is None:
+            return
+        session.is_moved = not is_ours
+        if session.live is not None:
+            session.live.cancel(FinishReason.ERROR)
+        session.state = SessionState.ENDED
+        self.queue.put_away(session)
+        self.routing.leave(session.core, session.system)
+        self.budget.put_away(session)
+        self.client.release(session.session_id)
+        if is_ours:
+            self.persistence.let_go(session)
+        else:
+            self.persistence.forget(session)
+
+    def count_stored(self) -> None:
+        """Count what is in the store. Waits for it."""
+        self._count(self._usage())
+
+    def _end_expired(self) -> None:
+        """Those of the store whose time is over already."""
+        if self.persistence is not None and self.limits.ttl_s is not None and not self.persistence.store.is_read_only:
+            with suppress(NotDurable):
+                self.persistence.store.delete_idle(self.persistence.scope, self.limits.ttl_s).result()
+
+    def _usage(self) -> dict[str, tuple[int, int]]:
+        return {} if self.persistence is None else self.persistence.store.usage(self.persistence.scope)
+
+    def _count(self, stored: dict[str, tuple[int, int]]) -> None:
+        for session in self.queue.sessions.values():
+            if session.epoch and session.is_stored and session.options.key in stored:  # it is counted as in memory
+                count, num_bytes = stored[session.options.key]
+                stored[session.options.key] = (max(0, count - 1), max(0, num_bytes - session.num_bytes))
+        self.budget.set_stored(stored)
+
+    async def info(self, session_id: str) -> SessionInfo:
+        """A session as it is now, wherever it is: reading it does not move it."""
+        if self.persistence is None or self.queue.has_ended(session_id):
+            return self.queue.find(session_id).info(has_store=self.persistence is not None)
+        (found,) = await self.infos([session_id]) or (None,)
+        if found is None:
+            raise SessionNotFound(f"no session {session_id!r}")
+        return found
+
+    async def infos(self, names: Sequence[str]) -> list[SessionInfo]:
+        """Several sessions as they are now, in this order; those that are gone are left out."""
+        here = {name: one for name in names if (one := self.queue.sessions.get(name)) is not None}
+        # What other servers may change is read from the store, unless it is newer here.
+        ours = {name for name, one in here.items() if not one.epoch or one.is_busy or one.problem or not one.is_stored}
+        others, read = [name for name in names if name not in ours], dict[str, SessionInfo]()
+        if others and self.persistence is not None:
+            found = await asyncio.to_thread(self.persistence.store.read, self.persistence.scope, others)
+            read = {one.record.session_id: stored_info(one) for one in found}
+        has_store = self.persistence is not None
+        told = {name: here[name].info(has_store=has_store) for name in ours} | read
+        return [told[name] for name in names if name in told]
+
+    async def places(
+        self, key: str | None, limit: int, after: Place | None = None, *, newest_first: bool = False
+    ) -> list[Place]:
+        """A key's sessions by creation time, from the one after a place on."""
+        found = {
+            place
+            for place in self.in_memory(key)
+            if after is None or (place < after if newest_first else place > after)
+        }
+        if self.persistence is not None:
+            store, scope = self.persistence.store, self.persistence.scope
+            page = await asyncio.to_thread(store.page, scope, key, limit, after, newest_first=newest_first)
+            found.update(page)
+        return (heapq.nlargest if newest_first else heapq.nsmallest)(limit, found)
+
+    def in_memory(self, key: str | None = None) -> list[Place]:
+        found = self.queue.sessions.values()
+        return [(one.created_at, one.session_id) for one in found if key is None or one.options.key == key]
 
     def _add(self, session: Session) -> None:
         self.queue.add(session)
@@ -370,22 +551,27 @@ class SessionManager:
     async def change(self, session_id: str, operation: Callable[[Session], T]) -> T:
         """Have a session changed when its turn comes; the result, once that is durable or known not to be."""
 
-        def change(session: Session) -> tuple[T, asyncio.Future[bool] | None]:
-            return operation(session), self._changed(session)
+        def change(session: Session) -> tuple[T, Session, asyncio.Future[bool] | None]:
+            return operation(session), session, self._changed(session)
 
-        result, saving = await self.queue.ask(session_id, change)
-        await until_durable(saving)
-        return result
+        return await self._until_kept(lambda: self.queue.ask(session_id, change))
 
     async def change_text(self, session_id: str, num_bytes: int, operation: Callable[[Session], T]) -> T:
         """As `change`, with an operation that renders and tokenizes `num_bytes` of new text."""
 
-        def change(session: Session, result: T) -> tuple[T, asyncio.Future[bool] | None]:
-            return result, self._changed(session)
+        def change(session: Session, result: T) -> tuple[T, Session, asyncio.Future[bool] | None]:
+            return result, session, self._changed(session)
 
-        result, saving = await self.queue.ask(session_id, change, prepare=self.text_work(num_bytes, operation))
-        await until_durable(saving)
-        return result
+        work = self.text_work(num_bytes, operation)
+        return await self._until_kept(lambda: self.queue.ask(session_id, change, prepare=work))
+
+    async def _until_kept(self, change: Callable[[], Awaitable[tuple[T, Session, asyncio.Future[bool] | None]]]) -> T:
+        """Make a change until it is durable, or known not to be: once more if another server has taken the session."""
+        for _ in range(MAX_MOVES):
+            result, session, saving = await change()
+            if saving is None or await asyncio.shield(saving) or not session.is_moved:
+                return result
+        raise SessionMoved(f"session {session.session_id} is used on several servers at once")
 
     def text_work(self, num_bytes: int, work: Callable[[Session], Any]) -> TextWork:
         """The part of an operation that renders and tokenizes: off the event loop if it is long."""
@@ -456,6 +642,9 @@ class SessionManager:
         if session.state is SessionState.ENDED or session.live is not live:
             live.durable = False if self.persistence is not None and session.options.is_kept else None
             return None
+        if self.hands_over(session, live):
+            live.durable = False
+            return None
         try:
             self._take_answer(session, live)
             saving = self._changed(session)
@@ -468,9 +657,38 @@ class SessionManager:
             saving.add_done_callback(lambda done: self._settle(session, live, done.result()))
         return saving
 
+    def hands_over(self, session: Session, live: Answer) -> bool:
+        """Is an answer cut off by a shutdown left to the next server, which runs it again?"""
+        is_cut = live.end is not None and live.end.finish_reason == FinishReason.SHUTDOWN.value
+        return self.is_leaving and is_cut and bool(session.epoch) and live.void is None
+
+    async def note_begun(self, session_id: str, live: Answer, answer: Mapping[str, Any]) -> bool:
+        """Note in a store that is shared that an answer has begun. False: the session has moved, and the answer ended.
+
+        The engine computes it meanwhile; nobody has read any of it yet.
+        """
+        session = self.queue.sessions.get(session_id)
+        is_running = session is not None and session.live is live and not live.is_released
+        if self.persistence is None or session is None or not is_running or not session.epoch:
+            return True  # it is not kept, or is being written already
+        begun = self.persistence.store.begin_answer(session_id, session.epoch, answer)
+        try:
+            await asyncio.wrap_future(begun)
+        except SessionMoved:
+            self.drop(session)
+            return False
+        except BaseException:
+            live.void = live.on_void
+            live.cancel()
+            raise
+        return True
+
     def _take_answer(self, session: Session, live: Answer) -> None:
         if live.end is None:
             raise IntegrityError(f"the engine has let go of answer {live.request_id} before its end")
+        if live.void is not None:
+            live.void()
+            return
         if live.undo is not None and not live.token_ids and live.end.is_failure:
             live.undo()
         ending = (live.end.finish_reason, live.end.stop_reason)
@@ -520,7 +738,12 @@ class SessionManager:
             if session.state is not SessionState.GENERATING and now - session.last_used >= seconds
         ]
         for session in idle:
-            self.end(session)
+            if session.epoch:  # another server may have used it since: the store knows
+                self.drop(session, is_ours=True)
+            else:
+                self.end(session)
+        if self.persistence is not None and not self.persistence.store.is_read_only:
+            self.persistence.store.delete_idle(self.persistence.scope, seconds)
         return len(idle)
 
     def watch_idle(self) -> None:
@@ -531,8 +754,10 @@ class SessionManager:
 
     async def _expire(self, ttl_s: float) -> None:
         while not self.is_leaving:
-            await asyncio.sleep(ttl_s / 4)
+            await asyncio.sleep(min(ttl_s / 4, RECOUNT_S))
             self.end_idle(ttl_s)
+            with suppress(NotDurable):
+                self._count(await asyncio.to_thread(self._usage))
 
     def stop_watching(self) -> None:
         if self._expiry is not None:
@@ -611,8 +836,23 @@ class SessionManager:
             return 0
 
 
+def stored_info(stored: Stored) -> SessionInfo:
+    """A session that is not in memory; which core it would have is not known."""
+    info = restored(stored.record, 0, time.monotonic()).info(has_store=True)
+    return replace(info, state=SessionState.GENERATING.value) if stored.unfinished is not None else info
+
+
 def new_name() -> str:
     return secrets.token_urlsafe(NAME_BYTES)
+
+
+def answer_in_log(session: Session, request_id: str | None, tokenizer: Tokenizer) -> Answer | None:
+    """The last answer of a session, if it is this one and the log still has all of it."""
+    known, turns = session.last_answer, session.log.turns
+    if known is None or request_id not in (None, known.request_id) or not turns or turns[-1].kind != "answer":
+        return None
+    ids = session.log.tokens.array[: turns[-1].end][-known.num_tokens :].tolist()
+    return Answer.of_log(known.request_id, ids, turns[-1].finish_reason or "stop", tokenizer)
 
 
 def no_answer(session: Session, request_id: str | None) -> TokenmillError:

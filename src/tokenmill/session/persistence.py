@@ -11,15 +11,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
 from tokenmill.contract import IntArray, Model
 from tokenmill.engine.client import EngineClient
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import SessionMoved, TokenmillError
 from tokenmill.session.records import Fingerprint, record_of
 from tokenmill.session.session import Session, SessionState
-from tokenmill.session.store import SessionStore, Stored
+from tokenmill.session.store import Scope, Store
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,20 @@ FLUSH_S = 5.0
 class Persistence:
     """One for each model that a service with a store has."""
 
-    def __init__(self, store: SessionStore, fingerprint: Fingerprint, model: Model, client: EngineClient) -> None:
+    def __init__(
+        self,
+        store: Store,
+        fingerprint: Fingerprint,
+        model: Model,
+        client: EngineClient,
+        ttl_s: float | None,
+        on_moved: Callable[[Session], None],
+    ) -> None:
         self.store = store
+        self.scope = Scope(fingerprint.of_log, model.info.vocab_size, ttl_s)
+        """Which of the store's sessions are this model's."""
+        self._on_moved = on_moved
+        """Told of a session that another server has taken over."""
         self._fingerprint = fingerprint
         self._model = model
         self._client = client
@@ -47,25 +60,30 @@ class Persistence:
         self._has_work = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
 
-    def load(self) -> list[Stored]:
-        """The sessions of this model that are in the store. Waits for the disk."""
-        return self.store.load(self._fingerprint.of_log, self._model.info.vocab_size)
-
     # -- logs ---------------------------------------------------------------------------------------------------------
 
     def save(self, session: Session) -> asyncio.Future[bool]:
         """Put what a session is now into the store: True once that is durable. Also told as its `problem`."""
-        saving = self.store.save(record_of(session), self._fingerprint.of_log)
+        if self.store.is_shared and not session.epoch:
+            session.epoch = 1
+        saving = self.store.save(
+            record_of(session), self._fingerprint.of_log, session.epoch, is_new=not session.is_stored
+        )
+        session.num_saving += 1
         told = asyncio.get_running_loop().create_future()
         asyncio.wrap_future(saving).add_done_callback(lambda done: self._saved(session, done, told))
         return told
 
     def _saved(self, session: Session, done: asyncio.Future[None], told: asyncio.Future[bool]) -> None:
         error = done.exception()
+        session.num_saving -= 1
         if error is None:
-            session.problem = None
+            session.problem, session.is_stored = None, True
             self._unsaved.pop(session.session_id, None)
             self._try_again()
+        elif isinstance(error, SessionMoved):
+            session.problem = str(error)
+            self._on_moved(session)
         elif session.state is not SessionState.ENDED:
             if session.problem is None:
                 log.warning("session %s is not durable: %s", session.session_id, error)
@@ -84,12 +102,16 @@ class Persistence:
         """The session is over: nothing of it is kept."""
         self._forget(session)
         session.is_dropped = True
-        return self.store.delete(session.session_id)
+        return self.store.delete(session.session_id, session.epoch)
 
     def let_go(self, session: Session) -> None:
         """The service closes: the session stays in the store."""
         self._forget(session)
-        self.store.let_go(session.session_id)
+        self.store.let_go(session.session_id, session.epoch)
+
+    def forget(self, session: Session) -> None:
+        """It is another server's now."""
+        self._forget(session)
 
     def _forget(self, session: Session) -> None:
         self._unsaved.pop(session.session_id, None)
@@ -102,6 +124,8 @@ class Persistence:
         if not session.has_saved_kv:
             return
         session.has_saved_kv = False
+        if self.store.kv is None:
+            return
         tokens, form = session.log.tokens.array, self._fingerprint.form
         saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
         is_long = saved is not None and saved.num_tokens >= self.min_kv_tokens
@@ -110,7 +134,8 @@ class Persistence:
 
     def note_answered(self, session: Session) -> None:
         """Its KV is worth writing, when there is time."""
-        if self.store.kv.max_bytes <= 0 or self.store.is_read_only or len(session.log) < self.min_kv_tokens:
+        kv = self.store.kv
+        if kv is None or kv.max_bytes <= 0 or self.store.is_read_only or len(session.log) < self.min_kv_tokens:
             return
         self._without_kv[session.session_id] = session
         self._without_kv.move_to_end(session.session_id)
@@ -144,9 +169,11 @@ class Persistence:
 
     def _write_file(self, session: Session, tokens: IntArray, state: bytes) -> None:
         """On a thread. If the session ends meanwhile, its file is removed here or by the store, whichever is later."""
-        self.store.kv.write(session.session_id, self._fingerprint.form, tokens, state, session.used_at)
-        if session.is_dropped:
-            self.store.kv.remove(session.session_id)
+        kv = self.store.kv
+        if kv is not None:
+            kv.write(session.session_id, self._fingerprint.form, tokens, state, session.used_at)
+            if session.is_dropped:
+                kv.remove(session.session_id)
 
     async def close(self) -> None:
         """Write the KV that waits, as far as there is time. Logs are safe already."""

@@ -29,6 +29,7 @@ import numpy as np
 
 from tokenmill import __version__
 from tokenmill.contract import IntArray, Model
+from tokenmill.engine.request import Quota
 from tokenmill.errors import InvalidRequest, SessionFileError
 from tokenmill.files import split_parts
 from tokenmill.params import SamplingParams, StructuredOutputs
@@ -47,6 +48,7 @@ from tokenmill.session.session import (
 )
 from tokenmill.text.messages import Message, check_messages
 from tokenmill.text.model_text import ModelText
+from tokenmill.text.tool_grammar import Tool, ToolUse
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
@@ -165,6 +167,8 @@ class SessionRecord:
     """Everything but its log."""
     tokens: Tokens
     turns: SharedList[Turn]
+    num_bytes: int = 0
+    """What it costs, about."""
 
 
 def record_of(session: Session) -> SessionRecord:
@@ -188,7 +192,7 @@ def record_of(session: Session) -> SessionRecord:
         "created_at": session.created_at,
         "used_at": session.used_at,
     }
-    return SessionRecord(session.session_id, head, session.log.tokens, session.log.turns)
+    return SessionRecord(session.session_id, head, session.log.tokens, session.log.turns, session.num_bytes)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -322,6 +326,36 @@ def _changes(changes: Mapping[str, Any]) -> Json:
     """Fields of `SamplingParams`, as they are there: JSON has no tuples and no numbers for keys."""
     params = SamplingParams(**changes)
     return {name: getattr(params, name) for name in changes}
+
+
+def answer_json(
+    name: str, form: str, given: Any, changes: Mapping[str, Any], use: ToolUse | None, **options: Any
+) -> Json:
+    """All that is needed to run an answer again, before it has begun."""
+    return {
+        "id": name,
+        "form": form,
+        "given": given if given is None or isinstance(given, str) else list(given),
+        "changes": {field: _plain_change(value) for field, value in changes.items()},
+        "use": None if use is None else asdict(use),
+        **options,
+    }
+
+
+def read_answer(answer: Mapping[str, Any]) -> Json:
+    """Keywords of `SessionService.answer`."""
+    use = answer["use"]
+    tools = (
+        None if use is None else ToolUse(tuple(Tool(**tool) for tool in use["tools"]), use["required"], use["parallel"])
+    )
+    options = {name: value for name, value in answer.items() if name not in ("id", "form", "changes", "use", "quota")}
+    return {
+        **options,
+        **_changes(answer["changes"]),
+        "use": tools,
+        "quota": Quota(**answer["quota"]),
+        "request_id": str(answer["id"]),
+    }
 
 
 def _check_ends(turns: Sequence[Turn], num_tokens: int) -> None:
@@ -461,7 +495,7 @@ def write_whole(path: Path, data: bytes) -> Path:
 def _sync_directory(directory: Path) -> None:
     """A file's name is on the disk when its directory is; some file systems can't be asked for that."""
     with suppress(OSError):
-        held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        held = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(held)
         finally:
@@ -644,11 +678,12 @@ class KVFiles:
 
     def keep_only(self, session_ids: Iterable[str]) -> None:
         """Remove what is of no session among these, and what a process that was killed has not finished."""
-        kept = {self._path(one) for one in session_ids}
         with suppress(OSError):
-            for path in [*self._directory.glob(f"*{KV_SUFFIX}"), *self._directory.glob(f"*{KV_UNFINISHED}")]:
-                if path not in kept:
-                    path.unlink(missing_ok=True)
+            others = {*self._directory.glob(f"*{KV_SUFFIX}"), *self._directory.glob(f"*{KV_UNFINISHED}")}
+            for one in session_ids if others else ():
+                others.discard(self._path(one))
+            for path in others:
+                path.unlink(missing_ok=True)
 
     @property
     def num_bytes(self) -> int:

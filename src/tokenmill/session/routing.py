@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, SessionBusy, SessionEnded, SessionNotFound
+from tokenmill.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    SessionBusy,
+    SessionEnded,
+    SessionMoved,
+    SessionNotFound,
+)
 from tokenmill.session.session import Session, SessionState
 from tokenmill.text.model_text import ModelText
 from tokenmill.text.workers import TextWorkers
@@ -28,6 +36,8 @@ MAX_WAITING = 8
 """Operations that may wait for one session."""
 MAX_REMEMBERED = 10_000
 """Ended sessions whose names are remembered, to tell "ended" from "never was"."""
+MAX_MOVES = 3
+"""How often an operation follows a session that another server takes away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +71,24 @@ class Command:
     """Done before the operation, which gets its result."""
 
 
-class CommandQueue:
-    """Owns all sessions. Everything happens on one event loop."""
+class Shelf(Protocol):
+    """Where sessions come from that are not in memory."""
 
-    def __init__(self) -> None:
+    async def open(self, session_id: str) -> None:
+        """Have a session in memory, as it is now, if there is one."""
+        ...
+
+    def open_now(self, session_id: str) -> None:
+        """The same for callers that can't wait."""
+        ...
+
+
+class CommandQueue:
+    """Owns all sessions that are in memory. Everything happens on one event loop."""
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
         self.sessions: dict[str, Session] = {}
+        self._shelf = shelf
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._ingress: asyncio.Queue[Command | str] = asyncio.Queue()
         """Commands, and the names of sessions that are free again."""
@@ -89,35 +112,55 @@ class CommandQueue:
         is as it was. If the caller is cancelled first, nothing is done. If it is cancelled after the operation, `undo`
         gets the result.
         """
-        if self._closed:
-            raise EngineDead("the service was closed")
         loop = asyncio.get_running_loop()
-        if self._consumer is None:
-            self._loop = loop
-            self._consumer = asyncio.create_task(self._consume(), name="tokenmill-commands")
-        elif self._loop is not loop:
-            raise InvalidRequest("a service must be used on the event loop of its first call")
-        answer: asyncio.Future[T] = loop.create_future()
-        self._ingress.put_nowait(Command(session_id, operation, answer, at_once, prepare))
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if undo is not None and not answer.cancelled() and answer.exception() is None:
-                undo(answer.result())
-            raise
+        for _ in range(MAX_MOVES):
+            if self._shelf is not None:
+                await self._shelf.open(session_id)
+            if self._closed:
+                raise EngineDead("the service was closed")
+            if self._consumer is None:
+                self._loop = loop
+                self._consumer = asyncio.create_task(self._consume(), name="tokenmill-commands")
+            elif self._loop is not loop:
+                raise InvalidRequest("a service must be used on the event loop of its first call")
+            answer: asyncio.Future[T] = loop.create_future()
+            self._ingress.put_nowait(Command(session_id, operation, answer, at_once, prepare))
+            try:
+                return await answer
+            except SessionMoved:
+                continue
+            except asyncio.CancelledError:
+                if undo is not None and not answer.cancelled() and answer.exception() is None:
+                    undo(answer.result())
+                raise
+        raise SessionMoved(f"session {session_id} is used on several servers at once")
 
     def add(self, session: Session) -> None:
         self.sessions[session.session_id] = session
 
     def remove(self, session: Session) -> None:
         """The session has ended: its waiting commands fail with `SessionEnded`."""
-        self.sessions.pop(session.session_id, None)
         self._ended[session.session_id] = None
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
+        self._take_out(session, SessionEnded(f"session {session.session_id} has ended"))
+
+    def put_away(self, session: Session) -> None:
+        """The session is no longer in memory: commands that wait look for it again."""
+        self._take_out(session, SessionMoved(f"session {session.session_id} has moved"))
+
+    def _take_out(self, session: Session, error: Exception) -> None:
+        self.sessions.pop(session.session_id, None)
         for command in session.waiting or ():
-            _fail(command, SessionEnded(f"session {session.session_id} has ended"))
+            _fail(command, error)
         session.waiting = None
+
+    def forget_end(self, session_id: str) -> None:
+        """It has not ended after all."""
+        self._ended.pop(session_id, None)
+
+    def has_ended(self, session_id: str) -> bool:
+        return session_id in self._ended
 
     def note_free(self, session: Session) -> None:
         """Its answer is over: run the commands that wait for it."""
@@ -128,6 +171,9 @@ class CommandQueue:
         if not isinstance(session_id, str):
             raise SessionNotFound(f"a session id must be a string, not {type(session_id).__name__}")
         session = self.sessions.get(session_id)
+        if session is None and session_id not in self._ended and self._shelf is not None:
+            self._shelf.open_now(session_id)
+            session = self.sessions.get(session_id)
         if session is not None:
             return session
         if session_id in self._ended:
@@ -213,7 +259,9 @@ class CommandQueue:
             if command.answer.cancelled():
                 return
             if session.state is SessionState.ENDED:
-                raise SessionEnded(f"session {session.session_id} has ended")
+                raise (SessionEnded if self.has_ended(session.session_id) else SessionMoved)(
+                    f"session {session.session_id} has ended"
+                )
             before = session.snapshot()
             session.restore(twin.snapshot())
             try:

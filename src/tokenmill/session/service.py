@@ -6,7 +6,7 @@ import asyncio
 import builtins
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
@@ -16,14 +16,23 @@ from tokenmill.engine.client import EngineClient
 from tokenmill.engine.request import Hints, Quota
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.options import EngineOptions
-from tokenmill.errors import EngineDead, InvalidRequest, ModelNotLoaded, NotDurable, RequestFailed
+from tokenmill.errors import (
+    EngineDead,
+    InvalidRequest,
+    ModelNotLoaded,
+    NotDurable,
+    RequestFailed,
+    SessionEnded,
+    SessionMoved,
+    SessionNotFound,
+)
 from tokenmill.outputs import FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
 from tokenmill.session.answer import Answer
 from tokenmill.session.explain import TurnCost
-from tokenmill.session.manager import SessionLimits, SessionManager, Source, no_answer
-from tokenmill.session.records import Fingerprint, write_whole
-from tokenmill.session.routing import Policy
+from tokenmill.session.manager import SessionLimits, SessionManager, Source, answer_in_log, no_answer, stored_info
+from tokenmill.session.records import Fingerprint, answer_json, read_answer, write_whole
+from tokenmill.session.routing import MAX_MOVES, Policy
 from tokenmill.session.session import (
     OVERFLOW_KEEP,
     Input,
@@ -34,7 +43,7 @@ from tokenmill.session.session import (
     check_title,
     whole_number,
 )
-from tokenmill.session.store import SessionStore, Stored
+from tokenmill.session.store import Place, SessionStore, Store
 from tokenmill.text.messages import num_chars
 from tokenmill.text.tool_grammar import ToolUse
 from tokenmill.text.turn_parser import TurnPlan
@@ -79,7 +88,7 @@ class SessionService:
         routing: Policy = "round_robin",
         limits: SessionLimits = SessionLimits(),
         client: EngineClient | None = None,
-        store: SessionStore | str | Path | None = None,
+        store: Store | str | Path | None = None,
         texts: TextWorkers | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -88,7 +97,7 @@ class SessionService:
         self._owns_texts = texts is None
         self._texts = texts or TextWorkers()
         self._owns_store = isinstance(store, str | Path)
-        self.store = SessionStore(store) if isinstance(store, str | Path) else store
+        self.store: Store | None = SessionStore(store) if isinstance(store, str | Path) else store
         self._loaded: SessionManager | None = None
         self._changing = asyncio.Lock()
         """Around loading, reloading and closing: one of them at a time."""
@@ -131,12 +140,7 @@ class SessionService:
     def _open(self, source: Source, options: EngineOptions, client: EngineClient | None) -> None:
         """Load the first model, where there is no event loop yet. If that fails the store is closed."""
         try:
-            loaded = self._manager(source, options, client)
-            try:
-                self._adopt(loaded, loaded.stored())
-            except BaseException:
-                loaded.free()
-                raise
+            self._loaded = self._manager(source, options, client)
         except BaseException:
             self._close_store()
             raise
@@ -147,23 +151,13 @@ class SessionService:
         if self._is_closed:
             await loaded.close()
             raise EngineDead("the service was closed")
-        try:
-            self._adopt(loaded, await asyncio.to_thread(loaded.stored))
-        except BaseException:
-            self._loaded = None
-            await loaded.close()
-            raise
+        self._loaded = loaded
+        await asyncio.to_thread(loaded.count_stored)  # once more: those of the model before were in memory
         loaded.watch_idle()
 
     def _manager(self, source: Source, options: EngineOptions, client: EngineClient | None) -> SessionManager:
         """Takes as long as the model does to load."""
         return SessionManager(source, options, self._policy, client, self.store, self.limits, self._texts)
-
-    def _adopt(self, loaded: SessionManager, stored: Sequence[Stored]) -> None:
-        """Use a model, and go on with its sessions."""
-        self._loaded = loaded
-        for one in stored:
-            loaded.adopt(one)
 
     async def _unload(self) -> None:
         """Let the model go. Its sessions end; those in a store end only in this process."""
@@ -374,22 +368,38 @@ class SessionService:
             order = session.hints.priority if priority is None else priority
             hints = replace(session.hints, priority=order, quota=quota)
             live = loaded.begin_answer(session, params, plan, hints, request_id, left())
+            live.on_void = partial(session.restore, before)
             if given is not None or again:
                 live.undo = partial(session.restore, before)
             return live
 
-        # Where a grammar has to be compiled, that is long.
-        compiles = bool(use and use.tools) or thinking_budget is not None or changes.get("structured_outputs")
-        work = loaded.text_work(max(num_chars(given), self._texts.inline_bytes if compiles else 0), take_in)
         try:
             async with asyncio.timeout(timeout_s) as waiting:
-                if loaded.persistence is not None and session_id in loaded.queue.sessions:
-                    await loaded.persistence.warm(loaded.queue.sessions[session_id])
-                return await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
+                for _ in range(MAX_MOVES):
+                    if loaded.persistence is not None:
+                        await loaded.open(session_id)
+                        if session_id in loaded.queue.sessions:
+                            await loaded.persistence.warm(loaded.queue.sessions[session_id])
+                    # Where a grammar has to be compiled, that is long.
+                    found = loaded.queue.sessions.get(session_id)
+                    outputs = changes.get("structured_outputs", found and found.options.structured_outputs)
+                    compiles = bool(use and use.tools) or thinking_budget is not None or outputs is not None
+                    num_bytes = max(num_chars(given), self._texts.inline_bytes if compiles else 0)
+                    work = loaded.text_work(num_bytes, take_in)
+                    live = await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
+                    if self.store is None or not self.store.is_shared:
+                        return live
+                    options: dict[str, Any] = {"again": again, "must_fit": must_fit, "timeout_s": timeout_s}
+                    options |= {"priority": priority, "thinking_budget": thinking_budget, "quota": asdict(quota)}
+                    form = loaded.fingerprint.form
+                    begun = answer_json(live.request_id, form, given, changes, use, **options)
+                    if await loaded.note_begun(session_id, live, begun):
+                        return live
         except TimeoutError:
             if not waiting.expired():
                 raise
             raise RequestFailed(LATE, finish_reason="timeout") from None
+        raise SessionMoved(f"session {session_id} is used on several servers at once")
 
     async def attach(self, session_id: str, offset: int = 0) -> AsyncIterator[OutputDelta]:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
@@ -398,18 +408,40 @@ class SessionService:
     async def last_answer(self, session_id: str, request_id: str | None = None) -> Answer:
         """The running answer, or the last one that is over; `request_id` names it for a caller who has seen some of it.
 
-        `AnswerLost` if it was made by a process before this one: only its log is there.
+        `AnswerLost` if it was made by a process before this one: only its log is there. In a store that is shared, an
+        answer that its server has not finished is run again, and one that it has finished is read from the log.
         """
         loaded = self._model()
+        await loaded.open(session_id)
+        session = loaded.queue.sessions.get(session_id)
+        if session is not None and session.unfinished is not None and session.live is None:
+            unfinished, session.unfinished = session.unfinished, None
+            if request_id in (None, unfinished["id"]):
+                return await self._run_again(session, unfinished)
 
         def operation(session: Session) -> Answer:
             loaded.used(session)
             found = session.live or session.answer
+            if found is None and session.epoch:
+                found = answer_in_log(session, request_id, loaded.opened.text.tokenizer)
             if found is None:
                 raise no_answer(session, request_id)
             return found
 
         return await loaded.queue.ask(session_id, operation, at_once=True)
+
+    async def _run_again(self, session: Session, unfinished: Mapping[str, Any]) -> Answer:
+        """An answer that another server has begun. Readers of exact ones go on where they were."""
+        try:
+            live = await self.answer(session.session_id, **read_answer(unfinished))
+        except BaseException:
+            session.unfinished = unfinished  # somebody may ask for it again
+            raise
+        live.is_rerun = True
+        live.is_exact = self._model().opened.model.info.deterministic and (
+            unfinished["form"] == self._model().fingerprint.form
+        )
+        return live
 
     async def cancel_generate(self, session_id: str) -> bool:
         """End the running answer; the session keeps its KV and goes on. Was there one? Returns when it has ended."""
@@ -434,6 +466,9 @@ class SessionService:
             return EndedSession(session_id, None)
         try:
             await asyncio.wrap_future(ending)
+        except SessionMoved:  # it is there, on another server
+            loaded.queue.forget_end(session_id)
+            raise
         except NotDurable as error:
             return EndedSession(session_id, False, str(error))
         return EndedSession(session_id, True)
@@ -533,18 +568,54 @@ class SessionService:
     def get(self, session_id: str) -> SessionInfo:
         return self._model().queue.find(session_id).info(has_store=self.store is not None)
 
+    async def open(self, session_id: str, *, resumes: str | None = None) -> None:
+        """Have a session in memory, if there is one: what comes next need not wait for the store."""
+        await self._model().open(session_id, resumes=resumes)
+
+    async def whose(self, session_id: str) -> str:
+        """Whose session it is, without having it in memory; `SessionNotFound` if there is none."""
+        loaded = self._model()
+        if loaded.persistence is not None and session_id not in loaded.queue.sessions:
+            if loaded.queue.has_ended(session_id):
+                raise SessionEnded(f"session {session_id} has ended")
+            store, scope = loaded.persistence.store, loaded.persistence.scope
+            key = await asyncio.to_thread(store.key_of, scope, session_id)
+            if key is None and session_id not in loaded.queue.sessions:
+                raise SessionNotFound(f"no session {session_id!r}")
+            if key is not None:
+                return key
+        return loaded.queue.find(session_id).options.key
+
+    async def info(self, session_id: str) -> SessionInfo:
+        """As `get`, from the store where that is newer; a session that is only looked at stays where it is."""
+        return await self._model().info(session_id)
+
+    async def infos(self, names: Sequence[str]) -> builtins.list[SessionInfo]:
+        """Several, in this order; those that are gone are left out."""
+        return await self._model().infos(names)
+
+    async def places(
+        self, key: str | None, limit: int, after: Place | None = None, *, newest_first: bool = False
+    ) -> builtins.list[Place]:
+        """A page of a key's sessions: when each was created, and its name."""
+        return await self._model().places(key, limit, after, newest_first=newest_first)
+
     def list(self, key: str | None = None) -> list[SessionInfo]:
-        """All sessions, or those of a key."""
-        return [self.get(name) for _, name in self.creation_times(key)]
+        """All sessions, or those of a key. Waits for the store."""
+        loaded = self._model()
+        places = set(loaded.in_memory(key))
+        found = {}
+        if loaded.persistence is not None:
+            store, scope = loaded.persistence.store, loaded.persistence.scope
+            more = [name for _, name in store.page(scope, key, 1 << 30) if name not in loaded.queue.sessions]
+            stored = [stored_info(one) for one in store.read(scope, more)]
+            places |= {(one.created_at, one.session_id) for one in stored}
+            found = {one.session_id: one for one in stored}
+        return [found[name] if name in found else self.get(name) for _, name in sorted(places)]
 
     def usage_of(self, key: str) -> tuple[int, int]:
         """How many sessions a key has, and the bytes of their logs."""
         return (0, 0) if self._loaded is None else self._loaded.budget.used(key)
-
-    def creation_times(self, key: str | None = None) -> builtins.list[tuple[float, str]]:
-        """When each session was created, and its name: what a list of many is sorted by."""
-        found = self._model().queue.sessions.values()
-        return [(one.created_at, one.session_id) for one in found if key is None or one.options.key == key]
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -556,8 +627,8 @@ class SessionService:
         return tuple(self._model().queue.find(session_id).costs or ())
 
     def __len__(self) -> int:
-        """Sessions that there are."""
-        return 0 if self._loaded is None else len(self._loaded.queue.sessions)
+        """Sessions that there are; those of other servers were counted a while ago."""
+        return 0 if self._loaded is None else len(self._loaded.queue.sessions) + self._loaded.budget.num_stored
 
     def _model(self) -> SessionManager:
         """The model that is loaded, with its sessions."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
-from tokenmill.params import MAX_SEED, SamplingParams, token_ids
+from tokenmill.params import MAX_SEED, SamplingParams, StructuredOutputs, token_ids
 from tokenmill.session.log import TokenLog, Turn
 from tokenmill.text.delta import Continuation, DeltaRenderer
 from tokenmill.text.messages import Message, check_messages, num_chars
@@ -50,7 +50,7 @@ class SessionState(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SessionOptions:
     """What a session is created with, and its forks inherit."""
 
@@ -81,6 +81,11 @@ class SessionOptions:
         if changes.get("n", params.n) != 1:
             raise InvalidRequest("n must be 1 in a session; fork the session for more answers", param="n")
         return replace(params, **changes)
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The constraint on answers that do not bring their own."""
+        return self.sampling.structured_outputs if isinstance(self.sampling, SamplingParams) else None
 
     def for_fork(self, number: int) -> SessionOptions:
         """The options of a session's fork: a seed that follows from its parent's, so that it draws differently."""
@@ -164,11 +169,14 @@ class Session:
         "core",
         "costs",
         "created_at",
+        "epoch",
         "fixed_bytes",
         "has_saved_kv",
         "inbox",
         "is_dropped",
+        "is_moved",
         "is_preparing",
+        "is_stored",
         "last_answer",
         "last_used",
         "live",
@@ -176,6 +184,7 @@ class Session:
         "mark",
         "metadata",
         "num_forks",
+        "num_saving",
         "options",
         "problem",
         "rendered",
@@ -183,6 +192,7 @@ class Session:
         "state",
         "system",
         "title",
+        "unfinished",
         "used_at",
         "waiting",
     )
@@ -223,6 +233,16 @@ class Session:
         """Its owner's; neither is read by the model."""
         self.problem: str | None = None
         """Why its latest state is not in the store."""
+        self.is_moved = False
+        """Another server has taken it over: this copy is of no more use."""
+        self.is_stored = False
+        """Has some state of it been written?"""
+        self.num_saving = 0
+        """States of it that are being written."""
+        self.epoch = 0
+        """Of the claim on it, in a store that several servers share."""
+        self.unfinished: Mapping[str, Any] | None = None
+        """An answer that another server has begun and not finished, until it is run again."""
         self.has_saved_kv = False
         """It comes from the store, and so may its KV."""
         self.is_dropped = False

@@ -1,0 +1,615 @@
+"""`PostgresStore`: sessions and documents in a PostgreSQL database that several servers share.
+
+A session belongs to the server that has claimed it, until another one does. Every claim raises the session's epoch,
+and every write names the epoch of its claim: a server that was taken for dead changes nothing when it comes back. Each
+server has one lease, a row that it renews by the database's clock. The lease only decides when a session may be taken
+from a server that is answering in it; an idle session may be claimed at any time.
+
+When an answer begins, all that is needed to run it again is written; the log itself is written when the answer ends. So
+what a dead server has left is a whole conversation and perhaps a question, never half an answer.
+
+Threads own the connections (`_Lane`). All writes of a session go through the same one, in order, and what waits there
+is committed together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tokenmill.errors import ConfigError, NotDurable, SessionElsewhere, SessionMoved, StoreUnavailable, TokenmillError
+from tokenmill.session.documents import Documents
+from tokenmill.session.log import SharedList, Tokens, Turn
+from tokenmill.session.records import SessionRecord, head_json, turn_json
+from tokenmill.session.store import Place, Scope, Stored, as_numbers, dump, listed, read_stored
+
+if TYPE_CHECKING:
+    import psycopg
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 6.0
+"""How long a server that has stopped renewing its lease keeps the sessions that it is answering in."""
+TIMEOUT_S = 5.0
+"""A database that does not answer for so long is given up, and connected to again."""
+NUM_WRITERS, NUM_READERS = 8, 4
+"""Connections."""
+FORGET_S = 24 * 3600.0
+"""Servers whose lease ended so long ago are forgotten."""
+IDLE_AT_ONCE = 1000
+"""Idle sessions that are deleted in one statement."""
+MIGRATIONS = (
+    """
+    CREATE TABLE servers (id text PRIMARY KEY, address text NOT NULL, lease_until timestamptz NOT NULL);
+    CREATE TABLE sessions (id text COLLATE "C" PRIMARY KEY, fingerprint text NOT NULL, head text NOT NULL,
+        used_at double precision NOT NULL, key text NOT NULL, created_at double precision NOT NULL,
+        num_bytes bigint NOT NULL, epoch bigint NOT NULL, owner text, answering boolean NOT NULL DEFAULT false,
+        answer_id text, answer text);
+    CREATE INDEX sessions_of_key ON sessions (fingerprint, key, created_at, id) INCLUDE (num_bytes);
+    CREATE INDEX sessions_by_use ON sessions (fingerprint, used_at);
+    CREATE TABLE tokens (session text COLLATE "C", begin integer, ids bytea NOT NULL, PRIMARY KEY (session, begin));
+    CREATE TABLE turns (session text COLLATE "C", number integer, turn text NOT NULL, PRIMARY KEY (session, number));
+    CREATE TABLE documents (kind text NOT NULL, id text NOT NULL, owner text NOT NULL,
+        created_at double precision NOT NULL, used_at double precision NOT NULL, expires_at double precision,
+        num_bytes bigint NOT NULL, body text NOT NULL, rowid bigserial, PRIMARY KEY (kind, id));
+    CREATE INDEX documents_of_owner ON documents (owner, kind, created_at, used_at, id, num_bytes);
+    CREATE INDEX documents_by_expiry ON documents (expires_at) WHERE expires_at IS NOT NULL;
+    """,
+)
+"""Each brings the tables from one version to the next. They only add, so that servers of both can run side by side."""
+MIGRATING = 0x746D696C
+"""Advisory lock around migrations."""
+
+OURS = "id = %(id)s AND epoch = %(epoch)s AND owner = %(me)s"
+"""The fence: what every write of a session demands."""
+ALIVE = "EXISTS (SELECT 1 FROM servers WHERE id = {owner} AND lease_until > now())"
+THEIRS_IS_ALIVE = ALIVE.format(owner="sessions.owner")
+RENEW = """
+INSERT INTO servers VALUES (%(me)s, %(address)s, now() + %(lease_s)s * interval '1 s')
+ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until, address = excluded.address"""
+CLAIM = f"""
+UPDATE sessions SET epoch = epoch + 1, owner = %(me)s, answering = answering AND {{resumed}},
+    answer_id = CASE WHEN answering AND {{resumed}} THEN answer_id END,
+    answer = CASE WHEN answering AND {{resumed}} THEN answer END
+WHERE id = %(id)s AND fingerprint = %(fingerprint)s AND used_at > %(used_after)s
+    AND (NOT answering OR owner IS NULL OR owner = %(me)s OR NOT {THEIRS_IS_ALIVE})
+RETURNING epoch, answer""".format(resumed="(%(resumes)s::text = '' OR answer_id = %(resumes)s) IS TRUE")
+OWNER = """
+SELECT servers.id, servers.address FROM sessions JOIN servers ON servers.id = sessions.owner
+WHERE sessions.id = %(id)s AND fingerprint = %(fingerprint)s AND answering"""
+READ = """
+SELECT id, head, used_at, answer, ARRAY(SELECT turn FROM turns WHERE session = sessions.id ORDER BY number),
+    (SELECT string_agg(ids, ''::bytea ORDER BY begin) FROM tokens WHERE session = sessions.id)
+FROM sessions WHERE id = ANY(%(ids)s) AND fingerprint = %(fingerprint)s AND used_at > %(used_after)s"""
+CREATE = """
+INSERT INTO sessions (id, fingerprint, head, used_at, key, created_at, num_bytes, epoch, owner)
+VALUES (%(id)s, %(fingerprint)s, %(head)s, %(used_at)s, %(key)s, %(created_at)s, %(num_bytes)s, %(epoch)s, %(me)s)
+ON CONFLICT (id) DO NOTHING"""
+APPEND = f"""
+WITH ours AS (
+    UPDATE sessions SET fingerprint = %(fingerprint)s, head = %(head)s, used_at = %(used_at)s,
+        num_bytes = %(num_bytes)s, answering = false, answer_id = NULL, answer = NULL WHERE {OURS} RETURNING id),
+new_tokens AS (INSERT INTO tokens SELECT id, %(begin)s, %(ids)s FROM ours WHERE %(ids)s <> ''::bytea),
+new_turns AS (
+    INSERT INTO turns SELECT ours.id, new.number, new.turn
+    FROM ours, unnest(%(numbers)s::integer[], %(turns)s::text[]) AS new (number, turn))
+SELECT id FROM ours"""
+HOLD = f"SELECT id FROM sessions WHERE {OURS} FOR UPDATE"
+FENCED = f"EXISTS (SELECT 1 FROM sessions WHERE {OURS})"
+CUT_TOKENS = f"DELETE FROM tokens WHERE session = %(id)s AND begin >= %(same)s AND {FENCED}"
+CUT_PIECE = f"""
+UPDATE tokens SET ids = substr(ids, 1, 4 * (%(same)s - begin))
+WHERE session = %(id)s AND begin < %(same)s AND begin + length(ids) / 4 > %(same)s AND {FENCED}"""
+CUT_TURNS = f"DELETE FROM turns WHERE session = %(id)s AND number >= %(same)s AND {FENCED}"
+BEGIN_ANSWER = f"UPDATE sessions SET answering = true, answer_id = %(answer_id)s, answer = %(answer)s WHERE {OURS}"
+RELEASE = f"UPDATE sessions SET owner = NULL WHERE {OURS}"
+DELETE = """
+WITH gone AS (DELETE FROM sessions WHERE {which} RETURNING id),
+    their_tokens AS (DELETE FROM tokens USING gone WHERE session = gone.id),
+    their_turns AS (DELETE FROM turns USING gone WHERE session = gone.id)
+SELECT count(*) FROM gone"""
+IDLE = f"""id IN (
+    SELECT id FROM sessions WHERE fingerprint = %(fingerprint)s
+        AND used_at <= extract(epoch FROM now()) - %(seconds)s
+        AND NOT (answering AND {THEIRS_IS_ALIVE})
+    ORDER BY used_at LIMIT {IDLE_AT_ONCE} FOR UPDATE SKIP LOCKED)"""
+T = TypeVar("T")
+Connection = Any
+"""psycopg's."""
+Known = tuple[int, Tokens, SharedList[Turn]]
+"""What the database has of a session: the epoch under which it was written, ids and turns."""
+
+
+class PostgresStore:
+    """A store that several servers share. `ConfigError` if the database can't be used.
+
+    `address` is the base URL under which other servers reach this one.
+    """
+
+    is_shared = True
+    is_read_only = False
+    kv = None
+
+    def __init__(self, url: str, *, address: str = "", lease_s: float = LEASE_S) -> None:
+        driver = _driver()
+        self.server_id = secrets.token_hex(8)
+        self.address = address
+        self.lease_s = lease_s
+        self._url = url
+
+        def connect() -> Connection:
+            name, limit = f"tokenmill {self.server_id}", max(1, round(TIMEOUT_S))
+            return driver.connect(url, autocommit=True, connect_timeout=limit, application_name=name)
+
+        self._connect = connect
+        try:
+            connection = connect()
+            migrate(connection)
+            self._renew(connection)
+        except driver.Error as error:
+            raise ConfigError(f"cannot use the store {_shown(url)}: {_first_line(error)}") from None
+        self._failures: tuple[type[Exception], ...] = (driver.Error, OSError)
+        self._writers = [_Lane(f"tokenmill-store-{i}", self._connect, driver.Error) for i in range(NUM_WRITERS)]
+        self._readers = [_Lane(f"tokenmill-reads-{i}", self._connect, driver.Error) for i in range(NUM_READERS)]
+        self._turn = 0
+        self.documents = Documents(self._post_document)
+        self._closing = threading.Event()
+        self._is_closed = False
+        self._heart = threading.Thread(target=self._beat, args=(connection,), name="tokenmill-lease", daemon=True)
+        self._heart.start()
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def claim(self, scope: Scope, session_id: str, *, resumes: str | None = None) -> Stored | None:
+        asked, lane = {**self._named(session_id), **_scoped(scope), "resumes": resumes}, self._writer(session_id)
+
+        def work(connection: Connection) -> Stored | SessionElsewhere | None:
+            row = connection.execute(CLAIM, asked).fetchone()
+            if row is None:
+                owner = connection.execute(OWNER, asked).fetchone()
+                return None if owner is None else self._elsewhere(asked, *owner)
+            epoch, answer = row
+            (found,) = _read(connection, scope, [session_id]) or (None,)
+            if found is not None:
+                lane.known[session_id] = (epoch, found.record.tokens, found.record.turns)
+            unfinished = None if answer is None else json.loads(answer)
+            return None if found is None else replace(found, epoch=epoch, unfinished=unfinished)
+
+        found = lane.post(work).result()
+        if isinstance(found, SessionElsewhere):
+            raise found
+        return found
+
+    def _elsewhere(self, asked: Mapping[str, Any], owner: str, address: str) -> SessionElsewhere:
+        query = f"SELECT 1 FROM sessions WHERE id = %(id)s AND owner = %(owner)s AND answering AND {THEIRS_IS_ALIVE}"
+        named = {**asked, "owner": owner}
+
+        def is_there() -> bool:
+            with suppress(NotDurable):
+                return self._read(lambda connection: connection.execute(query, named).fetchone() is not None)
+            return True
+
+        return SessionElsewhere(f"session {asked['id']} is on another server", address, is_there, self.lease_s / 6)
+
+    def holds(self, session_id: str, epoch: int) -> bool:
+        query, ours = f"SELECT 1 FROM sessions WHERE {OURS}", self._named(session_id, epoch)
+        return self._read(lambda connection: connection.execute(query, ours).fetchone() is not None)
+
+    def let_go(self, session_id: str, epoch: int = 0) -> None:
+        ours, lane = self._named(session_id, epoch), self._writer(session_id)
+
+        def work(connection: Connection) -> None:
+            lane.known.pop(session_id, None)
+            connection.execute(RELEASE, ours)
+
+        lane.post(work)
+
+    # -- writes -------------------------------------------------------------------------------------------------------
+
+    def save(self, record: SessionRecord, fingerprint: str, epoch: int = 0, *, is_new: bool = False) -> Future[None]:
+        lane = self._writer(record.session_id)
+        return lane.post(lambda connection: self._write(connection, lane.known, record, fingerprint, epoch, is_new))
+
+    def begin_answer(self, session_id: str, epoch: int, answer: Mapping[str, Any]) -> Future[None]:
+        named = {**self._named(session_id, epoch), "answer_id": answer["id"], "answer": dump(answer)}
+
+        def work(connection: Connection) -> None:
+            if not connection.execute(BEGIN_ANSWER, named).rowcount:
+                raise _moved(session_id)
+
+        # Nothing is acknowledged by it: if the database dies in this moment, the answer can't be run again, no more.
+        return self._writer(session_id).post(work, is_lazy=True)
+
+    def delete(self, session_id: str, epoch: int = 0) -> Future[None]:
+        ours, lane = self._named(session_id, epoch), self._writer(session_id)
+
+        def work(connection: Connection) -> None:
+            lane.known.pop(session_id, None)
+            there = "SELECT 1 FROM sessions WHERE id = %(id)s"
+            if not _count(connection, DELETE.format(which=OURS), ours) and connection.execute(there, ours).fetchone():
+                raise _moved(session_id)
+
+        return lane.post(work)
+
+    def delete_idle(self, scope: Scope, seconds: float) -> Future[int]:
+        asked = {**_scoped(scope), "seconds": seconds}
+        return self._next(self._writers).post(lambda connection: _count(connection, DELETE.format(which=IDLE), asked))
+
+    def _write(
+        self,
+        connection: Connection,
+        written: dict[str, Known],
+        record: SessionRecord,
+        fingerprint: str,
+        epoch: int,
+        is_new: bool,
+    ) -> None:
+        """Write the difference from the stored state. After the first write that is known without reading it back."""
+        name, known = record.session_id, written.pop(record.session_id, None)
+        used_at, key, created_at, num_bytes = listed(record)
+        values = {
+            **self._named(name, epoch),
+            "fingerprint": fingerprint,
+            "head": dump(head_json(record)),
+            "used_at": used_at,
+            "key": key,
+            "created_at": created_at,
+            "num_bytes": num_bytes,
+        }
+        if is_new:
+            connection.execute(CREATE, values)
+        if known is None or known[0] != epoch:
+            rows = connection.execute("SELECT ids FROM tokens WHERE session = %s ORDER BY begin", (name,)).fetchall()
+            stored = Tokens(as_numbers(b"".join(ids for (ids,) in rows)))
+            rows = connection.execute("SELECT turn FROM turns WHERE session = %s ORDER BY number", (name,)).fetchall()
+            old, new = [turn for (turn,) in rows], [dump(turn_json(turn)) for turn in record.turns]
+            pairs = zip(old, new, strict=False)
+            same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(old), len(new)))
+            new, num_turns = new[same:], len(old)
+        else:
+            _, stored, turns = known
+            same, num_turns = turns.num_shared(record.turns), len(turns)
+            new = [dump(turn_json(turn)) for turn in record.turns[same:]]
+        begin = stored.num_same(record.tokens)
+        self._cut(connection, values, begin if begin < len(stored) else None, same if same < num_turns else None)
+        rest = record.tokens.array[begin:].astype("<i4").tobytes()
+        values |= {"begin": begin, "ids": rest, "numbers": list(range(same, same + len(new))), "turns": new}
+        if connection.execute(APPEND, values).fetchone() is None:
+            raise _moved(name)
+        written[name] = (epoch, record.tokens, record.turns)
+
+    @staticmethod
+    def _cut(connection: Connection, ours: Mapping[str, Any], tokens: int | None, turns: int | None) -> None:
+        """Truncate the stored ids and turns, after a rewind and the like."""
+        if tokens is None and turns is None:
+            return
+        connection.execute(HOLD, ours)
+        if tokens is not None:
+            connection.execute(CUT_TOKENS, {**ours, "same": tokens})
+            connection.execute(CUT_PIECE, {**ours, "same": tokens})
+        if turns is not None:
+            connection.execute(CUT_TURNS, {**ours, "same": turns})
+
+    # -- reads --------------------------------------------------------------------------------------------------------
+
+    def read(self, scope: Scope, session_ids: Sequence[str]) -> list[Stored]:
+        return self._read(lambda connection: _read(connection, scope, session_ids))
+
+    def key_of(self, scope: Scope, session_id: str) -> str | None:
+        query = (
+            "SELECT key FROM sessions WHERE id = %(id)s AND fingerprint = %(fingerprint)s AND used_at > %(used_after)s"
+        )
+        asked = {"id": session_id, **_scoped(scope)}
+        row = self._read(lambda connection: connection.execute(query, asked).fetchone())
+        return None if row is None else str(row[0])
+
+    def page(
+        self, scope: Scope, key: str | None, limit: int, after: Place | None = None, *, newest_first: bool = False
+    ) -> list[Place]:
+        conditions = ["fingerprint = %(fingerprint)s", "used_at > %(used_after)s"]
+        values = {**_scoped(scope), "key": key, "limit": limit}
+        if key is not None:
+            conditions.append("key = %(key)s")
+        if after is not None:
+            conditions.append(f"(created_at, id) {'<' if newest_first else '>'} (%(created_at)s, %(id)s)")
+            values |= {"created_at": after[0], "id": after[1]}
+        order = "DESC" if newest_first else "ASC"
+        query = (
+            f"SELECT created_at, id FROM sessions WHERE {' AND '.join(conditions)} "
+            f"ORDER BY created_at {order}, id {order} LIMIT %(limit)s"
+        )
+        return self._read(lambda connection: connection.execute(query, values).fetchall())
+
+    def usage(self, scope: Scope) -> dict[str, tuple[int, int]]:
+        query = "SELECT key, count(*), sum(num_bytes)::bigint FROM sessions WHERE fingerprint = %s GROUP BY key"
+        rows = self._read(lambda connection: connection.execute(query, (scope.fingerprint,)).fetchall())
+        return {key: (count, num_bytes) for key, count, num_bytes in rows}
+
+    # -- the lease ----------------------------------------------------------------------------------------------------
+
+    def _beat(self, connection: Connection | None) -> None:
+        """Renew the lease, and give up connections that hang."""
+        while not self._closing.wait(self.lease_s / 3):
+            for lane in (*self._writers, *self._readers):
+                lane.give_up_if_hung()
+            try:
+                connection = connection or self._connect()
+                with _Deadline(connection, min(TIMEOUT_S, self.lease_s / 3)):
+                    self._renew(connection)
+            except self._failures as error:
+                log.warning("the lease of this server could not be renewed: %s", _first_line(error))
+                with suppress(Exception):
+                    if connection is not None:
+                        connection.close()
+                connection = None
+        with suppress(*self._failures):
+            connection = connection or self._connect()
+            with connection, _Deadline(connection, TIMEOUT_S):  # what is answered elsewhere need not wait
+                connection.execute(
+                    "UPDATE sessions SET owner = NULL WHERE owner = %s AND NOT answering", (self.server_id,)
+                )
+                connection.execute("DELETE FROM servers WHERE id = %s", (self.server_id,))
+
+    def _renew(self, connection: Connection) -> None:
+        connection.execute(RENEW, {"me": self.server_id, "address": self.address, "lease_s": self.lease_s})
+        connection.execute("DELETE FROM servers WHERE lease_until < now() - %s * interval '1 s'", (FORGET_S,))
+
+    def announce(self, address: str) -> None:
+        """Tell other servers where this one is reached."""
+        self.address = address
+        self._next(self._writers).post(self._renew)
+
+    def close(self) -> None:
+        """Write what waits, and give up the lease and all claims."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for lane in (*self._writers, *self._readers):
+            lane.close()
+        self._closing.set()
+        self._heart.join(2 * TIMEOUT_S)
+
+    # -- lanes --------------------------------------------------------------------------------------------------------
+
+    def _named(self, session_id: str, epoch: int | None = None) -> dict[str, Any]:
+        return {"id": session_id, "epoch": epoch, "me": self.server_id}
+
+    def _writer(self, session_id: str) -> _Lane:
+        return self._writers[zlib.crc32(session_id.encode()) % len(self._writers)]
+
+    def _next(self, lanes: Sequence[_Lane]) -> _Lane:
+        self._turn += 1
+        return lanes[self._turn % len(lanes)]
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self._next(self._readers).post(work).result()
+
+    def _post_document(self, work: Callable[[Any], T], *, frees_space: bool = False) -> Future[T]:  # noqa: ARG002
+        return self._next(self._writers).post(lambda connection: work(_Dialect(connection)))
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Write:
+    work: Callable[[Any], Any]
+    done: Future[Any]
+    is_lazy: bool
+    """Need it not be on the disk, but only in the database, when it is done?"""
+
+
+class _Lane:
+    """A connection and the thread that owns it. What waits is done in one transaction."""
+
+    def __init__(self, name: str, connect: Callable[[], Connection], failure: type[Exception]) -> None:
+        self._connect = connect
+        self._failure = failure
+        self._jobs: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self.known: dict[str, Known] = {}
+        """What the database has of the sessions that are written here. For jobs."""
+        self._busy_since: float | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, work: Callable[[Connection], T], *, is_lazy: bool = False) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+        if self._is_closed:
+            done.set_exception(NotDurable("the store was closed"))
+        else:
+            self._jobs.put(_Write(work, done, is_lazy))
+        return done
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._jobs.put(None)
+        self._thread.join(2 * TIMEOUT_S)
+
+    def give_up_if_hung(self) -> None:
+        """For another thread: end a connection whose server has not answered for too long."""
+        since, connection = self._busy_since, self._connection
+        if since is not None and time.monotonic() - since > TIMEOUT_S and connection is not None:
+            _hang_up(connection)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            jobs = [self._jobs.get()]
+            with suppress(queue.Empty):
+                while jobs[-1] is not None:
+                    jobs.append(self._jobs.get_nowait())
+            is_open = None not in jobs
+            self._carry_out([job for job in jobs if job is not None])
+        if self._connection is not None:
+            self._connection.close()
+
+    def _carry_out(self, jobs: Sequence[_Write]) -> None:
+        """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
+        if not jobs:
+            return
+        try:
+            results = self._commit(jobs)
+        except (self._failure, OSError, TokenmillError, TypeError, ValueError) as error:
+            if len(jobs) > 1 and self._connection is not None:
+                for job in jobs:
+                    self._carry_out([job])
+                return
+            told = error if isinstance(error, TokenmillError) else _not_stored(error, is_lost=self._connection is None)
+            for job in jobs:
+                job.done.set_exception(told)
+        except BaseException as error:  # a bug; but those who wait are told
+            log.exception("the store could not do its work")
+            for job in jobs:
+                job.done.set_exception(NotDurable(str(error)))
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                job.done.set_result(result)
+
+    def _commit(self, jobs: Sequence[_Write]) -> list[Any]:
+        """Do some work as one transaction. It can be repeated, so a connection that was lost is replaced once."""
+        for is_last in (False, True):
+            was_open = self._connection is not None
+            self._busy_since = time.monotonic()
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                with self._connection.transaction():
+                    if all(job.is_lazy for job in jobs):
+                        self._connection.execute("SET LOCAL synchronous_commit = off")
+                    return [job.work(self._connection) for job in jobs]
+            except (self._failure, OSError):
+                self.known.clear()  # some of it may have been written by the jobs, and was rolled back
+                if self._connection is not None and not self._connection.closed and not self._connection.broken:
+                    raise
+                hung = time.monotonic() - self._busy_since > TIMEOUT_S
+                self._connection = None
+                if is_last or not was_open or hung:
+                    raise
+            except BaseException:
+                self.known.clear()
+                raise
+            finally:
+                self._busy_since = None
+        raise AssertionError
+
+
+class _Deadline:
+    """Hangs a connection up unless it is left in time."""
+
+    def __init__(self, connection: Connection, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, _hang_up, (connection,))
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+
+def _hang_up(connection: Connection) -> None:
+    """A server that is stopped closes nothing: end the connection from here, and whoever waits for it is told."""
+    with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as wire:
+        wire.shutdown(socket.SHUT_RDWR)
+
+
+class _Dialect:
+    """A connection to which SQLite's SQL can be spoken, as far as `documents.py` does."""
+
+    WORDS = (
+        ("?", "%s"),
+        ("ifnull(", "coalesce("),
+        ("json_extract(body, %s)", "jsonb_path_query_first(body::jsonb, %s::text::jsonpath) #>> '{}'"),
+    )
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> Any:
+        for theirs, ours in self.WORDS:
+            statement = statement.replace(theirs, ours)
+        return self._connection.execute(statement, values)
+
+
+def _driver() -> Any:
+    try:
+        import psycopg
+    except ImportError:
+        raise ConfigError("a PostgreSQL store requires psycopg: pip install 'tokenmill[postgres]'") from None
+    return psycopg
+
+
+# -- the database -----------------------------------------------------------------------------------------------------
+
+
+def migrate(connection: psycopg.Connection[Any]) -> None:
+    """Bring the tables to this version; servers that start at the same time do it one after the other."""
+    with connection.transaction():
+        found = connection.execute("SELECT to_regclass('tokenmill_version')").fetchone()
+        version = 0
+        if found is not None and found[0] is not None:
+            row = connection.execute("SELECT version FROM tokenmill_version").fetchone()
+            version = 0 if row is None else row[0]
+        if version == len(MIGRATIONS):
+            return
+        if version > len(MIGRATIONS):
+            what = f"the store has version {version}, newer than the supported version {len(MIGRATIONS)}"
+            raise ConfigError(f"{what}; upgrade tokenmill")
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATING,))
+        connection.execute("CREATE TABLE IF NOT EXISTS tokenmill_version (version integer NOT NULL)")
+        row = connection.execute("SELECT version FROM tokenmill_version").fetchone()  # another one may have been first
+        for statements in MIGRATIONS[0 if row is None else row[0] :]:
+            connection.execute(statements)
+        connection.execute("DELETE FROM tokenmill_version")
+        connection.execute("INSERT INTO tokenmill_version VALUES (%s)", (len(MIGRATIONS),))
+
+
+def _read(connection: Connection, scope: Scope, session_ids: Sequence[str]) -> list[Stored]:
+    rows = connection.execute(READ, {"ids": list(session_ids), **_scoped(scope)}).fetchall()
+    found = []
+    for name, head, used_at, answer, turns, tokens in rows:
+        stored = read_stored(name, head, used_at, turns, tokens or b"", scope.vocab_size)
+        if stored is not None:
+            found.append(stored if answer is None else replace(stored, unfinished=json.loads(answer)))
+    return found
+
+
+def _count(connection: Connection, statement: str, values: Mapping[str, Any]) -> int:
+    return int(connection.execute(statement, values).fetchone()[0])
+
+
+def _scoped(scope: Scope) -> dict[str, Any]:
+    return {"fingerprint": scope.fingerprint, "used_after": scope.used_after}
+
+
+def _moved(session_id: str) -> SessionMoved:
+    return SessionMoved(f"another server has taken session {session_id} over")
+
+
+def _not_stored(error: Exception, *, is_lost: bool) -> NotDurable:
+    return (StoreUnavailable if is_lost else NotDurable)(_first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
+
+
+def _shown(url: str) -> str:
+    """A URL without its password."""
+    scheme, _, rest = url.partition("://")
+    who, at, where = rest.rpartition("@")
+    return f"{scheme}://{who.partition(':')[0]}{at}{where.partition('?')[0]}"
