@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import time
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -417,6 +419,159 @@ def check_a_tool_loop_of_responses(target: Target) -> None:
         kind.model_validate_json(call.arguments)
         before = answer.id
         given = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny, noon"}]
+
+
+def check_responses_are_parsed(target: Target) -> None:
+    options: Any = {"model": target.model, "input": PROMPT, "text_format": GetWeather, "temperature": 0}
+    answer = connect(target).responses.parse(**options, max_output_tokens=100)
+    assert isinstance(answer.output_parsed, GetWeather), answer.output
+    with connect(target).responses.stream(**options, max_output_tokens=100) as stream:
+        final = stream.get_final_response()
+    assert final.output_parsed == answer.output_parsed, final.output
+    with connect(target).responses.stream(**options, max_output_tokens=3) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] == "response.incomplete", kinds
+
+
+def check_tools_of_responses_are_parsed(target: Target) -> None:
+    tools: Any = [openai.pydantic_function_tool(kind) for kind in TOOL_KINDS]
+    tools = [{"type": "function", **tool["function"]} for tool in tools]
+    choice: Any = {"type": "function", "name": "GetWeather"}
+    options: Any = {"model": target.model, "input": PROMPT, "tools": tools, "tool_choice": choice, "temperature": 0}
+    answer = connect(target).responses.parse(**options, max_output_tokens=100)
+    with connect(target).responses.stream(**options, max_output_tokens=100) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    for one in (answer, final):
+        (call,) = one.output
+        assert GetWeather.model_validate(call.parsed_arguments), call
+    assert snapshots[-1] == final.output[0].arguments, snapshots
+
+
+def check_stored_responses(target: Target) -> None:
+    client = connect(target)
+    answer = client.responses.create(model=target.model, input=PROMPT, max_output_tokens=8, metadata={"a": "b"})
+    again = client.responses.retrieve(answer.id)
+    assert (again.output_text, again.metadata) == (answer.output_text, {"a": "b"}), again
+    (item,) = client.responses.input_items.list(answer.id)
+    assert item.content[0].text == PROMPT, item
+    more: Any = client.responses.create(
+        model=target.model, input="And then?", previous_response_id=answer.id, max_output_tokens=8
+    )
+    assert more.usage.input_tokens_details.cached_tokens > 0, more.usage
+    client.responses.delete(answer.id)
+    raises(openai.NotFoundError, lambda: client.responses.retrieve(answer.id))
+
+
+def check_background_responses(target: Target) -> None:
+    client = connect(target)
+    options: Any = {"model": target.model, "input": PROMPT, "temperature": 0, "background": True}
+    begun = client.responses.create(**options, max_output_tokens=16)
+    while begun.status in ("queued", "in_progress"):
+        begun = client.responses.retrieve(begun.id)
+    assert_ended(begun)
+    stream = client.responses.create(**options, max_output_tokens=16, stream=True)
+    first = next(iter(stream))
+    stream.close()
+    assert first.type == "response.created", first
+    with client.responses.stream(response_id=first.response.id, starting_after=first.sequence_number) as rest:
+        events = list(rest)
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1)), events
+    assert events[-1].response.output_text == begun.output_text, events[-1]
+    long = client.responses.create(**options, max_output_tokens=1000, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(long.id).status == "cancelled"
+
+
+def check_conversations(target: Target) -> None:
+    client = connect(target)
+    talk = client.conversations.create(items=[{"role": "user", "content": "My name is Ada."}], metadata={"a": "b"})
+    assert client.conversations.retrieve(talk.id).metadata == {"a": "b"}
+    options: Any = {"model": target.model, "max_output_tokens": 8, "temperature": 0, "conversation": talk.id}
+    first = client.responses.create(**options, input="Hello.")
+    second = client.responses.create(**options, input="What is my name?")
+    known = first.usage.total_tokens
+    assert second.usage.input_tokens > known, second.usage
+    assert second.usage.input_tokens_details.cached_tokens >= known - 1, (first.usage, second.usage)
+    items = list(client.conversations.items.list(talk.id, order="asc", limit=2))
+    assert [item.role for item in items] == ["user", "user", "assistant", "user", "assistant"], items
+    client.conversations.items.create(talk.id, items=[{"role": "user", "content": "Goodbye."}])
+    client.conversations.items.delete(items[0].id, conversation_id=talk.id)
+    assert client.conversations.items.retrieve(items[1].id, conversation_id=talk.id).id == items[1].id
+    assert client.conversations.update(talk.id, metadata={"a": "c"}).metadata == {"a": "c"}
+    assert client.conversations.delete(talk.id).deleted
+    raises(openai.NotFoundError, lambda: client.conversations.retrieve(talk.id))
+
+
+def check_stored_completions(target: Target) -> None:
+    client = connect(target)
+    kept = chat(target, store=True, metadata={"check": "stored"})
+    found = list(client.chat.completions.list(model=target.model, metadata={"check": "stored"}))
+    assert kept.id in [one.id for one in found], found
+    assert client.chat.completions.retrieve(kept.id).choices == kept.choices
+    assert [one.content for one in client.chat.completions.messages.list(kept.id)] == [PROMPT]
+    assert client.chat.completions.update(kept.id, metadata={"check": "done"}).metadata == {"check": "done"}
+    assert client.chat.completions.delete(kept.id).deleted
+    raises(openai.NotFoundError, lambda: client.chat.completions.retrieve(kept.id))
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def batch_line(target: Target, custom_id: str, **body: Any) -> bytes:
+    body = {"model": target.model, "messages": ASK, "max_tokens": 8, "temperature": 0, **body}
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+def run_batch(target: Target, content: bytes) -> Any:
+    """From the file to the end of the batch."""
+    client = connect(target)
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "a check"}
+    )
+    ends = time.monotonic() + TIMEOUT_S
+    while batch.status not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < ends:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def check_a_batch_from_the_file_to_the_answers(target: Target) -> None:
+    client = connect(target)
+    lines = [batch_line(target, f"n{number}") for number in range(6)]
+    batch = run_batch(target, b"".join([*lines, batch_line(target, "wrong", temperature=-1)]))
+    assert batch.status == "completed", batch
+    assert batch.metadata == {"for": "a check"}, batch
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (7, 6, 1), batch
+    told = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(one["custom_id"] for one in told) == [f"n{number}" for number in range(6)], told
+    expected = chat(target, max_tokens=8).choices[0].message.content
+    assert {one["response"]["body"]["choices"][0]["message"]["content"] for one in told} == {expected}, told
+    (error,) = client.files.content(batch.error_file_id).text.splitlines()
+    assert json.loads(error)["response"]["status_code"] == 400, error
+    assert batch.id in [one.id for one in client.batches.list(limit=5)]
+    for name in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        assert client.files.delete(name).deleted
+    raises(openai.NotFoundError, lambda: client.files.retrieve(batch.output_file_id))
+
+
+def check_a_batch_of_what_is_no_request_fails(target: Target) -> None:
+    batch = run_batch(target, b"{}\nnothing\n")
+    assert batch.status == "failed", batch
+    assert [error.line for error in batch.errors.data] == [1, 2], batch.errors
+
+
+def check_a_batch_is_cancelled(target: Target) -> None:
+    client = connect(target)
+    content = b"".join(batch_line(target, f"n{number}", max_tokens=3000, ignore_eos=True) for number in range(8))
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    assert client.batches.cancel(made.id).status in ("cancelling", "cancelled")
+    ends = time.monotonic() + TIMEOUT_S
+    while client.batches.retrieve(made.id).status != "cancelled":
+        assert time.monotonic() < ends, client.batches.retrieve(made.id)
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIConversationsSession,
     OpenAIResponsesModel,
     Runner,
     ToolsToFinalOutputResult,
@@ -71,6 +72,18 @@ async def check_the_same_over_responses(target: Target) -> None:
     async for _ in streamed.stream_events():
         pass
     assert str(streamed.final_output) == str(done.final_output), streamed
+
+
+async def check_a_session_over_conversations(target: Target) -> None:
+    client = openai.AsyncOpenAI(base_url=target.base_url, api_key=target.api_key, max_retries=0, timeout=45)
+    session = OpenAIConversationsSession(openai_client=client)
+    for _ in range(2):
+        done = await Runner.run(agent_on(OpenAIResponsesModel, target), ASK, session=session)
+        assert str(done.final_output).startswith("sunny in "), done
+    kinds = [item.get("type", "message") for item in await session.get_items()]
+    one_run = ["message", *["function_call", "function_call_output"] * NUM_ROUNDS]
+    assert kinds == [*one_run, *one_run], kinds
+    await session.clear_session()
 
 
 if __name__ == "__main__":

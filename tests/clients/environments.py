@@ -37,9 +37,18 @@ CLIENTS = {
     "openai-2": Client("check_openai", ("openai==2.20.0",)),
     "anthropic": Client("check_anthropic", ("anthropic==2.8.0",)),
     "ollama": Client("check_ollama", ("ollama==0.6.3",)),
-    "javascript": Client("check_js.mjs", ("openai@6.49.0", "@anthropic-ai/sdk@1.8.0", "ollama@0.6.4")),
+    "javascript": Client(
+        "check_js.mjs",
+        ("openai@6.49.0", "@anthropic-ai/sdk@1.8.0", "ollama@0.6.4", "ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90"),
+    ),
     "litellm": Client("check_litellm", ("litellm==1.104.5",)),
+    "litellm-proxy": Client("check_litellm_proxy", ("litellm[proxy]==1.104.5", "anthropic==2.8.0")),
     "langchain": Client("check_langchain", ("langchain-openai==1.7.3", "langchain==1.4.7")),
+    "llama-index": Client(
+        "check_llama_index",
+        ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
+    ),
+    "aider": Client("check_aider", ("aider-chat==0.86.2",)),
     "pydantic-ai": Client("check_pydantic_ai", ("pydantic-ai-slim[openai]==2.66.0",)),
     "openai-agents": Client("check_openai_agents", ("openai-agents==0.24.0",)),
     "llm": Client("check_llm", ("llm==0.36",)),
@@ -48,25 +57,34 @@ CLIENTS = {
 }
 
 
+def python_with(name: str, requirements: tuple[str, ...]) -> Path:
+    """The interpreter of an environment with these packages."""
+    return _python_environment(name, Client("", requirements))
+
+
 class InstallFailed(Exception):
     """pip could not make an environment; the message is what it said."""
 
 
 def environment(name: str) -> Path:
     """The interpreter of a client's environment. Made if it is not there, or was made for other versions."""
-    folder = FOLDER / name
     if CLIENTS[name].is_javascript:
-        return _node_environment(folder, CLIENTS[name])
+        return _node_environment(FOLDER / name, CLIENTS[name])
+    return _python_environment(name, CLIENTS[name])
+
+
+def _python_environment(name: str, client: Client) -> Path:
+    folder = FOLDER / name
     python, stamp = folder / "bin" / "python", folder / ".stamp"
-    wanted = _fingerprint(CLIENTS[name])
+    wanted = _fingerprint(client)
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    print(f"setting up .clients/{name}: {' '.join(CLIENTS[name].requirements)}", flush=True)
+    print(f"setting up .clients/{name}: {' '.join(client.requirements)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False)
-    if any(one.startswith("torch==") for one in CLIENTS[name].requirements):  # the CPU build is all that a client needs
+    if any(one.startswith("torch==") for one in client.requirements):  # the CPU build is all that a client needs
         _run([sys.executable, str(ROOT / "tools" / "install_torch.py"), "cpu", "--python", str(python)])
-    _install(python, CLIENTS[name].requirements)
+    _install(python, client.requirements)
     stamp.write_text(wanted)
     return python
 

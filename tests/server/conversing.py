@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.server.serving import KEY, WAIT_S, Reply, Running, request
+from tests.server.serving import KEY, WAIT_S, Reply, Running, request, running
 from tests.server.wire import LETTERS, until
+from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.config import EngineConfig
+from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import Session
 
@@ -93,6 +97,16 @@ class Conversation:
 
     def wait_until_free(self) -> None:
         until(lambda: self.info()["state"] != "generating")
+
+
+@contextmanager
+def ascii_server(**settings: Any) -> Iterator[Running]:
+    """Its model knows ASCII alone: whatever it says, a client can say it again in the same tokens."""
+    model = FakeModel(FakeConfig(vocab_size=128, max_context=4096, depth=1))
+    llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
+    keys = {"key_hashes": (hash_key(KEY), hash_key(OTHER_KEY)), "keep_alive_s": 60.0}
+    with running(llm, ServerConfig(**{**keys, **settings})) as one:
+        yield one
 
 
 def service_of(server: Running) -> SessionService:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,11 +139,11 @@ class Running:
     def wait_until_idle(self) -> None:
         """All requests are gone, from the engine and from the server; whatever stays would keep this from returning."""
         deadline = time.monotonic() + WAIT_S
-        while self.core.call(lambda core: core.has_work).result(WAIT_S) or self.served.gate.num_inside:
+        gate, calls = self.served.gate, self.served.calls
+        while self.core.call(lambda core: core.has_work).result(WAIT_S) or gate.num_inside or calls:
             assert time.monotonic() < deadline, "something still runs"
         stats = self.core.call(lambda core: core.stats()).result(WAIT_S)
         assert stats.num_running == stats.num_waiting == 0
-        assert len(self.served.calls) == 0
 
 
 @contextmanager
@@ -198,11 +200,18 @@ class Child:
 
 
 @contextmanager
-def child(log: Path, *arguments: str, port: int = 0, until: str = r" on http://[^:]+:(\d+)/v1") -> Iterator[Child]:
-    """Start it and wait until it has said that it is ready (or something else)."""
+def child(
+    log: Path,
+    *arguments: str,
+    port: int = 0,
+    until: str = r" on https?://[^:]+:(\d+)/v1",
+    max_files: int | None = None,
+) -> Iterator[Child]:
+    """Start it and wait until it has said that it is ready (or something else). `max_files`: open ones."""
+    limit = None if max_files is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, (max_files, max_files))
     with log.open("wb") as file:
         command = [TOKENMILL, "serve", *arguments, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=limit)
     try:
         deadline = time.monotonic() + START_S
         while (found := re.search(until, log.read_text())) is None:

@@ -69,8 +69,12 @@ BAD = {
     "a table": ('[model]\npath = "fake"', "has no [[model]] table"),
     "a list of texts": ('model = ["fake"]', "has no [[model]] table"),
     "something else": (
+        '[colours]\nred = 1\n[[model]]\npath = "fake"',
+        "unknown colours; supported: [[model]], [[key]], [limits] and [server]",
+    ),
+    "a setting of the command line": (
         '[server]\nport = 1\n[[model]]\npath = "fake"',
-        "unknown server; supported: [[model]], [[key]] and [limits]",
+        "unknown setting port; supported: ",
     ),
     "no path": ('[[model]]\nname = "a"', "model 'a': path is missing"),
     "an unknown setting": ('[[model]]\npath = "fake"\ncolour = 1', "unknown setting colour; known: aliases,"),

@@ -86,7 +86,7 @@ def test_c15_bodies_that_are_none(server: Running, body: bytes) -> None:
 
 def test_c15_other_statuses(server: Running) -> None:
     assert_error(server.post("/v1/nothing", {}), 404)
-    assert_error(server.get("/v1/chat/completions"), 405)
+    assert_error(server.get("/v1/completions"), 405)
     assert_error(server.get("/v1/models", key="wrong"), 401)
     assert_error(server.post("/v1/chat/completions", TOO_LARGE), 413)
     server.inject(FaultKind.NAN)

@@ -171,7 +171,8 @@ def test_c28_a_stream_that_fails_before_its_first_token_is_created_first(server:
     [
         ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ({"model": "other"}, 404, "model"),
-        ({"background": True}, 400, "background"),
+        ({"background": True, "store": False}, 400, "background"),
+        ({"conversation": "conv_1"}, 404, "conversation"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, 400, "text"),
         ({"input": []}, 400, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, 400, "input"),

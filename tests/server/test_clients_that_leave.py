@@ -327,7 +327,7 @@ BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
             "not watched while tokenizing",
             streaming.Call,
             "do",
-            "await while_connected(self._http, self._work)",
+            "await while_connected(self.caller, self._work)",
             "await self._work",
         ),
         lambda server: leave_the_tokenizer(server, "RST", stream=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,8 @@ from tests.server.refusals import (
     QUICK_S,
     VOCABULARY,
 )
-from tests.server.serving import KEY, WAIT_S, Reply, Running, request, running
+from tests.server.serving import HI, KEY, WAIT_S, Reply, Running, request, running
+from tests.server.test_batches import CHAT, form, line
 from tokenmill import AsyncLLM
 from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.config import EngineConfig
@@ -28,7 +30,7 @@ from tokenmill.session.records import MEDIA_TYPE
 
 # -- I01: what the document says, and what it does not say ------------------------------------------------------------
 
-NUM_EXAMPLES, NUM_OF_SESSIONS = 50, 20
+NUM_EXAMPLES, NUM_OF_SESSIONS, NUM_OF_STORED = 50, 20, 8
 NUM_WALKS, NUM_STEPS = 8, 6
 SETTINGS = settings(
     derandomize=True,
@@ -40,7 +42,8 @@ SETTINGS = settings(
 OPERATIONS = [f"GET {path}" for path in ("/v1/models", "/v1/models/{name}", "/health", "/health/live", "/health/ready")]
 OPERATIONS += [f"POST {path}" for path in (*BODIES, "/v1/requests/{request_id}/cancel")]
 OPERATIONS += [
-    f"GET {path}" for path in ("/metrics", "/v1/scheduler", "/v1/usage", "/v1/requests/{request_id}/timeline")
+    f"GET {path}"
+    for path in ("/metrics", "/v1/loads", "/v1/scheduler", "/v1/usage", "/v1/requests/{request_id}/timeline")
 ]
 FOR_ADMINS = ["POST /v1/models/load", "POST /v1/models/unload", "GET /v1/models/cached"]
 FOR_ADMINS += ["POST /api/pull", "DELETE /api/delete"]
@@ -56,6 +59,22 @@ OF_SESSIONS = ["POST /v1/sessions", f"GET {SESSION}", f"GET {SESSION}/turns", f"
 OF_SESSIONS += [f"GET {SESSION}/explain", f"POST {SESSION}/save", f"POST {SESSION}"]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("append", "generate", "regenerate", "cancel", "fork")]
 OF_SESSIONS += [f"POST {SESSION}/{verb}" for verb in ("rewind", "edit")]
+RESPONSE, TALK, COMPLETION = (
+    "/v1/responses/{response_id}",
+    "/v1/conversations/{conversation_id}",
+    "/v1/chat/completions/{completion_id}",
+)
+OF_STORED = [f"{method} {path}" for method in ("GET", "DELETE") for path in (RESPONSE, TALK, COMPLETION)]
+OF_STORED += ["POST /v1/responses/input_tokens", f"POST {RESPONSE}/cancel", f"GET {RESPONSE}/input_items"]
+OF_STORED += ["GET /v1/chat/completions", f"POST {COMPLETION}", f"GET {COMPLETION}/messages"]
+OF_STORED += ["POST /v1/conversations", f"POST {TALK}", f"POST {TALK}/items", f"GET {TALK}/items"]
+OF_STORED += [f"{method} {TALK}/items/{{item_id}}" for method in ("GET", "DELETE")]
+FILE, BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+OF_BATCHES = ["POST /v1/files", "GET /v1/files", f"GET {FILE}", f"GET {FILE}/content", f"DELETE {FILE}"]
+OF_BATCHES += ["POST /v1/batches", "GET /v1/batches", f"GET {BATCH}", f"POST {BATCH}/cancel"]
+OF_LLAMA = ["POST /infill", "GET /props", "GET /slots", "POST /apply-template"]
+OF_STORED += [*OF_BATCHES, *OF_LLAMA]
+OPERATIONS += OF_STORED
 ENDLESS = ["GET /v1/scheduler/events"]
 """A stream without an end is never complete."""
 GUESSES = [f"POST {SESSION}/rewind", f"POST {SESSION}/edit"]
@@ -84,7 +103,9 @@ def documented() -> Iterator[schemathesis.BaseSchema]:
 
         @schema.hook
         def map_path_parameters(_: schemathesis.HookContext, parameters: Any) -> Any:
-            """A session that is there: a question and its answer."""
+            """A session that is there: a question and its answer; or something stored."""
+            if isinstance(parameters, dict) and (stored := STORED.keys() & parameters.keys()):
+                return {**parameters, **_stored(one, stored.pop())}
             if not isinstance(parameters, dict) or "session_id" not in parameters:
                 return parameters
             talk = converse(one)
@@ -93,6 +114,27 @@ def documented() -> Iterator[schemathesis.BaseSchema]:
 
         yield schema
         one.wait_until_idle()
+
+
+STORED: dict[str, tuple[str, Any]] = {
+    "response_id": ("/v1/responses", {"input": "a", "max_output_tokens": 2, "background": True}),
+    "conversation_id": ("/v1/conversations", {"items": [{"role": "user", "content": "a", "id": "msg_a"}]}),
+    "completion_id": ("/v1/chat/completions", {"messages": HI, "max_tokens": 2, "store": True}),
+    "file_id": ("/v1/files", None),
+    "batch_id": ("/v1/batches", None),
+}
+
+
+def _stored(server: Running, name: str) -> dict[str, str]:
+    """Something of this kind that is there."""
+    if name in ("file_id", "batch_id"):
+        body, headers = form({"purpose": "batch"}, json.dumps(line("a")).encode())
+        file = server.post("/v1/files", body, headers=headers).json()["id"]
+        begun = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        return {name: file if name == "file_id" else server.post("/v1/batches", begun).json()["id"]}
+    reply = server.post(*STORED[name])
+    assert reply.status == 200, reply.body
+    return {name: reply.json()["id"]} | ({"item_id": "msg_a"} if name == "conversation_id" else {})
 
 
 def _with_our_model(_: schemathesis.HookContext, body: Any) -> Any:
@@ -121,7 +163,12 @@ def check_examples(schema: schemathesis.BaseSchema, label: str, mode: Generation
     operation = next(one.ok() for one in schema.get_all_operations() if one.ok().label == label)
     statuses: Counter[int] = Counter()
 
-    @settings(SETTINGS, max_examples=NUM_OF_SESSIONS if "/sessions" in label else NUM_EXAMPLES)
+    excluded: list[Any] = [schemathesis.checks.positive_data_acceptance]
+    if label == "POST /v1/files":  # the bytes of a file are taken for no string
+        excluded.append(schemathesis.checks.negative_data_rejection)
+    num_examples = NUM_OF_SESSIONS if "/sessions" in label else NUM_OF_STORED if label in OF_STORED else NUM_EXAMPLES
+
+    @settings(SETTINGS, max_examples=num_examples)
     @given(operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
@@ -129,7 +176,7 @@ def check_examples(schema: schemathesis.BaseSchema, label: str, mode: Generation
         response = case.call()
         statuses[response.status_code] += 1
         assert response.elapsed < QUICK_S
-        case.validate_response(response, excluded_checks=[schemathesis.checks.positive_data_acceptance])
+        case.validate_response(response, excluded_checks=excluded)
 
     check()
     return statuses
@@ -144,6 +191,10 @@ def test_i01_requests_of_the_documents_shape(documented: schemathesis.BaseSchema
         assert statuses[200] + statuses[201] >= least, statuses
     elif label == f"DELETE {SESSION}":
         assert set(statuses) == {204}
+    elif label in OF_STORED:
+        assert set(statuses) <= {200, 400, 404, 409}
+        is_guess = label in ("POST /infill", "POST /v1/batches", f"POST {BATCH}/cancel")
+        assert statuses[200] or is_guess, statuses
     elif label in FOR_ADMINS:
         assert set(statuses) == {403}, "its key is none for that"
     else:

@@ -14,9 +14,11 @@ import pytest
 
 import tokenmill
 from tests.server.network import ask
-from tests.server.serving import WAIT_S, Reply, Running
+from tests.server.serving import KEY, WAIT_S, Reply, Running, running
 from tests.server.wire import LONG, Wire, chat_body, chat_request, until
-from tokenmill.backends.fake import FaultKind
+from tokenmill import AsyncLLM
+from tokenmill.backends.fake import FakeConfig, FakeModel, FaultKind
+from tokenmill.server.config import ServerConfig, hash_key
 
 CHAT = "/v1/chat/completions"
 NUM_STORM = 200
@@ -24,14 +26,20 @@ STEPPED_S = 1e6
 """By which the clock is set."""
 FOR_STAMPS = {
     "backends/huggingface.py",
+    "bench/report.py",
     "bench/serve.py",
     "cli/keys.py",
+    "server/api/conversations.py",
+    "server/api/operations.py",
     "server/api/ollama.py",
     "server/api/responses.py",
+    "server/batch_runner.py",
     "server/keys.py",
     "server/served.py",
+    "server/stored_files.py",
     "server/streaming.py",
     "server/telemetry/timeline.py",
+    "session/documents.py",
     "session/manager.py",
     "session/records.py",
     "session/session.py",
@@ -53,6 +61,23 @@ def test_l02_a_fatal_failure_is_one_error_for_everybody(server: Running) -> None
     assert ends == ["server_error"] * 6
     until(lambda: server.get("/health/ready").status == 200)
     assert ask(server)
+
+
+@pytest.mark.req("G13")
+def test_l02_an_engine_that_fails_again_and_again_is_given_up_and_reported() -> None:
+    """A fourth time within ten minutes: only a restart of the server helps, and a service manager can see that."""
+    llm = AsyncLLM(FakeModel(FakeConfig(vocab_size=258, max_context=256)), kv_cache_tokens=1024)
+    with running(llm, ServerConfig(key_hashes=(hash_key(KEY),))) as server:
+        for _ in range(4):
+            assert server.get("/health/live").status == 200
+            server.inject(FaultKind.FATAL)
+            assert server.chat().status == 500
+        refused = server.chat()
+        assert (refused.status, refused.error["code"]) == (503, "engine_dead")
+        assert server.get("/health/ready").status == 503
+        live = server.get("/health/live")
+        assert (live.status, live.json()) == (503, {"status": "engine lost"})
+        assert llm._client.stats() == [None]
 
 
 def num_inside(server: Running) -> int:

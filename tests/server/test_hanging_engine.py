@@ -25,7 +25,6 @@ UNREADY_AFTER_S = 0.5
 NUM_STREAMS = 4
 OPTIONS: dict[str, Any] = {"vocab_size": 258, "max_context": 8192, "depth": 1}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-"""The first step with other parameters imports the sampler, which may take as long as a hang here."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +100,7 @@ def test_l04_a_hanging_engine_thread_is_reported(tmp_path: Path, caplog: pytest.
         hang_under_load(server, file)
         assert server.get("/health/ready").status == 503
         live = server.get("/health/live")
-        assert (live.status, live.json()) == (503, {"status": "hung"})
+        assert (live.status, live.json()) == (503, {"status": "engine lost"})
         refused = server.chat(**GREEDY)
         assert (refused.status, refused.error["code"]) == (503, "engine_dead")
         until(lambda: server.served.gate.num_inside == 0)

@@ -30,6 +30,7 @@ from tokenmill.engine.policies import WaitingQueue
 from tokenmill.errors import ConfigError, Overloaded
 from tokenmill.outputs import Usage
 from tokenmill.server.api import operations, sessions
+from tokenmill.server.api.responses import Background
 from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.keys import (
     FIRST_RETRY_S,
@@ -43,7 +44,7 @@ from tokenmill.server.keys import (
     duration,
     read_keys,
 )
-from tokenmill.server.served import ResponseStore
+from tokenmill.session import documents
 from tokenmill.session.manager import LogBudget, SessionQuota
 from tokenmill.session.session import Session
 
@@ -55,7 +56,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "paced": {"requests_per_minute": 3},
     "other": {"requests_per_minute": 2},
     "frugal": {"tokens_per_minute": 100},
-    "keeper": {"sessions": 2, "stored_responses": 2},
+    "keeper": {"sessions": 2, "stored_responses": 2, "stored_bytes": 4000},
     "small": {"session_bytes": 1},
     "short": {"max_context": 64},
     "expired": {"expires": "2020-01-01"},
@@ -136,6 +137,22 @@ def test_concurrent_requests_are_limited_for_this_key_alone(server: Running) -> 
         assert [read(client).status for client in [*clients, other]] == [200] * 3
     server.wait_until_idle()
     assert usage(server, "narrow") | {"requests": 2, "refused": 1, "running": 0} == usage(server, "narrow")
+
+
+@pytest.mark.req("G8")
+def test_background_responses_are_on_their_key_s_account_until_they_end(server: Running) -> None:
+    body = {"model": "fake", "input": "hi", "max_output_tokens": 4, "background": True}
+    account = account_of(server, "narrow")
+    before = account.totals.completion_tokens
+    with held(server) as hold:
+        names = [server.post("/v1/responses", body, key="sk-narrow").json()["id"] for _ in range(2)]
+        hold.wait()
+        assert account.totals.running == 2
+        assert chat(server, "narrow").status == 429
+        assert server.get(f"/v1/responses/{names[0]}", key="sk-narrow").json()["status"] == "queued"
+    until(lambda: account.totals.running == 0)
+    assert account.totals.completion_tokens == before + 8
+    assert chat(server, "narrow").status == 200
 
 
 @pytest.mark.req("G8")
@@ -310,6 +327,22 @@ def test_stored_responses_are_divided_by_key(server: Running) -> None:
     own = [store("keeper").json()["id"] for _ in range(3)]
     assert usage(server, "keeper")["stored_responses"] <= 2
     assert store("keeper", own[0]).error["code"] == "previous_response_not_found"
+
+
+@pytest.mark.req("G8")
+def test_stored_bytes_of_a_key(server: Running) -> None:
+    """Conversations beyond its limit are refused, responses make room for them; those of other keys stay."""
+
+    def keep(name: str, size: int) -> Reply:
+        return server.post("/v1/conversations", {"items": [{"role": "user", "content": "x" * size}]}, key=f"sk-{name}")
+
+    assert keep("plain", 5000).status == 200
+    refused = keep("keeper", 5000)
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    assert "its limit is 4000" in refused.error["message"]
+    assert keep("keeper", 2000).status == 200
+    assert keep("keeper", 2000).status == 429
+    assert usage(server, "keeper")["stored_bytes"] > 2000
 
 
 @pytest.mark.req("R18")
@@ -613,16 +646,20 @@ BUGS = [
      test_usage_is_that_of_the_key_and_an_admin_sees_all),
     (PlantedBug("everybody sees all", operations, "engine_routes", "own.key.is_admin", "True"),
      test_usage_is_that_of_the_key_and_an_admin_sees_all),
+    (PlantedBug("what runs in the background is free", Background, "start", "caller.is_left_to_task = True", "pass"),
+     test_background_responses_are_on_their_key_s_account_until_they_end),
     (PlantedBug("a place is not freed", Account, "leave", "self.totals.running -= 1", "pass"),
      lambda server: test_a_request_that_is_given_up_frees_its_place(server, "FIN", stream=True)),
     (PlantedBug("what a client that left has used is not charged", sessions, "charge_for",
                 "live.on_usage = caller.account.charge", "pass"),
      test_an_answer_of_a_session_is_charged_once_whoever_reads_it),
-    (PlantedBug("queue slots of all keys together", WaitingQueue, "why_over_quota",
-                "one.hints.key == request.hints.key", "True"),
+    (PlantedBug("queue slots of all keys together", WaitingQueue, "take_slot",
+                "self._usage.take_slot(share, None if most is None else most + num_free_rows)",
+                'self._usage.take_slot("", None if most is None else most + num_free_rows)'),
      lambda server: flood_then_slots(server)),
-    (PlantedBug("the first key loses its responses", ResponseStore, "add",
-                "max(self._counts, key=self._counts.__getitem__)", "next(iter(self._counts))"),
+    (PlantedBug("the first key loses its responses", documents, "_make_room",
+                "_oldest(connection, whose, evictable & set(kinds), (kind, document.id), most_of)",
+                "connection.execute('SELECT kind, id FROM documents ORDER BY rowid').fetchone()"),
      test_stored_responses_are_divided_by_key),
     (PlantedBug("refused requests are not", Account, "leave", "status == 429", "False"),
      test_queue_slots_and_rows_of_a_key),

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import hmac
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,12 @@ OPENAI += [
     "/scheduler/events",
 ]
 OPENAI += [
+    "/files",
+    "/files/{file_id}",
+    "/files/{file_id}/content",
+    "/batches",
+    "/batches/{batch_id}",
+    "/batches/{batch_id}/cancel",
     "/models/cached",
     "/models/load",
     "/models/unload",
@@ -43,11 +50,17 @@ OPENAI += [
 ]
 VERBS = ("append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "turns", "explain", "save")
 OPENAI += [f"/sessions/{{session_id}}/{verb}" for verb in VERBS]
+OPENAI += ["/responses/input_tokens", "/responses/{response_id}", "/chat/completions/{completion_id}"]
+OPENAI += [f"/responses/{{response_id}}/{verb}" for verb in ("cancel", "input_items")]
+OPENAI += ["/chat/completions/{completion_id}/messages", "/conversations", "/conversations/{conversation_id}"]
+OPENAI += ["/conversations/{conversation_id}/items", "/conversations/{conversation_id}/items/{item_id}"]
 ANTHROPIC = ["/messages", "/messages/count_tokens"]
 OLLAMA = ["chat", "delete", "embed", "embeddings", "generate", "ps", "pull", "show", "tags", "version"]
 VERSIONED = [*OPENAI, *ANTHROPIC]
 WITH_KEY = {"/openapi.json", "/metrics", "/tokenize", "/detokenize", *VERSIONED, *(f"/v1{path}" for path in VERSIONED)}
+WITH_KEY |= {"/v1/loads", "/loads", "/server_info", "/get_server_info"}
 WITH_KEY |= {f"/api/{verb}" for verb in OLLAMA}
+WITH_KEY |= {"/infill", "/props", "/slots", "/apply-template"}
 BODY = BODIES[CHAT]
 ENDLESS = {EVENTS, f"/v1{EVENTS}"}
 
@@ -61,7 +74,7 @@ def routes() -> Iterator[tuple[str, str]]:
 
 
 def filled(path: str) -> str:
-    return path.replace("{name:path}", "fake").replace("{request_id}", "x").replace("{session_id}", "x")
+    return re.sub(r"\{\w+_id\}", "x", path.replace("{name:path}", "fake"))
 
 
 def check_401(reply: Reply) -> None:

@@ -143,7 +143,9 @@ BUGS: list[tuple[PlantedBug, Check]] = [
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (
-        PlantedBug("two ends", streaming.Call, "take", "return writer.closing()", "return 2 * writer.closing()"),
+        PlantedBug(
+            "two ends", streaming.Call, "take", "return piece + writer.closing()", "return piece + 2 * writer.closing()"
+        ),
         lambda server, expected: all_read(server, expected, "greedy"),
     ),
     (

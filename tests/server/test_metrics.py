@@ -18,15 +18,17 @@ from tests.server.serving import HI, KEY, Running, child, request, running
 from tests.server.telling import CHAT, OTHER_KEY, Scrape, make_config, make_llm
 from tests.server.wire import Wire, chat_body, chat_request, held, wait_for_inbox
 from tokenmill.backends.fake import FaultKind
+from tokenmill.engine.events import VerifiedEvent
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
 from tokenmill.server.app import create_app
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.middleware import configure_logs
 from tokenmill.server.served import Served
-from tokenmill.server.telemetry.figures import OTHER, Endpoints, Outcome, Tally, Traffic
+from tokenmill.server.telemetry.figures import OTHER, CoreFigures, Endpoints, Outcome, Tally, Traffic
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.metrics import Metrics
+from tokenmill.server.telemetry.metrics import _engine as engine_metrics
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 OUTCOMES = {one.value for one in Outcome}
@@ -254,6 +256,27 @@ def test_a_model_that_goes_takes_its_gauges_and_leaves_its_counters() -> None:
         telemetry.attach("fake", server.llm)
         assert server.post(CHAT, chat_body()).status == 200
         assert Scrape(server).sum("tokenmill_generated_tokens_total", model="fake") == 16
+
+
+@pytest.mark.req("R33")
+def test_proposals_are_counted_by_proposer_and_position() -> None:
+    one, other = CoreFigures(), CoreFigures()
+    one.note_other(VerifiedEvent(0.0, ("lookup", "draft"), (0, 1), (3, 2), (1, 2), (1, 2)))
+    other.note_other(VerifiedEvent(0.0, ("lookup",), (0,), (1,), (0,), (0,)))
+    one.merge(other)
+    found = {
+        (sample.name, sample.labels["proposer"], sample.labels["position"]): sample.value
+        for metric in engine_metrics({"fake": one})
+        for sample in metric.samples
+        if "proposer" in sample.labels
+    }
+    proposed, accepted = "tokenmill_proposed_tokens_total", "tokenmill_accepted_tokens_total"
+    assert found == {
+        (proposed, "lookup", "1"): 2, (proposed, "lookup", "2"): 1, (proposed, "lookup", "3"): 1,
+        (proposed, "draft", "1"): 1, (proposed, "draft", "2"): 1,
+        (accepted, "lookup", "1"): 1, (accepted, "draft", "1"): 1, (accepted, "draft", "2"): 1,
+    }  # fmt: skip
+    assert one.num_generated == 3
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

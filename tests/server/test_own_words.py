@@ -153,6 +153,6 @@ def test_i11_the_words_for_fields_are_our_own(server: Running) -> None:
 
 def test_i11_the_words_for_bodies_and_paths_are_our_own(server: Running) -> None:
     replies = [post(server, CHAT, content) for content in NO_BODIES]
-    replies += [server.get("/nothing"), server.get(CHAT), post(server, "/v1/models", {})]
+    replies += [server.get("/nothing"), server.get("/v1/completions"), post(server, "/v1/models", {})]
     told = {reply.error["message"] for reply in replies}
     assert [message for message in told if LIBRARY_WORDS.search(message)] == []

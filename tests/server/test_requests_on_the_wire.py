@@ -1,4 +1,4 @@
-"""N06, N08, N09: requests that drip, are too much, come in a row, or mean two things. Byte by byte."""
+"""N06, N08, N09, N10: requests that drip, are too much or too many, come in a row, or mean two things. Byte by byte."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 import select
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ from tests.server.network import (
     strict_server,
     text_of,
 )
-from tests.server.serving import KEY, MOST_IDLE_S, Running, raw_request
+from tests.server.serving import KEY, MOST_IDLE_S, Running, child, raw_request, request
 from tests.server.wire import (
     LONG,
     Wire,
@@ -35,6 +37,7 @@ from tests.server.wire import (
     until,
 )
 from tokenmill.server.config import MIB
+from tokenmill.server.protocol import RESERVED_FILES
 
 
 @pytest.fixture(scope="module", params=["asyncio", "uvloop"])
@@ -385,7 +388,7 @@ def test_n09_a_length_is_taken_at_its_word(
     with Wire(strict.port) as client:
         client.send(raw)
         assert [reply.status for reply in client.replies()] == [status]
-    assert paths(strict) == ["/tokenize"]
+    until(lambda: paths(strict) == ["/tokenize"])  # the line is written after the answer
 
 
 def test_n09_an_answer_that_did_not_wait_for_the_body_is_the_only_one(strict: Running) -> None:
@@ -440,3 +443,30 @@ def test_n08_one_request_has_one_answer_though_it_came_before_the_body(strict: R
     with Wire(strict.port) as client:
         client.send_if_open(head + b"Content-Length: 200000\r\n\r\n" + b" " * 200_000)
         assert [reply.status for reply in client.replies()] == [401]
+
+
+# -- N10: more connections than open files ----------------------------------------------------------------------------
+
+
+def test_n10_connections_beyond_the_limit_on_open_files_are_refused(tmp_path: Path) -> None:
+    """They are told so, with one line in the log; a stream goes on, and the server recovers."""
+    sizes = ["--extra", "vocab_size=258", "--extra", "max_context=65536", "--kv-cache-tokens", "65536"]
+    most = 64
+    with (
+        child(tmp_path / "log", "fake", *sizes, max_files=RESERVED_FILES + most) as server,
+        Wire(server.port) as stream,
+        ExitStack() as stack,
+    ):
+        stream.send(chat_request(stream=True, max_tokens=60_000))
+        stream.read_text(1)
+        clients = [stack.enter_context(Wire(server.port)) for _ in range(3 * most)]
+        for client in clients[most - 1 :]:
+            refused = client.read_reply()
+            assert refused is not None
+            assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+        stream.read_text(len(stream.read_text(1)) + 1000)
+        for client in clients:
+            client.socket.close()
+        until(lambda: request(server.port, "POST", "/v1/chat/completions", chat_body()).status == 200)
+        stream.read_text(len(stream.read_text(1)) + 1000)
+        assert server.said().count("further ones are refused") == 1

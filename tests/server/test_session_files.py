@@ -112,7 +112,7 @@ def test_sessions_of_a_store_expire_though_nobody_uses_one(tmp_path: Path) -> No
     with running(make_llm(), make_config(store=tmp_path)) as server:
         converse(server)
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 60,))  # it was used just now
+        connection.execute("UPDATE sessions SET used_at = ?", (time.time() + 1,))  # it was used just now
     with running(make_llm(), make_config(store=tmp_path, session_ttl_s=0.5)) as server:
         ends_at = time.monotonic() + WAIT_S
         while server.get(SESSIONS).json()["data"]:

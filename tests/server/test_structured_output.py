@@ -6,9 +6,10 @@ import json
 import re
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
 from tests.server.serving import HI, Running
 from tests.server.telling import Scrape
@@ -211,3 +212,24 @@ def test_compilations_and_forced_tokens_are_counted(server: Running) -> None:
     for name in ("tokenmill_grammar_compile_seconds_count", "tokenmill_mask_seconds_count"):
         assert after.sum(name) > before.sum(name)
     assert after.sum("tokenmill_forced_tokens_total") >= before.sum("tokenmill_forced_tokens_total") + 10
+
+
+class Trip(BaseModel):
+    city: Literal["Paris", "Rome"]
+    days: int
+
+
+def test_the_client_s_helper_takes_json_that_was_cut_off(server: Running) -> None:
+    """It parses each text that is done: one that is not is not told to be."""
+    options: Any = {"model": "fake", "input": "hi", "text_format": Trip, "temperature": 0}
+    for length, end in ((4, "response.incomplete"), (100, "response.completed")):
+        with server.client.responses.stream(**options, max_output_tokens=length) as stream:
+            kinds = [event.type for event in stream]
+        assert kinds[-1] == end
+        assert ("response.output_text.done" in kinds) == (length == 100)
+        assert kinds.count("response.output_item.done") == 1
+    answer = server.client.responses.parse(**options, max_output_tokens=100)
+    assert isinstance(answer.output_parsed, Trip)
+    assert answer.text is not None
+    assert answer.text.format is not None
+    assert answer.text.format.type == "json_schema"

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.chat._completions import ChatCompletionStreamState
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.server.conftest import THINKS, serving_template
 from tests.server.conversing import Conversation, events_in
 from tests.server.rules import assert_error
-from tests.server.serving import HI, Running, request
+from tests.server.serving import HI, Reply, Running, request
+from tests.server.splitting import PIECES, whole_and_split
 from tests.server.wire import diary_of
+from tokenmill.outputs import CompletionOutput, OutputDelta, RequestOutput, TurnPart, Usage
+from tokenmill.params import SamplingParams
+from tokenmill.pipeline.output import Generation
+from tokenmill.server.api.chat_completions import ChatWriter
+from tokenmill.server.api.items import as_items, as_messages
+from tokenmill.server.api.responses import ResponseWriter
+from tokenmill.server.requests import ChatRequest, ResponsesRequest
+from tokenmill.server.streaming import folded
 from tokenmill.session.records import MEDIA_TYPE
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -190,6 +209,17 @@ def test_responses_have_function_call_items(server: Running) -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
+@pytest.mark.parametrize("kind", ["custom", "web_search", "mcp"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, f"{RESPONSES}/input_tokens"])
+def test_tools_that_are_no_functions_are_refused_by_their_type(server: Running, path: str, kind: str) -> None:
+    """A custom tool has a name as a function has, but it is called with a text of its own."""
+    tools = [{"type": kind, "name": "apply_patch"}]
+    said = {"messages": HI} if path == CHAT else {"input": "hi"}
+    reply = server.post(path, {**said, "tools": tools})
+    assert_error(reply, 400, "tools")
+    assert f"tools of type {kind!r} are not supported; supported: function" in reply.error["message"]
+
+
 def test_a_response_goes_on_after_the_result_of_a_call(server: Running) -> None:
     asked: dict[str, Any] = {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     first = server.post(RESPONSES, {**asked, "input": "hi"}).json()
@@ -204,6 +234,21 @@ def test_a_response_goes_on_after_the_result_of_a_call(server: Running) -> None:
     alone = [{"role": "user", "content": "hi"}, {**call, "type": "function_call"}, result]
     third = server.post(RESPONSES, {**asked, "input": alone, "store": False}).json()
     assert third["usage"]["input_tokens"] == usage["input_tokens"] - 1, "this template writes no end of turn"
+
+
+def test_a_result_needs_its_call_in_what_was_said_before(server: Running) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "ping", "arguments": "{}"}
+    said = [{"role": "user", "content": "hi"}, call]
+    other = {"type": "function_call_output", "call_id": "c2", "output": "sunny"}
+    talk = server.post("/v1/conversations", {"items": said}).json()["id"]
+    first = server.post(RESPONSES, {"input": [*said, {**other, "call_id": "c1"}], "max_output_tokens": 4}).json()["id"]
+    for before in ({}, {"previous_response_id": first}, {"conversation": talk}):
+        reply = server.post(RESPONSES, {**before, "input": [other], "max_output_tokens": 4})
+        assert_error(reply, 400, "input")
+        assert reply.error["message"] == "no function call found for the output with call_id 'c2'"
+    found = {"input": [{**other, "call_id": "c1"}], "max_output_tokens": 4}
+    assert server.post(RESPONSES, {**found, "conversation": talk}).status == 200
+    assert server.post(RESPONSES, {**found, "previous_response_id": first}).status == 200
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------
@@ -364,6 +409,28 @@ def test_responses_have_reasoning_items(thinking: Running) -> None:
     assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
+def test_reasoning_items_go_back_with_the_answer_they_led_to(thinking: Running) -> None:
+    """In the clear or opaque; it is the template's to show them to the model."""
+    asked = {"input": "hi", "thinking_token_budget": 3, "max_output_tokens": 100, "seed": 3}
+    told = thinking.post(RESPONSES, {**asked, "include": ["reasoning.encrypted_content"]}).json()
+    thought, message = told["output"]
+    for reasoning in (thought, {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}):
+        said = as_messages(as_items([reasoning, message]), 8)
+        assert [one["role"] for one in said] == ["assistant"]
+        assert said[0]["reasoning_content"] == thought["content"][0]["text"]
+        assert said[0]["content"] == message["content"][0]["text"]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    again = {**thought, "id": "rs_again"}
+    (both,) = as_messages(as_items([thought, message, again, call]), 8)
+    assert (both["reasoning_content"], len(both["tool_calls"])) == (thought["content"][0]["text"], 1)
+    stored = thinking.get(f"{RESPONSES}/{told['id']}").json()
+    assert stored == told
+    more = [{"role": "user", "content": "hi"}, thought, message, {"role": "user", "content": "more"}]
+    assert thinking.post(RESPONSES, {**asked, "input": more}).status == 200
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "not ours"}
+    assert thinking.post(RESPONSES, {**asked, "input": [foreign, *more]}).status == 200
+
+
 def test_explain_tells_what_dropped_thinking_costs() -> None:
     """Where a template writes thinking only into the latest turn, a session computes the answer without it again."""
     forgets = THINKS.replace("{{ think(m) }}", "{% if loop.last %}{{ think(m) }}{% endif %}")
@@ -378,3 +445,96 @@ def test_explain_tells_what_dropped_thinking_costs() -> None:
         assert second["difference"]["before"].startswith("<think>")
         assert second["difference"]["now"].startswith("a long answer")
         assert second["prefilled_tokens"] == second["prompt_tokens"] - second["difference"]["token"]
+
+
+# -- the stages by themselves -----------------------------------------------------------------------------------------
+
+
+class Told:
+    """What a writer knows of a generation: its deltas, folded."""
+
+    plan, choices, first_index = object(), (None,), 0
+    usage, cache, prompt_logprobs, prompt_token_ids = Usage(3, 2), None, None, ()
+    params = SamplingParams()
+    fold, note_usage = Generation.fold, Generation.note_usage
+
+    def new_output(self) -> RequestOutput:
+        return RequestOutput("r", None, [], [CompletionOutput(0, parts=[])], self.usage)
+
+
+def written(writer_of: Callable[[Any], Any], parts: list[TurnPart], reason: str) -> tuple[dict[str, Any], list[Any]]:
+    """An answer of these parts, whole, and as its events, each part by itself."""
+    deltas = [OutputDelta(parts=[part]) for part in parts] + [OutputDelta(parts=[], finish_reason=reason)]
+    call = SimpleNamespace(id=f"resp_{'0' * 32}", created=1, generations=[Told()])
+    whole = writer_of(call).whole(folded(call.generations, deltas))
+    writer = writer_of(call)
+    told = writer.opening() + b"".join(map(writer.delta, deltas)) + writer.closing()
+    return whole, Reply(200, {"content-type": "text/event-stream"}, told).events()
+
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent, config={"defer_build": True})
+MODEL: Any = SimpleNamespace(forms=None, name="fake", system_fingerprint="f")
+
+
+@settings(deadline=None, max_examples=60)
+@given(PIECES, st.data(), st.sampled_from(["stop", "length"]))
+def test_a_stream_of_responses_says_the_same_at_every_split(
+    pieces: list[tuple[str, str]], data: st.DataObject, reason: str
+) -> None:
+    """Read by the parser of OpenAI's client, which checks the order of the events, too."""
+    body = ResponsesRequest.model_validate({"input": "hi"})
+    in_one, in_many = whole_and_split(pieces, data)
+    wholes = []
+    for parts in (in_one, in_many):
+        whole, events = written(lambda call: ResponseWriter(call, body, 0.0, 1.0, MODEL), parts, reason)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        state: Any = ResponseStreamState(input_tools=omit, text_format=omit)
+        for event in events:
+            state.handle_event(EVENT.validate_python(event))
+        last = events[-1]
+        assert last["type"] == ("response.incomplete" if reason == "length" else "response.completed")
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        for response in (whole, last["response"]):
+            assert response["output"] == done
+        wholes.append(done)
+        for kind, item_kind in (("content", "message"), ("reasoning", "reasoning")):
+            said = "".join(item["content"][0]["text"] for item in done if item["type"] == item_kind)
+            assert said == "".join(text for one, text in pieces if one == kind)
+        calls = [item["arguments"] for item in done if item["type"] == "function_call"]
+        assert calls == [text for kind, text in pieces if kind == "call"]
+        ends = ["completed"] * (len(done) - 1) + ["incomplete" if reason == "length" else "completed"]
+        assert [item["status"] for item in done] == ends[: len(done)]
+    assert wholes[0] == wholes[1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(PIECES, st.data())
+def test_a_stream_of_chunks_says_the_same_at_every_split(pieces: list[tuple[str, str]], data: st.DataObject) -> None:
+    """Read by the parser of OpenAI's client."""
+    body = ChatRequest.model_validate({"messages": HI})
+    in_one, in_many = whole_and_split(pieces, data)
+    expected = {
+        "content": "".join(text for kind, text in pieces if kind == "content"),
+        "reasoning_content": "".join(text for kind, text in pieces if kind == "reasoning"),
+        "calls": [text for kind, text in pieces if kind == "call"],
+    }
+    for parts in (in_one, in_many):
+        numbered = numbered_calls(parts)
+        whole, events = written(lambda call: ChatWriter(call, body, MODEL), numbered, "stop")
+        state: Any = ChatCompletionStreamState()
+        for event in events:
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+        read = state.get_final_completion().choices[0].message
+        for message in (whole["choices"][0]["message"], read.model_dump()):
+            assert (message["content"] or "") == expected["content"]
+            assert (message.get("reasoning_content") or "") == expected["reasoning_content"]
+            calls = message.get("tool_calls") or []
+            assert [call["function"]["arguments"] for call in calls] == expected["calls"]
+
+
+def numbered_calls(parts: list[TurnPart]) -> list[TurnPart]:
+    """Calls are numbered among themselves, as a parser does."""
+    numbers = list(dict.fromkeys(part.call for part in parts if part.kind == "call"))
+    return [
+        part._replace(call=numbers.index(part.call)) if part.kind in ("call", "arguments") else part for part in parts
+    ]

@@ -46,8 +46,7 @@ def test_a_model_in_use_is_not_unloaded_unless_forced() -> None:
         assert set(statuses) == {200, 503}
         assert statuses[503].error["code"] in ("shutdown", "engine_dead")
         after = {"model": "second", "input": "more", "previous_response_id": response["id"]}
-        gone = server.post("/v1/responses", after)
-        assert (gone.status, gone.error["code"]) == (400, "previous_response_not_found")
+        assert server.post("/v1/responses", after).status == 200  # from its stored messages: its session is gone
         assert chat(server, "second").status == 200
         for verb in ("turns", "stream"):
             assert_error(talk.get(verb), 404, "session_id")

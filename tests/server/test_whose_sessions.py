@@ -98,11 +98,11 @@ def test_s09_a_key_for_models_shares_no_kv_either() -> None:
 
 # -- the suite can fail -----------------------------------------------------------------------------------------------
 
-MINE = "model.sessions.creation_times(caller.key)"
+MINE = "model.sessions.places(caller.key, limit + 1, last, newest_first=newest_first)"
 BUGS: list[tuple[PlantedBug, Callable[[Running], None]]] = [
     (PlantedBug("no ownership", Served, "model_of", "key == caller.key", "True"), other_keys_see_nothing),
     (
-        PlantedBug("a list of all", Served, "sessions", MINE, MINE.replace("caller.key", "")),
+        PlantedBug("a list of all", Served, "sessions", MINE, MINE.replace("caller.key", "None")),
         other_keys_see_nothing,
     ),
     (PlantedBug("one KV for all", Served, "hints", "self.keys.are_several", "False"), kv_is_not_shared),

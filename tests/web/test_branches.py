@@ -210,14 +210,14 @@ def test_an_answer_goes_on_only_where_that_makes_sense(visit: Visit, server: Chi
 
 
 def test_settings_that_are_changed_meanwhile_leave_the_answer_alone(visit: Visit, server: Child) -> None:
-    visit.open(max_tokens=60)
+    visit.open(max_tokens=400)
     visit.send(LONG)
     visit.wait_for_words(4)
     visit.page.get_by_label("Settings").click()
     visit.page.get_by_label("System prompt").fill("Be brief.")
     visit.page.get_by_role("button", name="Save").click()
     visit.wait_for_answer()
-    assert visit.last_stats()["completion"] == 60
+    assert visit.last_stats()["completion"] == 400
     visit.ask(JAPAN)
     made = visit.watched.bodies("/v1/sessions")[-1]
     assert made["system"] == "Be brief."
@@ -226,7 +226,7 @@ def test_settings_that_are_changed_meanwhile_leave_the_answer_alone(visit: Visit
 
 
 def test_typed_text_survives_the_end_of_an_answer(visit: Visit) -> None:
-    visit.open(max_tokens=60)
+    visit.open(max_tokens=400)
     visit.send(LONG)
     visit.wait_for_words()
     visit.page.get_by_label("Settings").click()

@@ -113,7 +113,7 @@ def test_a_new_turn_sends_only_what_is_new_and_says_what_was_reused(visit: Visit
 
 @pytest.mark.req("R41", "R36")
 def test_two_conversations_stream_at_once_and_do_not_mix(visit: Visit, server: Child) -> None:
-    visit.open(max_tokens=200)
+    visit.open(max_tokens=800)
     visit.send(LONG)
     visit.wait_for_words()
     visit.page.get_by_role("button", name="New conversation", exact=True).click()
@@ -126,7 +126,7 @@ def test_two_conversations_stream_at_once_and_do_not_mix(visit: Visit, server: C
     for conversation, question in zip(visit.stored(), (ALSO_LONG, LONG), strict=True):
         asked, answer = (message["content"] for message in conversation["messages"].values())
         assert asked == question
-        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200}
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 800}
         plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
         assert answer == plain["choices"][0]["message"]["content"]
 
@@ -147,14 +147,14 @@ def test_a_reload_keeps_everything(visit: Visit) -> None:
 
 @pytest.mark.req("R41", "G18")
 def test_a_reload_in_the_middle_of_an_answer_loses_nothing(visit: Visit, server: Child) -> None:
-    visit.open(max_tokens=200)
+    visit.open(max_tokens=800)
     visit.send(LONG)
     visit.wait_for_words(20)
     until(lambda: "resume" in visit.leaf())  # it is stored twice a second
     visit.page.reload()
     expect(visit.answers).to_have_count(1)
     visit.wait_for_answer()
-    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 200}
+    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 800}
     plain = request(server.port, "POST", "/v1/chat/completions", {"model": "smollm2-135m", **body}).json()
     assert visit.said()[-1] == plain["choices"][0]["message"]["content"]
     assert visit.last_stats()["completion"] == plain["usage"]["completion_tokens"]

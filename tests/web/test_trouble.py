@@ -37,7 +37,7 @@ def fake_visit(
 @pytest.mark.req("R41")
 def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_path: Path) -> None:
     with child(tmp_path / "first", *OPTIONS) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
-        visit.open(max_tokens=150)
+        visit.open(max_tokens=600)
         visit.ask("What is the capital of Japan?")
         visit.send(LONG)
         visit.wait_for_words(20)
@@ -64,7 +64,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(browser: Browser, tmp_pat
 def test_21_6_an_answer_that_a_restart_cut_off_goes_on(browser: Browser, tmp_path: Path, how: str) -> None:
     options = (*OPTIONS, "--store", str(tmp_path / "store"), "--drain", "0")
     with child(tmp_path / "first", *options) as server, visiting(browser, f"http://127.0.0.1:{server.port}") as visit:
-        visit.open(max_tokens=120)
+        visit.open(max_tokens=600)
         visit.ask("What is the capital of Japan?")
         visit.send(LONG)
         visit.wait_for_words(20)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -29,9 +30,12 @@ from tokenmill.errors import ConfigError, EngineDead, ModelLoadError
 from tokenmill.server import web
 from tokenmill.server.api import (
     anthropic,
+    batches,
     chat_completions,
     completions,
+    conversations,
     embeddings,
+    llama_server,
     ollama,
     operations,
     responses,
@@ -40,17 +44,20 @@ from tokenmill.server.api import (
 from tokenmill.server.bodies import HANDLERS
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, Dialect
-from tokenmill.server.middleware import Middleware, Paths
+from tokenmill.server.middleware import FORM_TYPE, Middleware, Paths
 from tokenmill.server.models import ModelSpec
-from tokenmill.server.protocol import GuardedProtocol
+from tokenmill.server.protocol import GuardedProtocol, raise_file_limit
 from tokenmill.server.served import Served
 from tokenmill.server.telemetry.figures import Endpoints
+from tokenmill.session.postgres import PostgresStore
+from tokenmill.session.records import MEDIA_TYPE
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
 V1, OLLAMA = "/v1", "/api"
 METERED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+        "/infill",
         *("/v1/sessions/{id}/generate", "/v1/sessions/{id}/regenerate"),
         *("/v1/messages", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     }
@@ -86,13 +93,16 @@ def create_app(served: Served) -> FastAPI:
         chat_completions.chat_routes(served),
         completions.completion_routes(served),
         responses.response_routes(served),
+        conversations.conversation_routes(served),
         embeddings.embedding_routes(served),
+        batches.batch_routes(served),
         messages,
         sessions.session_routes(served),
         operations.engine_routes(served),
     ]
     of_ollama = ollama.ollama_routes(served)
-    at_root = [embeddings.token_routes(served), operations.probe_routes(served), ollama.probe_route()]
+    at_root = [embeddings.token_routes(served), llama_server.llama_routes(served)]
+    at_root += [operations.probe_routes(served), ollama.probe_route()]
     at_root += [web.page_routes()] if served.config.web else []
     for router in versioned:
         app.include_router(router, prefix=V1)
@@ -109,7 +119,11 @@ def create_app(served: Served) -> FastAPI:
             **dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),
             **dict.fromkeys(ollama_paths, Dialect.OLLAMA),
         },
-        uploads=frozenset({V1 + sessions.RESTORE, sessions.RESTORE}),
+        ollama_prefix=f"{OLLAMA}/",
+        uploads={
+            **dict.fromkeys((V1 + sessions.RESTORE, sessions.RESTORE), MEDIA_TYPE),
+            **dict.fromkeys((V1 + batches.FILES, batches.FILES), FORM_TYPE),
+        },
         metered=METERED,
     )
     app.add_middleware(
@@ -137,6 +151,7 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
     sys.setswitchinterval(SWITCH_S)
+    raise_file_limit()
     check_certificate(config)
     server = Server(Served(config, specs, spec_of))
     server.served.models.after_change = server.settle
@@ -179,7 +194,7 @@ class Server(uvicorn.Server):
         super().__init__(settings)
         self.served = served
         self.has_hung = False
-        """Has it shut down because an engine thread hangs?"""
+        """Has it shut down because an engine was lost?"""
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
@@ -199,7 +214,9 @@ class Server(uvicorn.Server):
         """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
         scheme = "http" if self.served.config.ssl_certfile is None else "https"
         where, *others = (_address(scheme, listener) for listener in listeners)
-        models = self.served.models
+        models, store = self.served.models, self.served.store
+        if isinstance(store, PostgresStore):
+            store.announce(self.served.config.advertise or where)
         names = ", ".join(entry.spec.name for entry in models.entries)
         first = ", ".join(entry.spec.name for entry in models.entries if entry.spec.at_start) or "nothing yet"
         say(f"loading {first}; {where} answers 503 until then")
@@ -214,6 +231,7 @@ class Server(uvicorn.Server):
         watching = asyncio.gather(self._unload_idle(), self._exit_on_hang(), self.served.telemetry.watch_loop())
         try:
             loading.result()  # what could not be loaded ends it all
+            await self.served.batches.start(partial(batches.answer, self.served))
             self.served.open()
             say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
             for other in others:
@@ -253,7 +271,12 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         handlers = dict.fromkeys(SIGNALS, self._stop)
         if self.served.config.keys_file is not None:
-            handlers[signal.SIGHUP] = self.reload_keys
+            handlers |= {getattr(signal, name): self.reload_keys for name in ("SIGHUP",) if hasattr(signal, name)}
+        if sys.platform == "win32":  # its event loops take no handlers
+            for number, handler in handlers.items():
+                signal.signal(number, lambda *_, handler=handler: loop.call_soon_threadsafe(handler))
+            yield
+            return
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -272,12 +295,12 @@ class Server(uvicorn.Server):
             say(f"read {len(self.served.keys.accounts)} keys")
 
     async def _exit_on_hang(self) -> None:
-        """Shut down once an engine thread hangs, if that is wanted."""
+        """Shut down once an engine is lost, if that is wanted."""
         if self.served.config.exit_on_hang:
-            while not self.served.is_hung:
+            while not self.served.is_lost:
                 await asyncio.sleep(LOOK_S)
             self.has_hung = True
-            say("an engine thread hangs and cannot be replaced; exiting (--exit-on-hang)")
+            say("an engine hangs or has failed and cannot be replaced; exiting (--exit-on-hang)")
             self._stop()
 
     def _stop(self) -> None:
@@ -290,7 +313,12 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for what is inside; then end what is left, and tell it so."""
+        self.served.is_leaving = True
+        delay_ends = time.monotonic() + self.served.config.drain_delay_s
+        while time.monotonic() < delay_ends and not self._is_hurried:
+            await asyncio.sleep(0.02)
         self.served.drain()
+        await self.served.batches.stop()
         inside = self.served.gate
         if inside.num_inside:
             say(f"stopping; {inside.num_inside} requests may go on for {self.served.config.drain_s:g} s")

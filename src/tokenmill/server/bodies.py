@@ -13,22 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import SessionElsewhere, TokenmillError
 from tokenmill.server.errors import ApiError, error_response
 from tokenmill.server.fields import read_json
+from tokenmill.server.forwarding import follow
 from tokenmill.server.streaming import ClientGone, while_connected
 from tokenmill.server.telemetry.figures import CLIENT_GONE
 from tokenmill.text.workers import TextWorkers
 
 KEY = Depends(HTTPBearer(auto_error=False, description="An API key, if the server was given any."))
 """For the document only: who may come in is decided before any route."""
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return read_json(body)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from None
 
 
 class JsonRoute(APIRoute):
@@ -49,11 +43,17 @@ class JsonRoute(APIRoute):
                 if self.body_field is not None:  # not by FastAPI, which makes a 400 of every error
                     body = await http.body()
                     http.state.caller.body_bytes = len(body)
-                    if body and len(body) < self.texts.inline_bytes:
-                        http._json = _parsed(body)
-                    elif body:
-                        http._json = await while_connected(http, self.texts.run(len(body), lambda: _parsed(body)))
+                    try:
+                        if len(body) >= self.texts.inline_bytes:
+                            parsing = self.texts.run(len(body), lambda: read_json(body))
+                            http._json = await while_connected(http.state.caller, parsing)
+                        elif body:
+                            http._json = read_json(body)
+                    except ValueError as error:
+                        raise HTTPException(400, str(error)) from None
                 return await handle(http)
+            except SessionElsewhere as elsewhere:
+                return await follow(http, handle, elsewhere)
             except ClientDisconnect:
                 raise HTTPException(400, "the connection was closed before the body was complete") from None
             except known:

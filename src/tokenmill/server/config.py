@@ -1,11 +1,14 @@
-"""Settings of the server: a frozen dataclass that checks itself."""
+"""Settings of the server: a frozen dataclass that checks itself, and the [server] table of a TOML file."""
 
 from __future__ import annotations
 
 import hashlib
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 from tokenmill.errors import ConfigError
 
@@ -48,10 +51,12 @@ class ServerConfig:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     """Password of an encrypted private key."""
     forwarded_allow_ips: tuple[str, ...] = ()
-    """Addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` headers are believed."""
+    """Trust `X-Forwarded-For` and `X-Forwarded-Proto` headers from these proxies (addresses or networks)."""
     template_options: frozenset[str] = TEMPLATE_OPTIONS
     """Allow-list of `chat_template_kwargs`."""
 
+    metrics_alias: str | None = None
+    """`vllm`: export what routers read under vLLM's metric names, too."""
     spans_url: str | None = None
     """OTLP endpoint for request spans; None to disable."""
 
@@ -98,10 +103,22 @@ class ServerConfig:
     """End a session after this many idle seconds."""
     max_session_bytes: int = 1024 * MIB
     """Total log size of the sessions of a model."""
-    store: Path | None = None
-    """Directory in which sessions are persisted; None for memory only."""
+    store: Path | str | None = None
+    """Directory, or URL of a PostgreSQL database, in which sessions and stored objects are persisted; None: in none."""
+    advertise: str | None = None
+    """Base URL under which other servers of the same database reach this one; None: the address that it binds to."""
+    lease_s: float = 6.0
+    """Time after which a server that has stopped loses the sessions that it is answering in."""
     max_stored_responses: int = 1024
-    """Stored responses, for `previous_response_id`."""
+    """Maximum number of stored responses, and of stored chat completions; the oldest are evicted."""
+    max_stored_bytes: int = 1024 * MIB
+    """Total size of stored responses, chat completions and conversations."""
+
+    # Files and batches.
+    max_file_bytes: int = 100 * MIB
+    """Maximum size of an uploaded file, then 413."""
+    max_files_bytes: int = 4096 * MIB
+    """Total size of all files."""
 
     # Timeouts.
     idle_s: float = 75.0
@@ -114,8 +131,10 @@ class ServerConfig:
     """Interval of keep-alive comments on a silent stream."""
     drain_s: float = 30.0
     """Grace period for running requests on shutdown."""
+    drain_delay_s: float = 0.0
+    """On shutdown, admit requests for this long after /health/ready has turned 503, for routers to notice."""
     exit_on_hang: bool = False
-    """Shut down with exit code 4 when a step on an engine thread never returns."""
+    """Shut down with exit code 4 when an engine hangs or fails and cannot be replaced."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.key_hashes and self.keys_file is None and not self.insecure:
@@ -140,13 +159,75 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if self.session_ttl_s is not None and not self.session_ttl_s > 0:
             raise ConfigError(f"session_ttl_s must be positive, not {self.session_ttl_s}")
-        if self.drain_s < 0:
-            raise ConfigError(f"drain_s must be non-negative, not {self.drain_s}")
+        if self.metrics_alias not in (None, "vllm"):
+            raise ConfigError(f"metrics_alias {self.metrics_alias!r} is not supported; supported: 'vllm'")
+        if not 0.5 <= self.lease_s <= 600:
+            raise ConfigError(f"lease_s must be from 0.5 to 600, not {self.lease_s}")
+        if self.advertise is not None and not self.advertise.startswith(("http://", "https://")):
+            raise ConfigError(f"advertise must be a URL, http://HOST:PORT, not {self.advertise!r}")
+        for name in ("drain_s", "drain_delay_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be non-negative, not {getattr(self, name)}")
 
     @property
     def every_key_hash(self) -> tuple[bytes, ...]:
         """Of all keys that may come in."""
         return tuple(dict.fromkeys((*self.key_hashes, *self.admin_key_hashes)))
+
+
+def as_store(given: str | None) -> Path | str | None:
+    """A store as it was named: the URL of a database, or a directory."""
+    if given is None or given.startswith(("postgresql://", "postgres://")):
+        return given
+    if Path(given).exists() and not Path(given).is_dir():
+        raise ConfigError(f"--store {given} is a file; name a directory or a postgresql:// URL")
+    return Path(given)
+
+
+TABLE: Mapping[str, type] = {
+    "ssl_certfile": Path,
+    "ssl_keyfile": Path,
+    "ssl_keyfile_password": str,
+    "forwarded_allow_ips": tuple,
+    "template_options": frozenset,
+    **dict.fromkeys(("max_header_bytes", "max_headers", "max_body_bytes", "max_tokenizing_bytes"), int),
+    **dict.fromkeys(("max_n", "max_stops", "max_stop_chars", "max_completion_logprobs", "max_logit_bias"), int),
+    **dict.fromkeys(("max_prompts", "max_inputs", "max_messages", "max_content_parts"), int),
+    **dict.fromkeys(("max_session_bytes", "max_stored_responses", "max_stored_bytes"), int),
+    **dict.fromkeys(("max_file_bytes", "max_files_bytes"), int),
+    **dict.fromkeys(("header_timeout_s", "body_timeout_s", "idle_s", "send_timeout_s", "keep_alive_s"), float),
+}
+"""Settings that a [server] table may have. Those that the command line has, too, have no default there."""
+
+
+def read_server_table(path: Path) -> dict[str, Any]:
+    """The [server] table of a TOML file, as keywords of `ServerConfig`; `ConfigError` says what is wrong with it."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("server", {})
+    except (OSError, ValueError):  # reported when the models are read
+        return {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: `server` must be a table")
+    if unknown := set(table) - set(TABLE):
+        raise ConfigError(
+            f"{path}, [server]: unknown setting {', '.join(sorted(unknown))}; supported: {', '.join(sorted(TABLE))}"
+        )
+    return {name: _setting(name, value, f"{path}, [server]") for name, value in table.items()}
+
+
+def _setting(name: str, given: Any, where: str) -> Any:
+    kind = TABLE[name]
+    if kind in (int, float):
+        wanted = "a positive integer" if kind is int else "a positive number of seconds"
+        is_valid = isinstance(given, int if kind is int else int | float) and not isinstance(given, bool) and given > 0
+    elif kind in (tuple, frozenset):
+        wanted = "a list of strings"
+        is_valid = isinstance(given, list) and all(isinstance(one, str) for one in given)
+    else:
+        wanted, is_valid = "a string", isinstance(given, str)
+    if not is_valid:
+        raise ConfigError(f"{where}: {name} must be {wanted}, not {given!r}")
+    return kind(given)
 
 
 def hash_key(key: str | bytes) -> bytes:

@@ -17,11 +17,15 @@ from tokenmill.errors import (
     EngineDead,
     InsufficientMemory,
     InvalidRequest,
+    NotDurable,
     Overloaded,
     RequestFailed,
     SessionBusy,
+    SessionElsewhere,
     SessionFileError,
+    SessionMoved,
     SessionNotFound,
+    StoreUnavailable,
 )
 from tokenmill.outputs import ENDED_WELL, FinishReason
 
@@ -101,6 +105,14 @@ def to_api_error(error: BaseException) -> ApiError:
         return _overloaded(str(error), RETRY_SOON)
     if isinstance(error, InsufficientMemory):
         return ApiError(507, str(error), "server_error", "out_of_memory")
+    if isinstance(error, SessionElsewhere):
+        return unavailable("the session is on another server", "session_elsewhere", RETRY_SOON)
+    if isinstance(error, SessionMoved):
+        return ApiError(409, "another server has taken the session over", code="session_moved", headers=RETRY_SOON)
+    if isinstance(error, StoreUnavailable):
+        return unavailable("the session store does not answer; try again", "store_unavailable", RETRY_SOON)
+    if isinstance(error, NotDurable):
+        return ApiError(507, f"could not be stored: {error}", "server_error", "not_durable")
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again", "engine_dead")
     if isinstance(error, RequestFailed) and error.finish_reason is not None:

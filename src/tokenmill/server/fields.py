@@ -393,14 +393,17 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.OPENAI, "logprobs", "use `include` or `top_logprobs` in /v1/responses", neutral=(False,)),
     *_rejected(Origin.OPENAI, "top_logprobs", "use `logprobs` in /v1/completions", neutral=(0,)),
     *_rejected(
-        Origin.OPENAI, "include", "`message.output_text.logprobs`; there is nothing else to include", neutral=([],)
+        Origin.OPENAI,
+        "include",
+        "`message.output_text.logprobs` and `reasoning.encrypted_content`; there is nothing else to include",
+        neutral=([],),
     ),
     *_rejected(Origin.OPENAI, "echo", "/v1/completions has it", neutral=(False,)),
     # Sampling.
     *_rejected(Origin.OPENAI, "temperature top_p seed"),
     *_rejected(Origin.OPENAI, "frequency_penalty presence_penalty logit_bias"),
     *_rejected(Origin.OPENAI, "best_of", "answers are not ranked", condition=SAME_AS_N),
-    *_rejected(Origin.OPENAI, "suffix", "text is not inserted", neutral=("",)),
+    *_rejected(Origin.OPENAI, "suffix", "for models with fill-in-the-middle tokens; see also /infill", neutral=("",)),
     # Formats, tools, media.
     *_rejected(
         Origin.OPENAI, "response_format", f"{CONSTRAINT}; use `text.format` in /v1/responses", condition=ONLY_TEXT
@@ -422,8 +425,8 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.OPENAI, "audio", "only text is generated"),
     *_ignored(Origin.OPENAI, "image", NO_MEDIA),
     # What OpenAI does beside answering.
-    *_rejected(Origin.OPENAI, "background", "answers are waited for, or streamed", neutral=(False,)),
-    *_rejected(Origin.OPENAI, "conversation", "use `previous_response_id`, or /v1/sessions"),
+    *_rejected(Origin.OPENAI, "background", "/v1/responses has it", neutral=(False,)),
+    *_rejected(Origin.OPENAI, "conversation", "/v1/responses has it; chats have `session_id`"),
     *_rejected(
         Origin.OPENAI,
         "context_management",
@@ -432,9 +435,11 @@ FIELDS: tuple[RequestField, ...] = (
         where=OPENAI_GENERATING,
     ),
     *_rejected(Origin.OPENAI, "moderation", "nothing is moderated"),
-    *_ignored(Origin.OPENAI, "truncation", "an input that does not fit is a 400, never cut"),
-    *_ignored(Origin.OPENAI, "store", "only responses are stored", where=EVERYWHERE),
-    *_ignored(Origin.OPENAI, "metadata", "responses and sessions have it; nothing else is stored", where=EVERYWHERE),
+    *_ignored(
+        Origin.OPENAI, "truncation", "`auto` drops old turns in /v1/responses; elsewhere, what does not fit is a 400"
+    ),
+    *_ignored(Origin.OPENAI, "store", "chat completions if true, responses unless false", where=EVERYWHERE),
+    *_ignored(Origin.OPENAI, "metadata", "of what is stored: responses, chat completions, sessions", where=EVERYWHERE),
     *_ignored(Origin.OPENAI, "prediction", f"{PERFORMANCE}; proposed by speculation, it may come sooner"),
     *_ignored(
         Origin.OPENAI,
@@ -631,6 +636,8 @@ FIELDS: tuple[RequestField, ...] = (
         where=frozenset({Endpoint.COMPLETIONS, Endpoint.RESPONSES}) | MESSAGES | OLLAMA,
     ),
     *_rejected(Origin.OWN, "pooling", "`last` or `mean`", where=frozenset()),
-    *_ignored(Origin.OWN, "speculation", "`auto`, `off` or `lookup`: how soon the answer comes, not what it says"),
+    *_ignored(
+        Origin.OWN, "speculation", "`auto`, `off`, `lookup` or `draft`: how soon the answer comes, not what it says"
+    ),
 )
 KNOWN = {field.name: field for field in FIELDS}

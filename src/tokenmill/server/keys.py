@@ -62,9 +62,9 @@ class KeyLimits:
     concurrent_requests: int | None = None
     """Requests that are not done: running or queued."""
     running_rows: int | None = None
-    """Requests that run at the same time, on each engine core; further ones wait."""
+    """Running requests, per model; further ones wait."""
     queue_slots: int | None = None
-    """Queued requests, on each engine core."""
+    """Queued requests, per model."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Prompt and output tokens."""
@@ -73,7 +73,11 @@ class KeyLimits:
     session_bytes: int | None = None
     """Size of the key's session logs, per model."""
     stored_responses: int | None = None
-    """Stored responses; the oldest is evicted."""
+    """Stored responses, and stored chat completions; the oldest is evicted."""
+    stored_bytes: int | None = None
+    """Size of stored responses, chat completions and conversations."""
+    file_bytes: int | None = None
+    """Size of the key's files (bytes)."""
     max_context: int | None = None
     """Prompt and output tokens of one request."""
     max_tokens_per_step: int | None = None
@@ -140,7 +144,7 @@ def read_keys(path: Path) -> KeysFile:
     tables = content.get("key", []) if isinstance(content, dict) else None
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path}: `key` must be a list of tables")
-    if unknown := set(content) - {"key", "limits", "model"}:
+    if unknown := set(content) - {"key", "limits", "model", "server"}:
         raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: [limits] and [[key]] tables")
     defaults = _limits(content.get("limits", {}), KeyLimits(), f"{path}, [limits]")
     keys = tuple(_key(table, defaults, f"{path}, key {table.get('name', '?')!r}") for table in tables)
@@ -234,6 +238,10 @@ class Bucket:
     def wait_s(self, now: float) -> float:
         """Until 1 can be taken."""
         return max(0.0, 1.0 - self.level(now)) * MINUTE_S / self.per_minute
+
+    def half_s(self, now: float) -> float:
+        """Until it is half full."""
+        return max(0.0, self.per_minute / 2 - self.level(now)) * MINUTE_S / self.per_minute
 
     def reset_s(self, now: float) -> float:
         """Until it is full."""
@@ -387,6 +395,24 @@ class Account:
             self._pace.note_done(now)
         self._everybody.note(now, 0 if self.totals.running else -1, is_done=status < 400)
 
+    def admit_line(self) -> float:
+        """Count a line of a batch in, or say how long it has to wait (s).
+
+        Lines leave half of the key's rates to its requests, and are not counted as concurrent with them.
+        """
+        now = self._clock()
+        wait_s = max((one.half_s(now) for one in (self._requests, self._tokens) if one is not None), default=0.0)
+        if not wait_s:
+            self.totals.requests += 1
+            if self._requests is not None:
+                self._requests.take(1, now)
+        return wait_s
+
+    def leave_line(self, reserved: int) -> None:
+        """A line of a batch is over; tokens that were reserved for it are given back."""
+        if self._tokens is not None and reserved:
+            self._tokens.take(-reserved, self._clock())
+
     def reserve(self, num_tokens: int) -> int:
         """Take tokens that a request is going to need, until it leaves; returns how many were taken."""
         if self._tokens is None:
@@ -520,6 +546,16 @@ class KeyRing:
         """The account of a key that is valid now."""
         known = known_key(given, self._known)
         if known is None:
+            return None
+        expires_at = self._known[known].expires_at
+        return None if expires_at is not None and expires_at <= self._wall_clock() else self._accounts[known]
+
+    def account_of(self, key_id: str) -> Account | None:
+        """The account of a key by its id, while the key is valid."""
+        if not key_id:
+            return None if self.is_required else self.anonymous
+        known = bytes.fromhex(key_id)
+        if known not in self._known:
             return None
         expires_at = self._known[known].expires_at
         return None if expires_at is not None and expires_at <= self._wall_clock() else self._accounts[known]

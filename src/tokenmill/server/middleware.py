@@ -34,7 +34,6 @@ from tokenmill.server.protocol import Connection
 from tokenmill.server.telemetry.figures import CLIENT_GONE, Endpoints, Outcome
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import Delivery
-from tokenmill.session.records import MEDIA_TYPE
 
 access = logging.getLogger("tokenmill.access")
 
@@ -47,6 +46,10 @@ KEY_HEADERS = (b"x-api-key", b"api-key")
 """Where some clients put the key instead."""
 ANTHROPIC_HEADER = b"anthropic-version"
 """Anthropic's clients send it with every request."""
+TIMEOUT_HEADER = "x-request-timeout"
+"""A client's timeout, in seconds."""
+SESSION_HEADER = b"x-session-id"
+"""On responses about a session: what routers send requests of one conversation to the same server by."""
 KEY_DIGITS = 8
 """Of a key's hash, in the log."""
 BLOCKED_S, MOST_BLOCKED = 0.002, 1024
@@ -69,8 +72,16 @@ INVALID_KEY = ApiError(
     headers={"WWW-Authenticate": "Bearer"},
 )
 COMPRESSED = ApiError(415, "compressed bodies are not supported", headers=CLOSE)
+UNTYPED = (b"", b"application/x-www-form-urlencoded")
+"""What a client sends that names no type, curl's `-d` among them."""
 NO_JSON = ApiError(415, "the body must be JSON, with Content-Type: application/json", headers=CLOSE)
-NO_FILE = ApiError(415, f"the body must be a session file, with Content-Type: {MEDIA_TYPE}", headers=CLOSE)
+CROSS_ORIGIN = ApiError(403, "forms of other web pages are not accepted; see --cors-origin", headers=CLOSE)
+FORM_TYPE, FORM_BYTES = "multipart/form-data", 1 << 16
+"""Uploads of files, and what a form may have besides one."""
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"a body may have {most} bytes", headers=CLOSE)
 
 
 # -- what is known of a request ---------------------------------------------------------------------------------------
@@ -88,12 +99,20 @@ class Caller:
     """The hash of the API key it came with; empty where none is needed."""
     dialect: Dialect = Dialect.OPENAI
     """The API that it speaks, which decides the shape of errors."""
+    timeout: str | None = None
+    """Its timeout in seconds, as the header has it."""
+    background_s: float | None = None
+    """Of a line of a batch, which runs in the background: how long it may take."""
     queue_position: int | None = None
     """How many requests were queued before it."""
     reserved: int = 0
     """Tokens that were taken from the account's limit for it, until it is over."""
+    is_left_to_task: bool = False
+    """It goes on in the background after its response, on its key's account until that has ended."""
     call_id: str = "-"
     """The id of what it runs, as its answer has it: chatcmpl-..."""
+    session_id: str | None = None
+    """Its session, for routers in front."""
     model: str = "-"
     """The model that it uses, by the name that it is served under."""
     body_bytes: int = 0
@@ -147,8 +166,10 @@ class Paths:
     """Streams that end only when the server stops: not waited for on shutdown."""
     dialects: Mapping[str, Dialect] = field(default_factory=dict)
     """The API of each path that is not OpenAI's."""
-    uploads: frozenset[str] = frozenset()
-    """These take a session file; all others take JSON."""
+    ollama_prefix: str | None = None
+    """Ollama's clients are told in its shape, too, that a path under it is not served."""
+    uploads: Mapping[str, str] = field(default_factory=dict)
+    """The type of the body of each path that takes no JSON."""
     metered: frozenset[str] = frozenset()
     """Labels of the endpoints that generate: limits on requests and tokens apply to these."""
 
@@ -174,7 +195,10 @@ class Middleware:
         hosts = {name.lower().encode() for name in config.allowed_hosts | LOOPBACK | {config.host}}
         self._hosts = hosts if is_open else None
         self._max_body_bytes = config.max_body_bytes
-        self._too_large = ApiError(413, f"a body may have {config.max_body_bytes} bytes", headers=CLOSE)
+        forms = [path for path, kind in paths.uploads.items() if kind == FORM_TYPE]
+        self._max_form_bytes = dict.fromkeys(forms, config.max_file_bytes + FORM_BYTES)
+        """By path, where it is another."""
+        self._origins = frozenset(config.cors_origins)
         self._cors: dict[str, Any] | None = None
         if config.cors_origins:
             self._cors = {
@@ -194,9 +218,19 @@ class Middleware:
         is_named = len(given) == 1 and SANE_ID.fullmatch(given[0]) is not None
         request_id = given[0] if is_named else f"req-{secrets.token_hex(16)}"
         caller = scope["state"]["caller"] = Caller(request_id, scope["state"]["connection"], self._keys.anonymous)
-        caller.dialect = (
-            Dialect.ANTHROPIC if ANTHROPIC_HEADER in headers else self._paths.dialects.get(path, Dialect.OPENAI)
-        )
+        if ANTHROPIC_HEADER in headers:
+            caller.dialect = Dialect.ANTHROPIC
+        elif path in self._paths.dialects:
+            caller.dialect = self._paths.dialects[path]
+        elif self._paths.ollama_prefix is not None and path.startswith(self._paths.ollama_prefix):
+            caller.dialect = Dialect.OLLAMA
+        kind = headers.get(b"content-type", b"")
+        if caller.dialect is Dialect.OLLAMA and kind in UNTYPED and b"origin" not in headers:
+            # Every example for Ollama is a `curl -d`. A form on a web page has an origin.
+            headers[b"content-type"] = b"application/json"
+            scope["headers"] = list(headers.items())
+        if (timeout := headers.get(TIMEOUT_HEADER.encode())) is not None:
+            caller.timeout = timeout.decode("latin-1")
         REQUEST_ID.set(request_id)
 
         async def send_named(message: Message) -> None:
@@ -204,6 +238,8 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if caller.session_id is not None:
+                    message["headers"].append((SESSION_HEADER, caller.session_id.encode()))
                 if caller.dialect is Dialect.ANTHROPIC:
                     message["headers"].append((b"request-id", request_id.encode()))
                 if is_metered:
@@ -223,7 +259,7 @@ class Middleware:
         if refusal is not None:
             app = self._refuse(refusal, caller)
         elif b"transfer-encoding" in headers:  # with a length, the parser reads no more than that
-            receive = self._counted(receive)
+            receive = self._counted(receive, self._max_form_bytes.get(path, self._max_body_bytes))
         if self._cors is not None:
             app = CORSMiddleware(app, **self._cors)
         is_waited_for = path not in self._paths.public and path not in self._paths.endless
@@ -236,7 +272,7 @@ class Middleware:
             raise
         finally:
             self._gate.num_inside -= is_waited_for
-            if is_admitted:
+            if is_admitted and not caller.is_left_to_task:
                 caller.account.leave(status, caller.reserved)
             self._finish(scope, caller, status, endpoint)
 
@@ -258,15 +294,19 @@ class Middleware:
         # Nothing is decompressed, so nothing expands to gigabytes. A form on some web page can send neither JSON nor
         # session files.
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            return self._too_large
+        path = scope["path"]
+        most = self._max_form_bytes.get(path, self._max_body_bytes)
+        if length.isdigit() and int(length[:20]) > most:
+            return too_large(most)
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             return COMPRESSED
         if not length.strip(b"0") and b"transfer-encoding" not in headers:
             return None
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["path"] in self._paths.uploads:
-            return None if kind == MEDIA_TYPE.encode() else NO_FILE
+        if (wanted := self._paths.uploads.get(path)) is not None:
+            if kind != wanted.encode():
+                return ApiError(415, f"the body must have Content-Type: {wanted}", headers=CLOSE)
+            return CROSS_ORIGIN if wanted == FORM_TYPE and self._is_other_page(headers) else None
         is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
         return None if is_json else NO_JSON
 
@@ -294,7 +334,14 @@ class Middleware:
 
         return refuse
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _is_other_page(self, headers: dict[bytes, bytes]) -> bool:
+        """Was a form sent by a web page of another origin? A browser asks nobody before it sends one."""
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        own = headers.get(b"host", b"").decode("latin-1").lower()
+        is_listed = "*" in self._origins or origin in self._origins
+        return bool(origin) and not is_listed and origin.partition("://")[2] != own
+
+    def _counted(self, receive: Receive, most: int) -> Receive:
         """A body without a length may have as many bytes as one with a length."""
         num_read = 0
 
@@ -303,8 +350,8 @@ class Middleware:
             message = await receive()
             if message["type"] == "http.request":
                 num_read += len(message.get("body", b""))
-                if num_read > self._max_body_bytes:
-                    raise HTTPException(413, self._too_large.message, headers=CLOSE)
+                if num_read > most:
+                    raise HTTPException(413, too_large(most).message, headers=CLOSE)
             return message
 
         return receive_counted

@@ -33,6 +33,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tokenmill.backends.gguf_file import GGUFFile
 from tokenmill.backends.huggingface import CachedModel
 from tokenmill.backends.library import cached_models, hub_name
+from tokenmill.contract.backend import trim_host_memory
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.entrypoints.fit import Fit, plan_one_session
 from tokenmill.entrypoints.options import EngineOptions, check_options, runs_in_process
@@ -43,7 +44,7 @@ from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.tokens import TokenForms
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
-from tokenmill.session.store import SessionStore
+from tokenmill.session.store import Store
 from tokenmill.text.workers import TextWorkers
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class ServedModel:
         spec: ModelSpec,
         llm: AsyncLLM,
         limits: SessionLimits,
-        store: SessionStore | None,
+        store: Store | None,
         texts: TextWorkers | None,
     ) -> None:
         self.spec = spec
@@ -154,7 +155,7 @@ class Models:
         calls: OpenCalls,
         telemetry: Telemetry,
         limits: SessionLimits,
-        store: SessionStore | None = None,
+        store: Store | None = None,
         texts: TextWorkers | None = None,
         spec_of: Callable[[str], ModelSpec] | None = None,
     ) -> None:
@@ -323,6 +324,7 @@ class Models:
                 entry.model = model
                 await asyncio.to_thread(self._telemetry.attach, entry.spec.name, llm)
                 await asyncio.to_thread(self.after_change)
+                await asyncio.to_thread(trim_host_memory)
                 log.info("loaded %s in %.1f s", entry.spec.name, time.monotonic() - began)
                 return model
         finally:
@@ -518,9 +520,10 @@ def read_catalogue(path: Path, options: Mapping[str, Any], keep_alive_s: float |
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    unknown = set(content) - {"model", "key", "limits"}
+    unknown = set(content) - {"model", "key", "limits", "server"}
     if unknown:
-        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: [[model]], [[key]] and [limits]")
+        supported = "[[model]], [[key]], [limits] and [server]"
+        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}; supported: {supported}")
     tables = content.get("model")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path} has no [[model]] table")

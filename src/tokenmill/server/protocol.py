@@ -14,8 +14,10 @@ import json
 import logging
 import re
 import secrets
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -23,8 +25,12 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tokenmill.errors import IntegrityError
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import RETRY_SOON, ApiError, unavailable
+
+if sys.platform != "win32":
+    import resource
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +38,10 @@ UPGRADE = re.compile(rb"(?i)(^|\r\n)upgrade ?:")
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_AFTER_S = (0.0, 0.05, 0.5, 5.0)
 """Two in a row: the first makes a dead peer reset the connection, the second notices the reset."""
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS, RESERVED_FILES = 4096, 64
+"""Open connections; and descriptors that are left for everything else: files, the store, an engine process."""
+MAX_FILES = 1 << 16
+"""Descriptors that are asked for, if the system allows more by default than this."""
 MAX_PIPELINED = 16
 """Pipelined requests that may wait on one connection."""
 TOO_SLOW = ApiError(408, "timed out receiving the request", code="request_timeout")
@@ -63,6 +72,16 @@ class Connection:
     flow: FlowControl
     """While its `write_paused` is set, `write` waits for the client."""
 
+    @classmethod
+    def detached(cls) -> Connection:
+        """Of work that no client waits for: it is never lost, and nothing can be sent."""
+
+        async def write(_: Any) -> None:
+            raise IntegrityError("nobody is there to be sent anything")
+
+        lost = asyncio.get_running_loop().create_future()
+        return cls(abort=lambda: None, lost=lost, write=write, flow=FlowControl(asyncio.Transport()))
+
 
 class _HeadRefused(Exception):
     """Stops the parser."""
@@ -72,10 +91,14 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection. `with_limits` makes the class with a server's limits."""
 
     limits: ClassVar[ServerConfig]
+    max_connections: ClassVar[int]
+    is_full: ClassVar[bool] = False
+    """Was the last connection one too many?"""
 
     @classmethod
     def with_limits(cls, limits: ServerConfig) -> type[GuardedProtocol]:
-        return type(cls.__name__, (cls,), {"limits": limits})
+        most = max(1, min(MAX_CONNECTIONS, num_files() - RESERVED_FILES))
+        return type(cls.__name__, (cls,), {"limits": limits, "max_connections": most})
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -94,8 +117,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()
         """Requests in the order they came: in which they are answered, too."""
         self._expect_within(self.limits.header_timeout_s)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(TOO_MANY, is_told=True)
+        was_full, type(self).is_full = self.is_full, len(self.connections) > self.max_connections
+        if self.is_full:
+            if not was_full:
+                log.warning("more than %d connections: further ones are refused", self.max_connections)
+            self.transport.write(_raw(TOO_MANY, _new_id()))
+            self._expect_within(None)
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         was = self._reading
@@ -211,7 +239,7 @@ class GuardedProtocol(HttpToolsProtocol):
         is_answered = self._reading is Reading.BODY and not waiting
         has_begun = self._reading is not Reading.NOTHING and not is_answered
         if (has_begun or (is_told and not is_answered)) and not any(cycle.response_started for cycle in waiting):
-            name = f"req-{secrets.token_hex(16)}"  # there is no request that could be named
+            name = _new_id()
             log.warning("%s refused with %d: %s", name, error.status, error.message)
             self.transport.write(_raw(error, name))
         self.transport.close()
@@ -244,6 +272,30 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(PROBE)
         pause = PROBE_AFTER_S[min(count + 1, len(PROBE_AFTER_S) - 1)]
         self._probe = self.loop.call_later(pause, self._look_for_client, count + 1)
+
+
+def num_files() -> int:
+    """How many files this process may have open: each connection is one."""
+    if sys.platform == "win32":
+        return MAX_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system lets this process have."""
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # a sandbox may refuse; then it has what it has
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _new_id() -> str:
+    """Of an answer to something that is no request, which could have a name."""
+    return f"req-{secrets.token_hex(16)}"
 
 
 def _without_upgrade(data: bytes) -> bytes:

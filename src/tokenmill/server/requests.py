@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     FailFast,
@@ -56,7 +57,7 @@ from tokenmill.server.fields import (
     list_of,
     read_json,
 )
-from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow
+from tokenmill.session.session import MAX_METADATA, MAX_TITLE_CHARS, OVERFLOW_KEEP, Overflow, check_metadata
 from tokenmill.text.tool_grammar import REMARKS, Tool, ToolUse
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class Shared(Hinted):
     xtc_probability: Number | None = None
     xtc_threshold: Number | None = None
     speculation: StrictStr | None = Field(
-        None, description="Tokens verified several at a time: auto, off or lookup. The output is the same."
+        None, description="Tokens verified several at a time: auto, off, lookup or draft. The output is the same."
     )
     # What the output must look like: vLLM's names, those it had before, llama-server's and SGLang's.
     structured_outputs: JsonObject = None
@@ -316,6 +317,8 @@ TopLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None
 # -- tools and reasoning ----------------------------------------------------------------------------------------------
 
 MAX_TOOLS = 1024
+MAX_NEW_ITEMS = 20
+"""Of a conversation, in one request."""
 MAX_PAST_CALLS, MAX_ARGUMENTS_WORK = 4096, MAX_JSON_WORK // 4
 """In all messages: past calls are checked on the event loop."""
 NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
@@ -345,7 +348,7 @@ DeclaredTools = Annotated[Tools, Field(description="Functions that the model may
 Parallel = Annotated[Flag, Field(description="False: one call in an answer at most.")]
 Budget = Annotated[
     Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)] | None,
-    Field(description="Force the end of the model's thinking after so many tokens."),
+    Field(description="Force the end of thinking after this many tokens."),
 ]
 
 
@@ -353,7 +356,7 @@ def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tools in the form that chat templates take; the newer API has a function's fields beside the type."""
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        if "function" not in tool
+        if "function" not in tool and tool.get("type", "function") == "function"
         else dict(tool)
         for tool in tools
     ]
@@ -410,8 +413,8 @@ def _choice(choice: Any) -> tuple[list[str] | None, str]:
 def _tool(place: int, tool: Mapping[str, Any]) -> Tool:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        kind = tool.get("type")
-        raise ApiError(400, f"tools[{place}]: tools of type {shown(kind)} are not supported: function", param="tools")
+        what = f"tools of type {shown(tool.get('type'))} are not supported; supported: function"
+        raise ApiError(400, f"tools[{place}]: {what}", param="tools")
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         what = "a name of 1 to 64 letters, digits, underscores, dashes and dots"
@@ -512,7 +515,9 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
         check_calls(extras)
 
 
-def template_options(body: ChatRequest | TokenizeRequest | CreateSession, config: ServerConfig) -> dict[str, Any]:
+def template_options(
+    body: ChatRequest | TokenizeRequest | TemplateRequest | CreateSession, config: ServerConfig
+) -> dict[str, Any]:
     """What the chat template is told beyond the messages: only what templates are known to ask for."""
     options = dict(body.chat_template_kwargs or {})
     if set(options) - config.template_options:
@@ -583,6 +588,8 @@ class ChatRequest(ChatFields):
         None, description="What the answer is expected to say, proposed by speculation: it may come sooner."
     )
     messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 14), Field(min_length=1)]
+    store: Flag = Field(None, description="Keep the completion, to be listed and retrieved later.")
+    metadata: Metadata = None
     # Extensions.
     session_id: StrictStr | None = Field(
         None, max_length=256, description="Go on with this session: messages are only what is new."
@@ -617,12 +624,18 @@ class ChatRequest(ChatFields):
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
+MAX_EXTRA_FILES = 256
+
+
 class CompletionRequest(SamplingFields):
     endpoint = Endpoint.COMPLETIONS
 
     model: ModelName = None
     prompt: TextsOrIds
     max_tokens: StrictInt | None = None
+    suffix: StrictStr | None = Field(
+        None, description="What follows the completion, for models with fill-in-the-middle tokens."
+    )
     echo: Flag = None
     logprobs: StrictInt | None = None
 
@@ -639,6 +652,40 @@ class CompletionRequest(SamplingFields):
         super().check(config)
         if self.logprobs is not None and not 0 <= self.logprobs <= config.max_completion_logprobs:
             raise ApiError(400, f"logprobs must be from 0 to {config.max_completion_logprobs}", param="logprobs")
+        if self.suffix and self.echo:
+            raise ApiError(400, "suffix and echo are mutually exclusive", param="suffix")
+
+
+class InfillRequest(Shared):
+    """llama-server's request for the middle between two texts. Its other fields have no effect."""
+
+    max_stops: ClassVar[int | None] = 16
+
+    model: ModelName = None
+    input_prefix: StrictStr = ""
+    input_suffix: StrictStr = ""
+    input_extra: Annotated[
+        Any,
+        at_most(MAX_EXTRA_FILES),
+        list_of(dict, "objects with filename and text"),
+        WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    ] = Field(None, description="Other files of the project: each has a `filename` and a `text`.")
+    prompt: StrictStr = Field("", description="How the middle begins.")
+    n_predict: Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] = Field(-1, description="-1: no limit.")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16}]
+        }
+    )
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Names and texts of the other files; 400 for what is none."""
+        found = [(one.get("filename", "tmp"), one.get("text")) for one in self.input_extra or ()]
+        if not all(isinstance(name, str) and isinstance(text, str) for name, text in found):
+            raise ApiError(400, "input_extra must be a list of objects with filename and text", param="input_extra")
+        return found
 
 
 class EmbeddingRequest(Hinted):
@@ -711,6 +758,20 @@ class TokenizeRequest(Body):
         return self.prompt is None if self.parse_special is None else self.parse_special
 
 
+class TemplateRequest(Body):
+    """A conversation, as llama-server's /apply-template takes it."""
+
+    endpoint = Endpoint.TOKENIZE
+
+    model: StrictStr | None = None
+    messages: Annotated[list[ChatMessage], FailFast(), at_most(1 << 14), Field(min_length=1)]
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]})
+
+
 class LoadModel(Body):
     model: StrictStr
 
@@ -724,6 +785,29 @@ class DetokenizeRequest(Body):
     tokens: Annotated[Any, list_of(int, "token ids"), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [19556, 665]}]})
+
+
+def _conversation_name(value: Any) -> Any:
+    name = value.get("id") if isinstance(value, dict) else value
+    if value is None or (isinstance(name, str) and 0 < len(name) <= 256):
+        return value
+    raise ValueError("must be the id of a conversation, or an object with its id")
+
+
+ConversationName = Annotated[
+    Any,
+    AfterValidator(_conversation_name),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]},
+                {"type": "null"},
+            ],
+            "description": "Go on with this conversation: input and output are added to it.",
+        }
+    ),
+]
 
 
 class ResponsesRequest(Shared):
@@ -747,7 +831,12 @@ class ResponsesRequest(Shared):
     thinking_token_budget: Budget = None
     reasoning: dict[str, Any] | None = Field(None, description="`effort` is told to the chat template.")
     previous_response_id: StrictStr | None = Field(None, max_length=256)
-    store: Flag = None
+    conversation: ConversationName = None
+    store: Flag = Field(None, description="False: the response can't be retrieved, nor gone on from.")
+    background: Flag = Field(None, description="Answer at once, and run without the client: it is polled for.")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="`auto`: drop the oldest turns of a conversation that exceeds the context, instead of a 400."
+    )
     text: JsonObject = None
 
     model_config = ConfigDict(
@@ -756,13 +845,35 @@ class ResponsesRequest(Shared):
         },
     )
 
+    @property
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        name: str | None = given["id"] if isinstance(given, dict) else given
+        return name
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
     def check(self, config: ServerConfig) -> None:
         super().check(config)
+        check_metadata(self.metadata)
+        if self.conversation is not None and self.previous_response_id is not None:
+            what = "conversation and previous_response_id are mutually exclusive"
+            raise ApiError(400, what, param="previous_response_id")
+        if self.background and not self.is_stored:
+            raise ApiError(400, "background requires store: true", param="background")
         if isinstance(self.input, list) and len(self.input) > config.max_messages:
             raise ApiError(400, f"at most {config.max_messages} items", param="input")
         effort = (self.reasoning or {}).get("effort")
         if effort not in (None, *EFFORTS):
             raise ApiError(400, f"reasoning.effort must be one of {', '.join(EFFORTS)}", param="reasoning")
+
+    def use(self) -> ToolUse | None:
+        """The functions that may be called, checked."""
+        if not self.tools and self.tool_choice is None:
+            return None
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template is told beyond the messages."""
@@ -776,6 +887,52 @@ class ResponsesRequest(Shared):
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             given["logprobs"] = self.top_logprobs or 0
         return given
+
+
+class UpdateMetadata(Body):
+    """Other metadata for what is stored."""
+
+    metadata: Metadata
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"metadata": {"topic": "travel"}}]})
+
+
+Items = Annotated[Any, list_of(dict, "items"), WithJsonSchema({"type": "array", "items": {"type": "object"}})]
+
+
+class CreateConversation(Body):
+    items: Annotated[Items, at_most(MAX_NEW_ITEMS)] | None = None
+    metadata: Metadata = None
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"items": [{"role": "user", "content": "Hello"}], "metadata": {"topic": "x"}}]}
+    )
+
+
+class CreateItems(Body):
+    items: Annotated[Items, at_most(MAX_NEW_ITEMS)]
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"items": [{"role": "user", "content": "Hello"}]}]})
+
+
+class CreateBatch(Body):
+    input_file_id: StrictStr = Field(description="A file of requests, one JSON object a line, uploaded to /v1/files.")
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(
+        alias="endpoint", description="The one that all lines are for."
+    )
+    completion_window: StrictStr = Field(description="24h; other numbers of minutes, hours and days work as well.")
+    metadata: Metadata = None
+    output_expires_after: JsonObject = Field(
+        None, description="When the files of results expire: `anchor` (`created_at`) and `seconds`. Default: 30 days."
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"input_file_id": "file-abc123", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+            ]
+        }
+    )
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------
@@ -870,14 +1027,14 @@ class AnswerRequest(ChatFields):
 
 
 class ForkSession(Body):
-    at_turn: StrictInt | None = Field(None, description="Keep so many turns.")
-    at_token: StrictInt | None = Field(None, description="Keep so many tokens.")
+    at_turn: StrictInt | None = Field(None, description="Number of turns to keep.")
+    at_token: StrictInt | None = Field(None, description="Number of tokens to keep.")
     n: Annotated[StrictInt, Field(ge=1, le=64)] | None = None
 
 
 class RewindSession(Body):
-    at_turn: StrictInt | None = Field(None, description="Keep so many turns.")
-    at_token: StrictInt | None = Field(None, description="Keep so many tokens.")
+    at_turn: StrictInt | None = Field(None, description="Number of turns to keep.")
+    at_token: StrictInt | None = Field(None, description="Number of tokens to keep.")
 
 
 class EditTurn(Body):

@@ -152,12 +152,76 @@ class ResponseObject(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    status: Literal["completed", "incomplete", "in_progress", "failed", "queued", "cancelled"]
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["response", "conversation.deleted", "chat.completion.deleted"]
+    deleted: bool
+
+
+class Item(BaseModel):
+    """A message, a reasoning item, a function call or its output."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    status: str | None = None
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ItemPage(BaseModel):
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Conversation(BaseModel):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class StoredCompletion(ChatCompletion):
+    metadata: dict[str, str]
+
+
+class CompletionPage(BaseModel):
+    object: Literal["list"]
+    data: list[StoredCompletion]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StoredMessage(BaseModel):
+    id: str
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    model_config = ConfigDict(extra="allow")
+
+
+class MessagePage(BaseModel):
+    object: Literal["list"]
+    data: list[StoredMessage]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class AnthropicUsage(BaseModel):
@@ -258,6 +322,139 @@ class OllamaStatus(BaseModel):
     status: str
 
 
+class Infilled(BaseModel):
+    """llama-server's answer."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    timings: dict[str, float]
+
+
+class Props(BaseModel):
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str = Field(description="The name of the model: where it lies is not told.")
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    modalities: dict[str, bool]
+    infill: bool = Field(description="Has the model fill-in-the-middle tokens?")
+    is_sleeping: bool
+    build_info: str
+
+
+class LlamaSlot(BaseModel):
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+    n_past: int = Field(description="Tokens that have been computed.")
+    n_tokens: int
+
+
+class Rendered(BaseModel):
+    prompt: str
+
+
+class FileObject(BaseModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(BaseModel):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class LineError(BaseModel):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class LineErrors(BaseModel):
+    object: Literal["list"]
+    data: list[LineError]
+
+
+class RequestCounts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class BatchObject(BaseModel):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None = Field(description="The model that the first line names.")
+    errors: LineErrors | None = Field(description="Why the batch failed: what is wrong with its lines.")
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None = Field(description="The answers, one line each, in the order in which they were done.")
+    error_file_id: str | None = Field(description="Lines that ended with an error.")
+    created_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    expires_at: int
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+
+class BatchList(BaseModel):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Session(BaseModel):
     id: str
     object: Literal["session"]
@@ -344,8 +541,23 @@ class Cancelled(BaseModel):
     cancelled: int
 
 
+class CoreLoad(BaseModel):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+
+
+class Loads(BaseModel):
+    timestamp: float
+    version: str
+    dp_rank_count: int
+    loads: list[CoreLoad]
+
+
 class Health(BaseModel):
-    status: Literal["ready", "not ready", "live", "hung"]
+    status: Literal["ready", "not ready", "live", "engine lost"]
 
 
 # -- telemetry --------------------------------------------------------------------------------------------------------
@@ -426,6 +638,8 @@ class KeyUsage(BaseModel):
     sessions: int
     session_bytes: int
     stored_responses: int
+    stored_bytes: int = Field(description="Of stored responses, chat completions, conversations and the like.")
+    file_bytes: int
     limits: dict[str, int] = Field(description="The limits of the key, by their names in the keys file.")
     remaining: dict[str, int] = Field(description="What is left now of the limits on requests and tokens.")
 
@@ -486,6 +700,8 @@ class CacheCost(BaseModel):
 
 class TurnCost(CacheCost):
     id: str
+    proposed_tokens: int
+    accepted_tokens: int
 
 
 class SessionExplanation(BaseModel):
@@ -508,6 +724,8 @@ class GenerationTimeline(BaseModel):
     cached_tokens: int
     computed_tokens: int
     completion_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
     preemptions: int
     finish_reason: str | None
 
@@ -530,6 +748,7 @@ def errors(*statuses: int, shape: type[BaseModel] = ErrorBody) -> dict[int | str
         404: "There is no such thing.",
         409: "Not as things are: `message` says why.",
         413: "The body is too large.",
+        415: "The body is of the wrong type.",
         429: "Too many requests: try again after `Retry-After` seconds.",
         499: "The request was cancelled.",
         500: "The request failed.",

@@ -1,46 +1,54 @@
-"""`Served`: the state that endpoints share: models, settings, running calls, stored responses."""
+"""`Served`: the state that endpoints share: models, settings, running calls, documents, stored responses."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-
-from tokenmill.engine.request import Hints, Quota
-from tokenmill.errors import SessionNotFound, TokenmillError
+from tokenmill.engine.request import BACKGROUND, Hints, Quota
+from tokenmill.errors import Overloaded, SessionNotFound, TokenmillError
+from tokenmill.server.batch_runner import Batches
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError, stopping, unavailable
 from tokenmill.server.keys import KeyRing
-from tokenmill.server.middleware import Caller, Gate
+from tokenmill.server.middleware import TIMEOUT_HEADER, Caller, Gate
 from tokenmill.server.models import Models, ModelSpec, ServedModel
 from tokenmill.server.requests import Hinted
+from tokenmill.server.stored_files import Files
 from tokenmill.server.streaming import Call, OpenCalls
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.timeline import open_spans
+from tokenmill.session.documents import Bounds, Document, Documents
 from tokenmill.session.manager import SessionLimits
+from tokenmill.session.postgres import PostgresStore
 from tokenmill.session.service import SessionService
 from tokenmill.session.session import SessionInfo
-from tokenmill.session.store import SessionStore
+from tokenmill.session.store import SessionStore, Store
 from tokenmill.text.workers import TextWorkers
 
 LOADING = unavailable("the model is loading", "loading")
 STOPPING = stopping()
-TIMEOUT_HEADER = "x-request-timeout"
-"""A client's timeout, in seconds."""
-
-
+WAITING_LINES = 2
+"""Lines of batches that wait for a row."""
 UNLIMITED = Quota()
 """Of a server without keys."""
 ServedSession = tuple[ServedModel, SessionInfo]
 """A session and its model."""
+RESPONSE, COMPLETION, CONVERSATION = "response", "chat.completion", "conversation"
+"""Kinds of documents."""
+EVICTED = frozenset({RESPONSE, COMPLETION})
+"""Kinds of which the oldest make room for new ones."""
+MAX_CONVERSATIONS = 10_000
+"""Of a key; then new ones are refused."""
+KEPT_S = 30 * 24 * 3600.0
+"""For how long those are kept at most."""
 
 
 class Served:
@@ -59,12 +67,30 @@ class Served:
         self.spans = None if config.spans_url is None else open_spans(config.spans_url)
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
         self.gate = Gate(LOADING)
+        self.is_leaving = False
+        """It is about to shut down, and routers are to send requests elsewhere."""
         limits = SessionLimits(
             ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes, quota=self.keys.session_quota
         )
-        self.store = None if config.store is None else SessionStore(config.store)
+        self.store: Store | None = None
+        if isinstance(config.store, str):
+            self.store = PostgresStore(config.store, address=config.advertise or "", lease_s=config.lease_s)
+        elif config.store is not None:
+            self.store = SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)
         self.models = Models(specs, self.calls, self.telemetry, limits, self.store, self.texts, spec_of)
+        self.documents = Documents.in_memory() if self.store is None else self.store.documents
+        self.busy_conversations: set[tuple[str, str]] = set()
+        """Keys and ids of conversations that a response is being added to."""
+        max_bytes_of: Callable[[str], int | None] = lambda key: self.keys.limits_of(key).file_bytes  # noqa: E731
+        # The contents of files are on this server: so is what is known of them, where a store is shared.
+        is_local = isinstance(config.store, str)
+        self._local = Documents.in_memory() if is_local else self.documents
+        directory = config.store if isinstance(config.store, Path) else None
+        self.files = Files(self._local, directory, config.max_files_bytes, max_bytes_of)
+        self.batches = Batches(
+            self.files, self._local, self.keys, self.telemetry.batches, self.num_spare_rows, config.max_body_bytes
+        )
         self.responses = ResponseStore(
             config.max_stored_responses, lambda key: self.keys.limits_of(key).stored_responses
         )
@@ -81,8 +107,12 @@ class Served:
 
     async def close(self) -> None:
         """Everything that runs ends with `shutdown`."""
+        await self.batches.stop()
         await self.models.close()
+        self.files.close()
         self.texts.close()
+        self.documents.close()
+        self._local.close()
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
         if self.spans is not None:
@@ -91,18 +121,29 @@ class Served:
     @property
     def is_ready(self) -> bool:
         """Does it admit requests, and do the engines make progress?"""
-        return self.gate.closed is None and all(model.llm.is_ready for model in self.models.loaded)
+        return (
+            self.gate.closed is None and not self.is_leaving and all(model.llm.is_ready for model in self.models.loaded)
+        )
 
     @property
-    def is_hung(self) -> bool:
-        """Does an engine thread hang? It can't be replaced: only a restart of the server helps."""
-        return any(model.llm.is_hung for model in self.models.loaded)
+    def is_lost(self) -> bool:
+        """Is an engine lost: does its thread hang, or was it given up? Only a restart of the server helps."""
+        return any(model.llm.is_lost for model in self.models.loaded)
 
-    def call(self, http: HttpRequest, body: Hinted, model: ServedModel, prefix: str) -> Call:
+    def num_spare_rows(self) -> int:
+        """Lines of batches that may be in the engines: as many as there are rows beside live requests, and some that
+        wait for one, so that no row is idle in between.
+        """
+        rows = sum(model.llm.opened.config.max_num_seqs * model.llm.num_cores for model in self.models.loaded)
+        live = sum(call.num_choices for call in self.calls if call.caller.background_s is None)
+        return max(1, rows - live) + WAITING_LINES
+
+    def call(self, caller: Caller, body: Hinted, model: ServedModel, prefix: str) -> Call:
         """A call of the engine for a request."""
-        caller: Caller = http.state.caller
-        hints, timeout_s = self.hints(caller.key, body), self.timeout(http, body)
-        call = Call(http, model.llm, self.config, self.calls, self.texts, prefix, hints, timeout_s)
+        hints, timeout_s = self.hints(caller.key, body), self.timeout(caller, body)
+        if caller.background_s is not None:
+            hints, timeout_s = replace(hints, priority=BACKGROUND + hints.priority), caller.background_s
+        call = Call(caller, model.llm, self.config, self.calls, self.texts, prefix, hints, timeout_s)
         caller.model = model.name
         self.telemetry.note_call(caller.key, caller.request_id, call.id)
         return call
@@ -122,43 +163,86 @@ class Served:
         own = {name: min(value, getattr(quota, name) or value) for name, value in given.items() if value is not None}
         return replace(quota, **own) if own else quota
 
-    def timeout(self, http: HttpRequest, body: Hinted) -> float:
+    def timeout(self, caller: Caller, body: Hinted) -> float:
         """Seconds that a request may take: the server's limit, or less where the header or the body says so."""
         timeout_s = self.config.max_request_s
         if body.timeout_s is not None:
             timeout_s = min(timeout_s, body.timeout_s)
-        given = http.headers.get(TIMEOUT_HEADER)
+        given = caller.timeout
         return timeout_s if given is None else min(timeout_s, _seconds(given))
+
+    # -- documents ----------------------------------------------------------------------------------------------------
+
+    async def put(self, kind: str, name: str, key: str, body: dict[str, Any], *, replaces: bool = False) -> bool:
+        """Store a document of a key, or its new body; False: the one that it `replaces` is gone.
+
+        `Overloaded` if it is too much, `NotDurable` if the disk does not take it.
+        """
+        limits, is_evicted = self.keys.limits_of(key), kind in EVICTED
+        bounds = Bounds(
+            evicts=EVICTED,
+            max_documents=limits.stored_responses if is_evicted else MAX_CONVERSATIONS,
+            max_kind=self.config.max_stored_responses if is_evicted else None,
+            max_owner_bytes=limits.stored_bytes,
+            max_bytes=self.config.max_stored_bytes,
+        )
+        expires_at = time.time() + KEPT_S if is_evicted else None
+        document = Document(kind, name, key, body, expires_at=expires_at)
+        put = await asyncio.wrap_future(self.documents.put(document, bounds, replaces=replaces))
+        for evicted_kind, evicted in put.evicted:
+            if evicted_kind == RESPONSE:
+                self.responses.drop(evicted)
+        if put.refusal is not None:
+            raise Overloaded(f"{put.refusal}; delete some first")
+        return put.is_stored
+
+    async def document(self, kind: str, name: str, key: str, *, is_used: bool = False) -> Document | None:
+        """One of this key's; those of other keys are not there."""
+        return await asyncio.wrap_future(self.documents.get(kind, name, key, is_used=is_used))
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def model_of(self, caller: Caller, session_id: str) -> ServedModel:
-        """The model of a session of the caller's key; those of other keys are not found."""
+    async def model_of(
+        self, caller: Caller, session_id: str, *, is_read: bool = False, resumes: str | None = None
+    ) -> ServedModel:
+        """The model of a session of the caller's key; those of other keys are not found.
+
+        Unless it `is_read` only, the session is in memory from now on.
+        """
         for model in self.models.loaded:
             try:
-                key = model.sessions.key_of(session_id)
+                key = await model.sessions.whose(session_id)
             except SessionNotFound:
                 continue
             if key == caller.key:
+                if not is_read and self.store is not None:
+                    await model.sessions.open(session_id, resumes=resumes)
+                caller.session_id = session_id
                 model.last_used = time.monotonic()
                 return model
         raise SessionNotFound(f"no session {session_id!r:.80}")
 
-    def sessions(
+    async def sessions(
         self, caller: Caller, limit: int, after: str | None = None, *, newest_first: bool = False
     ) -> tuple[list[ServedSession], bool]:
         """A page of this caller's by creation time, from the one after a session on; and whether there are more."""
         models = self.models.loaded
-        rows = (
-            (created_at, name, place)
-            for place, model in enumerate(models)
-            for created_at, name in model.sessions.creation_times(caller.key)
-        )
+        last = None
         if after is not None:
-            last = (self.model_of(caller, after).sessions.get(after).created_at, after)
-            rows = (row for row in rows if (row[:2] < last if newest_first else row[:2] > last))
-        found = (heapq.nlargest if newest_first else heapq.nsmallest)(limit + 1, rows)
-        page = [(models[place], models[place].sessions.get(name)) for _, name, place in found[:limit]]
+            model = await self.model_of(caller, after, is_read=True)
+            last = ((await model.sessions.info(after)).created_at, after)
+        rows = [
+            (*row, place)
+            for place, model in enumerate(models)
+            for row in await model.sessions.places(caller.key, limit + 1, last, newest_first=newest_first)
+        ]
+        found = sorted(rows, reverse=newest_first)[: limit + 1]
+        shown = {
+            info.session_id: info
+            for place, model in enumerate(models)
+            for info in await model.sessions.infos([name for _, name, where in found[:limit] if where == place])
+        }
+        page = [(models[place], shown[name]) for _, name, place in found[:limit] if name in shown]
         return page, len(found) > limit
 
 
@@ -186,6 +270,13 @@ class StoredResponse:
     namespace: Hashable
     instructions: str | None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    truncates: bool = False
+    """Are its oldest turns dropped when it outgrows the context?"""
+
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """All that another session must have been made with to go on from this one."""
+        return (self.sessions, self.instructions, self.namespace, self.template_options, self.truncates)
 
     def conversation(self) -> list[dict[str, Any]]:
         """What was said up to its end, without the instructions."""
@@ -195,7 +286,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The most recent responses of /v1/responses, each a session cut after its answer; older ones are evicted.
+    """The sessions of the most recent stored responses, each cut after its answer.
+
+    A response that goes on from one is a fork of it, and reuses its KV. What is not here any more is in its document.
 
     They are divided by key: where there are too many, the oldest of the key that has most is evicted.
     """
@@ -230,7 +323,7 @@ class ResponseStore:
             del self._counts[stored.key]
         return stored
 
-    def find(self, response_id: str, key: str) -> StoredResponse:
+    def find(self, response_id: str, key: str) -> StoredResponse | None:
         """One of this key's, whose session is still there."""
         stored = self._stored.get(response_id)
         if stored is not None and stored.key == key:
@@ -241,18 +334,18 @@ class ResponseStore:
             else:
                 self._stored.move_to_end(response_id)
                 return stored
-        what = f"response {response_id!r:.80} not found"
-        raise ApiError(400, what, code="previous_response_not_found", param="previous_response_id")
+        return None
+
+    def drop(self, response_id: str) -> None:
+        """The response is deleted."""
+        if response_id in self._stored:
+            self.forget(self._remove(response_id))
 
     def forget(self, stored: StoredResponse) -> None:
         """End its session, in a while."""
         ending = asyncio.ensure_future(_end(stored))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
-
-    def num_of(self, key: str) -> int:
-        """How many a key has."""
-        return self._counts[key]
 
     def __len__(self) -> int:
         return len(self._stored)

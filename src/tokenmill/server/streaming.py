@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import pydantic_core
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from tokenmill.engine.request import Hints, context_overflow
@@ -168,11 +167,11 @@ class SessionSource:
             await stop(self._asking)
         if self._answer is not None and not self._answer.is_over:
             self._answer.cancel()
-        if self._on_end is not None and self._session_id is not None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None and self._session_id is not None:
             answer = self._answer
             is_whole = answer is not None and answer.is_over and answer.end is not None and answer.end.is_complete
-            self._on_end(self._session_id, is_whole)
-            self._on_end = None
+            on_end(self._session_id, is_whole)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -219,14 +218,14 @@ class OpenCalls(set["Call"]):
 
 
 class Call:
-    """What one HTTP request generates: owns it until the last byte is sent or the client has gone.
+    """What one request generates: owns it until the last byte is sent or the client has gone.
 
     Its stream is made of its own events: an `EventStream` takes them.
     """
 
     def __init__(
         self,
-        http: HttpRequest,
+        caller: Caller,
         llm: AsyncLLM,
         config: ServerConfig,
         calls: OpenCalls,
@@ -235,7 +234,7 @@ class Call:
         hints: Hints,
         timeout_s: float,
     ) -> None:
-        self.caller: Caller = http.state.caller
+        self.caller = caller
         self.id = f"{prefix}{secrets.token_hex(16)}"
         self.caller.call_id = self.id
         self.names = frozenset({self.id, self.caller.request_id})
@@ -245,7 +244,6 @@ class Call:
         self.timeout_s = timeout_s
         self.generations: list[Generation] = []
         """Those of a session are known when there is a delta."""
-        self._http = http
         self._config = config
         self._calls = calls
         self._texts = texts
@@ -255,12 +253,23 @@ class Call:
         self._is_cancelled = False
         self._work: asyncio.Future[Any] | None = None
         """What is no generation, and is cancelled by itself."""
+        self.archive: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+        """Stores the whole answer, before its client hears of the end."""
+        self.on_closed: Callable[[], None] | None = None
+        """Told when all is over, the archive included."""
         self._writer: Writer | None = None
         """Of its stream."""
+        self._told: list[OutputDelta] = []
+        """What was streamed, if that is to be stored."""
         self._has_begun = False
         self._is_over = False
         self._buffered: dict[int, OutputDelta] = {}
         """Of each choice, deltas that say nothing yet: they are told with the next that does."""
+
+    @property
+    def num_choices(self) -> int:
+        """Rows of the engine that it may take: at least one."""
+        return sum(len(generation.choices) for generation in self.generations) or 1
 
     # -- before it runs -----------------------------------------------------------------------------------------------
 
@@ -317,7 +326,9 @@ class Call:
         self, prompt: list[int], params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
         """How the answer to a chat is constrained and read. Its grammar is compiled, off the event loop."""
-        planned, plan = await self.tokens(lambda: self.llm.plan(prompt, params, use or ToolUse(), thinking_budget))
+        asked = use or ToolUse()
+        await self.do(self.llm.prepare_plan(params, asked, thinking_budget))
+        planned, plan = await self.tokens(lambda: self.llm.plan(prompt, params, asked, thinking_budget))
         if planned.structured_outputs is not None:
             try:
                 await self.do(self.llm.prepare(planned))
@@ -342,7 +353,7 @@ class Call:
             self._work.cancel()
         self._calls.add(self)
         try:
-            return await while_connected(self._http, self._work)
+            return await while_connected(self.caller, self._work)
         except asyncio.CancelledError:
             if self._is_cancelled:  # by its name; whoever waits has not been
                 raise cancelled() from None
@@ -361,18 +372,22 @@ class Call:
     # -- its answer ---------------------------------------------------------------------------------------------------
 
     async def respond(self, writer: Writer, *, stream: bool) -> Response:
-        """The response of its endpoint."""
+        """The response of its endpoint. From now on it runs, and the events of a stream can be taken."""
         if self._is_cancelled:
             raise cancelled()
         if self._source is None:
             self._source = self.llm.open_stream(self.generations)
         self._calls.add(self)
+        self._writer = writer
         if stream:
-            self._writer = writer
             return EventStream(self, self.caller, self._config, writer.framing)
         try:
-            deltas = await while_connected(self._http, self._all(self._source))
-            return JSONResponse(writer.whole(folded(self.generations, deltas)))
+            deltas = await while_connected(self.caller, self._all(self._source))
+            whole = writer.whole(folded(self.generations, deltas))
+            await self.close(is_over=False)
+            if self.archive is not None:
+                await self.archive(whole)
+            return JSONResponse(whole)
         finally:
             await self.close()
 
@@ -415,8 +430,12 @@ class Call:
                 piece = writer.opening()
             if not deltas:
                 self._is_over = True
-                await self.close()  # what is stored is there before its client hears of it
-                return writer.closing()
+                await self.close(is_over=False)  # what is stored is there before its client hears of it
+                if self.archive is not None:
+                    await self.archive(writer.whole(folded(self.generations, self._told)))
+                return piece + writer.closing()
+            if self.archive is not None:
+                self._told += deltas
             for delta in deltas:
                 if delta.index in self._buffered:
                     delta = joined([self._buffered.pop(delta.index), delta])
@@ -438,18 +457,21 @@ class Call:
         self.caller.outcome = Outcome.CANCELLED if told.status == CLIENT_GONE else Outcome.FAILED
         return b"" if self._writer is None else self._writer.failed(told)
 
-    async def close(self) -> None:
-        """It is over: end what still runs, and charge what it has cost."""
+    async def close(self, *, is_over: bool = True) -> None:
+        """End what still runs, and charge what it has cost. Unless it `is_over`, the answer is yet to be stored."""
         self._calls.discard(self)
         source = self._source
-        if source is None:
-            return
-        if isinstance(source, SessionSource):
-            await source.close()
-        else:
-            self.llm.close_stream(source)
-        self._source = None
-        for generation in source.generations:
+        try:
+            if isinstance(source, SessionSource):
+                await source.close()
+            elif source is not None:
+                self.llm.close_stream(source)
+            self._source = None
+        finally:  # whatever is locked for it is free again
+            if is_over and self.on_closed is not None:
+                self.on_closed()
+                self.on_closed = None
+        for generation in () if source is None else source.generations:
             if generation.num_generated or generation.is_finished:
                 self.caller.charge(generation.usage)
                 cache = generation.cache
@@ -495,9 +517,8 @@ class AnswerEvents:
     A client that leaves ends nothing. The answer goes on, and ends by itself if nobody comes back for it.
     """
 
-    def __init__(self, http: HttpRequest, model: str, forms: TokenForms, session_id: str, answer: Answer) -> None:
-        self._http = http
-        self._caller: Caller = http.state.caller
+    def __init__(self, caller: Caller, model: str, forms: TokenForms, session_id: str, answer: Answer) -> None:
+        self._caller = caller
         self._caller.call_id = answer.request_id
         self._answer = answer
         self._forms = forms
@@ -511,11 +532,13 @@ class AnswerEvents:
         """None: there is nothing more to read."""
         self._delta: OutputDelta | None = None
         """The latest."""
+        self._opening = b""
+        """Told before the answer."""
         self._is_over = False
 
     async def whole(self) -> dict[str, Any]:
         """Without streaming. A cancelled answer is one; one that has failed is an error."""
-        whole = joined(await while_connected(self._http, _all_of(self._answer.read())))
+        whole = joined(await while_connected(self._caller, _all_of(self._answer.read())))
         self._note(whole)
         _raise_if_silent(whole)
         if (error := _answer_error(whole)) is not None:
@@ -525,10 +548,20 @@ class AnswerEvents:
 
     def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
         """From a token on; None: from its end."""
+        if offset and self._answer.is_rerun and not self._answer.is_exact:
+            self._opening, offset = self._restarted(), 0
         self._deltas = None if offset is None else self._answer.read(offset)
         return EventStream(self, self._caller, config)
 
+    def _restarted(self) -> bytes:
+        """Another server runs the answer again, and its tokens may differ: what the client has of it is void."""
+        shape = {**self._head, "object": "session.restarted", "offset": 0}
+        return event(shape, "restarted", f"{self._answer.request_id}:0")
+
     async def take(self) -> bytes:
+        if self._opening:
+            opening, self._opening = self._opening, b""
+            return opening
         if self._is_over:
             return b""
         if self._deltas is None:
@@ -564,7 +597,9 @@ class AnswerEvents:
             log_failure(error, error)
             self._caller.outcome = Outcome.FAILED
             shape |= error.body()
-        is_end = delta.finish_reason is not None
+        # An answer that was cut off and is run again elsewhere has not ended: its client goes on after what it has.
+        is_handed_over = delta.finish_reason == FinishReason.SHUTDOWN.value and delta.durable is False
+        is_end = delta.finish_reason is not None and not is_handed_over
         return event(shape, event_id=f"{self._answer.request_id}:{END if is_end else place}")
 
     def _shape(self, delta: OutputDelta) -> dict[str, Any]:
@@ -626,9 +661,9 @@ def read_event_id(header: str | None) -> EventId:
 # -- clients that leave -----------------------------------------------------------------------------------------------
 
 
-async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+async def while_connected(caller: Caller, work: Awaitable[T]) -> T:
     """The result of some work; `ClientGone` if the client disconnects first, and the work has been cancelled."""
-    doing, lost = asyncio.ensure_future(work), http.state.caller.connection.lost
+    doing, lost = asyncio.ensure_future(work), caller.connection.lost
     waited_for: set[asyncio.Future[Any]] = {doing, lost}
     try:
         await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)

@@ -114,7 +114,7 @@ def assert_timeline_is_the_servers(page: Page, server: Running, call: str, key: 
     facts = page.evaluate(
         "() => [...document.querySelectorAll('.timeline [data-fact]')].map((one) => ({ ...one.dataset }))"
     )
-    assert len(facts) == 8
+    assert len(facts) == 10
     for fact in facts:
         truth = told[fact["fact"]]
         assert type(truth)(fact["value"]) == truth

@@ -54,7 +54,7 @@ def message_routes(served: Served) -> APIRouter:
     async def create_message(http: Request, body: MessagesRequest) -> Response:
         """An answer to a conversation, in Anthropic's format."""
         model = await served.models.use(body.model, default_model=served.config.default_model)
-        call = served.call(http, body, model, "msg_")
+        call = served.call(http.state.caller, body, model, "msg_")
         await call.chat(body.chat(model, served.config), reasons=model.reasons)
         return await call.respond(MessageWriter(call, body, model), stream=bool(body.stream))
 
@@ -69,7 +69,7 @@ def message_routes(served: Served) -> APIRouter:
         def count() -> int:
             return len(template.encode(asked.messages, MOST_IDS, **asked.options))
 
-        num_tokens = await while_connected(http, served.texts.run(http.state.caller.body_bytes, count))
+        num_tokens = await while_connected(http.state.caller, served.texts.run(http.state.caller.body_bytes, count))
         return JSONResponse({"input_tokens": num_tokens})
 
     return api

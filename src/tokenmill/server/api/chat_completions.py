@@ -1,25 +1,45 @@
-"""`POST /v1/chat/completions`."""
+"""`/v1/chat/completions`, stored ones included."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response
 
+from tokenmill.errors import TokenmillError
 from tokenmill.outputs import OutputDelta, RequestOutput, TurnPart, Usage
 from tokenmill.pipeline.output import Generation
 from tokenmill.server import schemas
+from tokenmill.server.api.items import After, Limit, Order, item_page, page_of
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import Caller
 from tokenmill.server.models import ServedModel
-from tokenmill.server.requests import ChatInput, ChatRequest, Prediction, session_use, template_options, tool_use
-from tokenmill.server.served import Served
+from tokenmill.server.requests import (
+    ChatInput,
+    ChatRequest,
+    Prediction,
+    UpdateMetadata,
+    session_use,
+    template_options,
+    tool_use,
+)
+from tokenmill.server.served import COMPLETION, Served
 from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, TextEvent, event
 from tokenmill.server.streaming import Call, SessionSource, answer_message, part_delta, usage_of
+from tokenmill.session.documents import Document
+from tokenmill.session.session import MAX_METADATA, check_metadata
 from tokenmill.text.turn_parser import ParsedTurn
+
+log = logging.getLogger(__name__)
+
+CompletionId = Annotated[str, Path(description="The completion's id.", max_length=256)]
 
 
 def chat_routes(served: Served) -> APIRouter:
@@ -28,36 +48,117 @@ def chat_routes(served: Served) -> APIRouter:
     @api.post("/chat/completions", responses=schemas.generated(schemas.ChatCompletion))
     async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
         """An answer to a conversation; with `session_id`, to what is new in one."""
-        model = await served.models.use(body.model, default_model=served.config.default_model)
-        if body.session_id is not None and served.model_of(http.state.caller, body.session_id) is not model:
-            raise ApiError(400, "the session belongs to another model", param="model")
-        call = served.call(http, body, model, "chatcmpl-")
-        body.check(served.config)
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        if body.session_id is None:
-            use = None
-            if body.tools or body.tool_choice is not None:
-                use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-            changes = body.changes()
-            if body.prediction is not None:
-                changes = await _predicting(call, model, body.prediction, changes)
-            params, options = replace(model.chat_params, **changes), template_options(body, served.config)
-            asked = ChatInput(messages, params, options, use, body.thinking_token_budget, body.constraining)
-            await call.chat(asked, reasons=model.reasons)
-        else:
-            hints: dict[str, Any] = {
-                "timeout_s": call.timeout_s,
-                "priority": body.priority,
-                "quota": call.hints.quota,
-                "request_id": f"{call.id}/0",
-            }
-            use = session_use(model.sessions.tools_of(body.session_id), body)
-            hints |= {"use": use, "thinking_budget": body.thinking_token_budget}
-            own = {"must_fit": not served.config.clamp_max_tokens, **hints, **body.changes()}
-            call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **own))
-        return await call.respond(ChatWriter(call, body, model), stream=bool(body.stream))
+        return await complete_chat(served, http.state.caller, body)
+
+    refusals = schemas.errors(400, 401, 404, 429, 503)
+    one: dict[int | str, dict[str, Any]] = {200: {"model": schemas.StoredCompletion}, **refusals}
+
+    async def find(http: Request, completion_id: str) -> Document:
+        found = await served.document(COMPLETION, completion_id, http.state.caller.key)
+        if found is None:
+            what = f"chat completion {completion_id!r:.80} not found; only those with store: true are kept"
+            raise ApiError(404, what, code="completion_not_found")
+        return found
+
+    @api.get("/chat/completions", responses={200: {"model": schemas.CompletionPage}, **refusals})
+    async def list_chat_completions(
+        http: Request,
+        model: Annotated[str | None, Query(max_length=256, description="Those of this model.")] = None,
+        limit: Limit = 20,
+        after: After = None,
+        order: Order = "asc",
+    ) -> Response:
+        """The key's stored chat completions, page by page; `metadata[name]=value` for those with this metadata."""
+        where = {} if model is None else {("$.completion", "model"): model}
+        for name, value in http.query_params.multi_items():
+            if name.startswith("metadata[") and name.endswith("]"):
+                where["$.completion.metadata", name[9:-1]] = value
+        if len(where) > MAX_METADATA + (model is not None):
+            raise ApiError(400, f"at most {MAX_METADATA} metadata filters", param="metadata")
+        listing = served.documents.list(
+            COMPLETION, http.state.caller.key, limit=limit, after=after, newest_first=order == "desc", where=where
+        )
+        page = await asyncio.wrap_future(listing)
+        if page is None:
+            raise ApiError(404, f"no chat completion {after!r:.80}", param="after")
+        return JSONResponse(page_of([one.body["completion"] for one in page.documents], has_more=page.has_more))
+
+    @api.get("/chat/completions/{completion_id}", responses=one)
+    async def get_chat_completion(http: Request, completion_id: CompletionId) -> Response:
+        """A stored chat completion."""
+        return JSONResponse((await find(http, completion_id)).body["completion"])
+
+    @api.post("/chat/completions/{completion_id}", responses=one)
+    async def update_chat_completion(http: Request, completion_id: CompletionId, body: UpdateMetadata) -> Response:
+        """Other metadata for a stored chat completion."""
+        found = await find(http, completion_id)
+        changed = {**found.body["completion"], "metadata": check_metadata(body.metadata)}
+        await served.put(COMPLETION, found.id, found.owner, {**found.body, "completion": changed}, replaces=True)
+        return JSONResponse(changed)
+
+    @api.delete("/chat/completions/{completion_id}", responses={200: {"model": schemas.Deleted}, **refusals})
+    async def delete_chat_completion(http: Request, completion_id: CompletionId) -> Response:
+        """Forget a stored chat completion."""
+        found = await find(http, completion_id)
+        await asyncio.wrap_future(served.documents.delete(COMPLETION, found.id, found.owner))
+        return JSONResponse({"id": found.id, "object": "chat.completion.deleted", "deleted": True})
+
+    @api.get("/chat/completions/{completion_id}/messages", responses={200: {"model": schemas.MessagePage}, **refusals})
+    async def list_chat_messages(
+        http: Request, completion_id: CompletionId, limit: Limit = 20, after: After = None, order: Order = "asc"
+    ) -> Response:
+        """The messages that a stored chat completion answers, page by page."""
+        return JSONResponse(item_page((await find(http, completion_id)).body["messages"], limit, after, order))
 
     return api
+
+
+async def store_completion(
+    served: Served, call: Call, body: ChatRequest, messages: Sequence[dict[str, Any]], whole: dict[str, Any]
+) -> None:
+    """Keep a completion and what it answers. The answer stands, stored or not."""
+    completion = {**whole, "metadata": body.metadata}
+    said = [{"id": f"{call.id}-{number}", "content": None, **message} for number, message in enumerate(messages)]
+    try:
+        await served.put(COMPLETION, call.id, call.hints.key, {"completion": completion, "messages": said})
+    except TokenmillError as error:
+        log.warning("chat completion %s is not stored: %s", call.id, error)
+
+
+async def complete_chat(served: Served, caller: Caller, body: ChatRequest) -> Response:
+    """The answer to a conversation, whole or as a stream."""
+    model = await served.models.use(body.model, default_model=served.config.default_model)
+    if body.session_id is not None and await served.model_of(caller, body.session_id) is not model:
+        raise ApiError(400, "the session belongs to another model", param="model")
+    call = served.call(caller, body, model, "chatcmpl-")
+    body.check(served.config)
+    if body.store:
+        body.metadata = check_metadata(body.metadata)
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    if body.session_id is None:
+        use = None
+        if body.tools or body.tool_choice is not None:
+            use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        changes = body.changes()
+        if body.prediction is not None:
+            changes = await _predicting(call, model, body.prediction, changes)
+        params, options = replace(model.chat_params, **changes), template_options(body, served.config)
+        asked = ChatInput(messages, params, options, use, body.thinking_token_budget, body.constraining)
+        await call.chat(asked, reasons=model.reasons)
+    else:
+        hints: dict[str, Any] = {
+            "timeout_s": call.timeout_s,
+            "priority": body.priority,
+            "quota": call.hints.quota,
+            "request_id": f"{call.id}/0",
+        }
+        use = session_use(model.sessions.tools_of(body.session_id), body)
+        hints |= {"use": use, "thinking_budget": body.thinking_token_budget}
+        own = {"must_fit": not served.config.clamp_max_tokens, **hints, **body.changes()}
+        call.follow(SessionSource(model.sessions, _existing(body.session_id), given=messages, **own))
+    if body.store:
+        call.archive = partial(store_completion, served, call, body, messages)
+    return await call.respond(ChatWriter(call, body, model), stream=bool(body.stream))
 
 
 async def _predicting(

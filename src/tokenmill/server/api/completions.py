@@ -9,17 +9,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tokenmill.engine.request import context_overflow
+from tokenmill.errors import ContextOverflow, TooManyTokens
 from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, Usage
 from tokenmill.pipeline.output import Generation
 from tokenmill.server import schemas
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
+from tokenmill.server.middleware import Caller
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import CompletionRequest
 from tokenmill.server.served import Served
 from tokenmill.server.sse import DONE, SERVER_SENT_EVENTS, TextEvent, event
 from tokenmill.server.streaming import Call, usage_of
+from tokenmill.text.model_text import Infill
 
 Prompt = str | list[int]
 
@@ -30,12 +34,17 @@ def completion_routes(served: Served) -> APIRouter:
     @api.post("/completions", responses=schemas.generated(schemas.Completion))
     async def create_completion(http: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
-        model = await served.models.use(body.model, default_model=served.config.default_model)
-        call = served.call(http, body, model, "cmpl-")
-        writer = await start_completions(call, body, model, served.config)
-        return await call.respond(writer, stream=bool(body.stream))
+        return await complete_text(served, http.state.caller, body)
 
     return api
+
+
+async def complete_text(served: Served, caller: Caller, body: CompletionRequest) -> Response:
+    """What follows each prompt, whole or as a stream."""
+    model = await served.models.use(body.model, default_model=served.config.default_model)
+    call = served.call(caller, body, model, "cmpl-")
+    writer = await start_completions(call, body, model, served.config)
+    return await call.respond(writer, stream=bool(body.stream))
 
 
 async def start_completions(
@@ -50,12 +59,41 @@ async def start_completions(
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     params = replace(model.default_params, **more)
+    infill = infill_of(model) if body.suffix else None
+    if infill is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill.stop_ids))
     if params.structured_outputs is not None:
         await call.compile(params, body.constraining)
     wanted = None if body.scores_only else body.max_tokens
-    for ids in await call.tokens(lambda: [call.llm.prompt_ids(prompt) for prompt in prompts]):
+
+    def prompt_ids(prompt: Prompt) -> list[int]:
+        if infill is None:
+            return call.llm.prompt_ids(prompt)
+        if not isinstance(prompt, str):
+            raise ApiError(400, "suffix requires prompts that are texts, not token ids", param="suffix")
+        return infill_ids(infill, model, prompt, body.suffix or "")
+
+    for ids in await call.tokens(lambda: list(map(prompt_ids, prompts))):
         call.generate(ids, params, wanted)
     return CompletionWriter(call, body, prompts, params.n, model)
+
+
+def infill_of(model: ServedModel, param: str = "suffix") -> Infill:
+    """How the model fills in the middle; 400 if it was not trained to."""
+    infill = model.llm.opened.text.infill
+    if infill is None:
+        what = f"{model.name} has no fill-in-the-middle tokens; use a model that was trained with some"
+        raise ApiError(400, what, code="infill_not_supported", param=param)
+    return infill
+
+
+def infill_ids(infill: Infill, model: ServedModel, before: str, after: str, **more: Any) -> list[int]:
+    """The prompt for a hole between two texts. For any thread."""
+    longest = model.llm.max_model_len
+    try:
+        return infill.ids(before, after, longest, **more)
+    except TooManyTokens as error:
+        raise ContextOverflow(context_overflow(longest, error.at_least, 1, is_exact=False)) from None
 
 
 def as_prompts(value: Any, most: int, param: str) -> list[Prompt]:

@@ -22,6 +22,7 @@ from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
 from tokenmill.server.fields import MOST_IDS
+from tokenmill.server.middleware import Caller
 from tokenmill.server.models import ServedModel
 from tokenmill.server.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, template_options
 from tokenmill.server.served import Served
@@ -41,9 +42,7 @@ def embedding_routes(served: Served) -> APIRouter:
     )
     async def create_embedding(http: Request, body: EmbeddingRequest) -> Response:
         """Texts as vectors."""
-        model = await served.models.use(body.model, default_model=served.config.default_model)
-        call = served.call(http, body, model, "embd-")
-        return JSONResponse(await embeddings(call, body, model, served.config))
+        return await create_embeddings(served, http.state.caller, body)
 
     return api
 
@@ -54,7 +53,7 @@ def token_routes(served: Served) -> APIRouter:
     refusals = schemas.errors(400, 401, 404, 413, 429, 503)
 
     async def on_text(http: Request, work: Callable[[], bytes]) -> Response:
-        answer = await while_connected(http, served.texts.run(http.state.caller.body_bytes, work))
+        answer = await while_connected(http.state.caller, served.texts.run(http.state.caller.body_bytes, work))
         return Response(answer, media_type="application/json")
 
     @api.post("/tokenize", responses={200: {"model": schemas.Tokens}, **refusals})
@@ -75,6 +74,13 @@ def token_routes(served: Served) -> APIRouter:
 
 
 # -- vectors ----------------------------------------------------------------------------------------------------------
+
+
+async def create_embeddings(served: Served, caller: Caller, body: EmbeddingRequest) -> Response:
+    """One vector for each input."""
+    model = await served.models.use(body.model, default_model=served.config.default_model)
+    call = served.call(caller, body, model, "embd-")
+    return JSONResponse(await embeddings(call, body, model, served.config))
 
 
 async def embeddings(call: Call, body: EmbeddingRequest, model: ServedModel, config: ServerConfig) -> dict[str, Any]:

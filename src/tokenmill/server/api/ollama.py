@@ -36,6 +36,7 @@ from tokenmill.backends.loading import pull_model
 from tokenmill.errors import ModelNotFound, TokenmillError
 from tokenmill.outputs import OutputDelta, RequestOutput, TokenLogprobs, TurnPart, Usage
 from tokenmill.server import schemas
+from tokenmill.server.api.completions import infill_ids, infill_of
 from tokenmill.server.api.embeddings import check_dimensions, embed_all
 from tokenmill.server.api.operations import check_admin
 from tokenmill.server.bodies import KEY, JsonRoute
@@ -69,6 +70,8 @@ LATEST = ":latest"
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DONE_REASONS = {"stop": "stop", "length": "length", "tool_calls": "stop"}
+NEVER_S = 36_500 * 86_400.0
+"""When models expire that are never unloaded: in a hundred years, as Ollama's do."""
 LEVELS = ("low", "medium", "high")
 PULL_POLL_S = 1.0
 """Between two lines of a download."""
@@ -87,13 +90,13 @@ def ollama_routes(served: Served) -> APIRouter:
         began = time.perf_counter_ns()
         model = await models.use(_own_name(models, body.model), default_model=config.default_model)
         model.keep_alive_s = body.keep_alive_of(model)
-        return model, served.call(http, body, model, prefix), time.perf_counter_ns() - began
+        return model, served.call(http.state.caller, body, model, prefix), time.perf_counter_ns() - began
 
     async def respond(call: Call, model: ServedModel, body: Generating, writer: LineWriter) -> Response:
         given = body.chat(model, config)
         if given is not None:
             await call.chat(given, reasons=model.reasons)
-        elif isinstance(body, GenerateRequest) and body.raw:
+        elif isinstance(body, GenerateRequest) and (body.raw or body.suffix):
             await body.start_raw(call, model, config)
         else:  # nothing is asked: the model is loaded, or may be unloaded
             if model.keep_alive_s == 0:
@@ -119,7 +122,7 @@ def ollama_routes(served: Served) -> APIRouter:
     async def embed(http: Request, body: EmbedRequest) -> Response:
         """Texts as vectors of length 1."""
         model, call, load_ns = await begin(http, body, "embd-")
-        texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
         check_dimensions(body.dimensions, call.llm)
         found = await embed_all(call, texts, config.max_inputs, truncate=body.truncate is not False) if texts else []
         vectors = [one.outputs.embedding for one in found]
@@ -246,10 +249,10 @@ class Asked(Hinted):
 
     def keep_alive_of(self, model: ServedModel) -> float | None:
         """Idle seconds before the model is unloaded. One that the server never unloads stays."""
-        if self.keep_alive is None or model.spec.keep_alive_s is None:
+        seconds = None if self.keep_alive is None else _seconds(self.keep_alive)
+        if seconds is None or model.spec.keep_alive_s is None:
             return model.keep_alive_s
-        seconds = _seconds(self.keep_alive)
-        return math.inf if seconds < 0 else seconds
+        return seconds if 0 <= seconds < NEVER_S else math.inf
 
 
 def _seconds(given: str | float) -> float:
@@ -346,6 +349,9 @@ class ChatBody(Generating):
 class GenerateRequest(Generating):
     prompt: StrictStr | None = None
     system: StrictStr | None = None
+    suffix: StrictStr | None = Field(
+        None, description="What follows the answer, for models with fill-in-the-middle tokens."
+    )
     raw: Flag = Field(None, description="The prompt is continued as it is, without the chat template.")
     images: Texts = None
 
@@ -355,7 +361,7 @@ class GenerateRequest(Generating):
 
     def chat(self, model: ServedModel, config: ServerConfig) -> ChatInput | None:
         _refuse_images(self.images)
-        if not self.prompt or self.raw:
+        if not self.prompt or self.raw or self.suffix:
             return None
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
@@ -363,11 +369,16 @@ class GenerateRequest(Generating):
         return ChatInput(messages, replace(model.chat_params, **self.changes(config)), options, None, None, "format")
 
     async def start_raw(self, call: Call, model: ServedModel, config: ServerConfig) -> None:
-        """Add what follows the prompt to the call."""
-        params = replace(model.chat_params, **self.changes(config))
+        """Add what follows the prompt to the call, or what belongs between it and the suffix."""
+        params, infill = replace(model.chat_params, **self.changes(config)), infill_of(model) if self.suffix else None
         if params.structured_outputs is not None:
             await call.compile(params, "format")
-        ids = await call.tokens(lambda: call.llm.prompt_ids(self.prompt or ""))
+        before, after = self.prompt or "", self.suffix or ""
+        if infill is not None:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill.stop_ids))
+            ids = await call.tokens(lambda: infill_ids(infill, model, before, after))
+        else:
+            ids = await call.tokens(lambda: call.llm.prompt_ids(before))
         call.generate(ids, params, params.max_tokens)
 
 
@@ -598,8 +609,7 @@ def _running(model: ServedModel, started: int) -> dict[str, Any]:
     about = _listed(ModelEntry(model.spec), started) | {"size": model.files[1], "details": _details(model)}
     limit_s = model.keep_alive_s
     left_s = None if limit_s is None or math.isinf(limit_s) else limit_s - (time.monotonic() - model.last_used)
-    # One that is never unloaded expires in a hundred years, as Ollama's do.
-    expires = datetime.now(UTC) + (timedelta(days=36_500) if left_s is None else timedelta(seconds=max(0.0, left_s)))
+    expires = datetime.now(UTC) + (timedelta(seconds=NEVER_S if left_s is None else max(0.0, left_s)))
     told = {"expires_at": expires.isoformat().replace("+00:00", "Z"), "context_length": model.llm.max_model_len}
     return {**about, **told, "size_vram": 0}
 
@@ -625,6 +635,7 @@ def _shown(entry: ModelEntry, started: int) -> dict[str, Any]:
         info |= {f"{family}.embedding_length": about.hidden_size, f"{family}.block_count": len(about.layers)}
         capabilities += ["tools"] if text.template is not None else []
         capabilities += ["thinking"] if model.reasons else []
+        capabilities += ["insert"] if text.infill is not None else []
         template = "" if text.template is None else text.template.source
         parameters = "\n".join(f"{name} {value}" for name, value in sorted(text.defaults.items()))
     told = {"modelfile": "", "parameters": parameters, "template": template, "details": listed["details"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from tokenmill import __version__
 from tokenmill.engine.events import CoreSnapshot
 from tokenmill.errors import SessionNotFound
 from tokenmill.pipeline.prompts import callers_name
@@ -22,7 +24,7 @@ from tokenmill.server.keys import Account
 from tokenmill.server.middleware import Caller
 from tokenmill.server.models import describe
 from tokenmill.server.requests import LoadModel, UnloadModel
-from tokenmill.server.served import Served
+from tokenmill.server.served import RESPONSE, Served
 from tokenmill.server.sse import EventStream, PieceEvents, event
 from tokenmill.server.telemetry.hub import Found, Telemetry
 from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
@@ -115,7 +117,7 @@ def engine_routes(served: Served) -> APIRouter:
     async def cancel_request(
         http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
     ) -> Response:
-        """End a request that runs, wherever it is. Whoever waits for it is told."""
+        """Cancel a queued or running request; it ends with the error `cancelled` (499)."""
         num_cancelled = served.calls.cancel(request_id, http.state.caller.key)
         if not num_cancelled:
             raise ApiError(404, f"no running request {request_id!r:.140}", code="request_not_found")
@@ -143,7 +145,7 @@ def engine_routes(served: Served) -> APIRouter:
         """What the caller's key has used since the server started, and its limits; with an admin key, of all keys."""
         own: Account = http.state.caller.account
         shown = served.keys.accounts if own.key.is_admin else [own]
-        data = [usage_shape(one, served) for one in shown]
+        data = [await usage_shape(one, served) for one in shown]
         return JSONResponse({"object": "list", "since": served.started, "data": data})
 
     @api.get(
@@ -172,9 +174,11 @@ def engine_routes(served: Served) -> APIRouter:
     return api
 
 
-def usage_shape(account: Account, served: Served) -> dict[str, Any]:
+async def usage_shape(account: Account, served: Served) -> dict[str, Any]:
     """What one key has used."""
     key, used = account.key, [model.sessions.usage_of(account.key.id) for model in served.models.loaded]
+    num_responses, _ = await asyncio.wrap_future(served.documents.usage(key.id, RESPONSE))
+    _, stored_bytes = await asyncio.wrap_future(served.documents.usage(key.id))
     return {
         "object": "usage",
         "key": key.name,
@@ -183,7 +187,9 @@ def usage_shape(account: Account, served: Served) -> dict[str, Any]:
         **asdict(account.totals),
         "sessions": sum(count for count, _ in used),
         "session_bytes": sum(num_bytes for _, num_bytes in used),
-        "stored_responses": served.responses.num_of(key.id),
+        "stored_responses": num_responses,
+        "stored_bytes": stored_bytes,
+        "file_bytes": served.files.bytes_of(key.id),
         "limits": {name: value for name, value in asdict(key.limits).items() if value is not None},
         "remaining": account.remaining(),
     }
@@ -236,6 +242,8 @@ def _generation(found: Found, first: float, now: float, cache: dict[str, Any] | 
         "prompt_tokens": timeline.num_prompt,
         "cached_tokens": timeline.num_cached,
         "computed_tokens": timeline.num_computed,
+        "proposed_tokens": timeline.num_proposed,
+        "accepted_tokens": timeline.num_agreed,
         "completion_tokens": timeline.num_tokens - timeline.num_prompt,
         "preemptions": timeline.num_preemptions,
         "finish_reason": None if timeline.finish_reason is None else timeline.finish_reason.value,
@@ -279,7 +287,11 @@ def probe_routes(served: Served) -> APIRouter:
     """Health probes and metrics, at the root only."""
     api = APIRouter(route_class=JsonRoute.with_texts(served.texts))
     keys = served.keys
-    metrics = Metrics(served.telemetry, lambda: {one.key.name: one.totals for one in keys.accounts})
+    metrics = Metrics(
+        served.telemetry,
+        lambda: {one.key.name: one.totals for one in keys.accounts},
+        has_vllm_names=served.config.metrics_alias == "vllm",
+    )
     health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
     about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
 
@@ -296,9 +308,9 @@ def probe_routes(served: Served) -> APIRouter:
     @api.head("/health/live", include_in_schema=False)
     @api.get("/health/live", responses=health, tags=["health"])
     async def get_live() -> Response:
-        """Does it run? 503 if an engine thread hangs, which only a restart of the server ends."""
-        if served.is_hung:
-            return JSONResponse({"status": "hung"}, 503)
+        """Does it run? 503 if an engine hangs or was given up, which only a restart of the server ends."""
+        if served.is_lost:
+            return JSONResponse({"status": "engine lost"}, 503)
         return JSONResponse({"status": "live"})
 
     @api.get(
@@ -311,5 +323,37 @@ def probe_routes(served: Served) -> APIRouter:
     async def get_metrics() -> Response:
         """Counters, gauges and histograms of the server and its engines."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    about_loads: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Loads}, **schemas.errors(401, 503)}
+
+    @api.get("/v1/loads", responses=about_loads, tags=["telemetry"], dependencies=[KEY])
+    @api.get("/loads", include_in_schema=False, dependencies=[KEY])
+    async def get_loads() -> Response:
+        """How busy each engine core is, as SGLang tells routers."""
+        cores = [watch.view for watches in served.telemetry.watches.values() for watch in watches]
+        loads = [
+            {
+                "dp_rank": rank,
+                "num_running_reqs": core.num_running,
+                "num_waiting_reqs": core.num_waiting,
+                "num_used_tokens": core.num_cells - core.free_cells,
+                "max_total_num_tokens": core.num_cells,
+            }
+            for rank, core in enumerate(cores)
+        ]
+        return JSONResponse(
+            {"timestamp": time.time(), "version": __version__, "dp_rank_count": len(loads), "loads": loads}
+        )
+
+    @api.get("/server_info", include_in_schema=False, dependencies=[KEY])
+    @api.get("/get_server_info", include_in_schema=False, dependencies=[KEY])
+    async def get_server_info() -> Response:
+        """What routers ask a server when they find it."""
+        models = served.models.entries
+        first = None if not models else models[0]
+        length = None if first is None or first.model is None else first.model.llm.max_model_len
+        name = None if first is None else first.spec.name
+        about = {"version": __version__, "model_path": name, "served_model_name": name, "max_model_len": length}
+        return JSONResponse({**about, "models": [entry.spec.name for entry in models]})
 
     return api

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tokenmill.engine.request import context_overflow
 from tokenmill.errors import ContextOverflow, TokenmillError
 from tokenmill.server import schemas
-from tokenmill.server.api.responses import as_message
+from tokenmill.server.api.items import as_message
 from tokenmill.server.bodies import KEY, JsonRoute
 from tokenmill.server.config import ServerConfig
 from tokenmill.server.errors import ApiError
@@ -58,8 +58,13 @@ def session_routes(served: Served) -> APIRouter:
         **schemas.errors(*REFUSALS),
     }
 
-    def find(http: Request, session_id: str) -> ServedModel:
-        return served.model_of(http.state.caller, session_id)
+    async def find(http: Request, session_id: str, resumes: str | None = None) -> ServedModel:
+        return await served.model_of(http.state.caller, session_id, resumes=resumes)
+
+    async def look(http: Request, session_id: str) -> tuple[ServedModel, SessionInfo]:
+        """A session that is only read: it stays where it is."""
+        model = await served.model_of(http.state.caller, session_id, is_read=True)
+        return model, await model.sessions.info(session_id)
 
     def shown(model: ServedModel, session_id: str, status: int = 200) -> JSONResponse:
         return JSONResponse(session_shape(model, model.sessions.get(session_id)), status)
@@ -71,7 +76,9 @@ def session_routes(served: Served) -> APIRouter:
         past = None if body.messages is None else as_input(body.messages, config, "messages")
         model = await served.models.use(body.model)
         if system := body.system:  # it would be found too long only with the first input
-            ids = await while_connected(http, served.texts.run(len(system), lambda: model.llm.prompt_ids(system)))
+            ids = await while_connected(
+                http.state.caller, served.texts.run(len(system), lambda: model.llm.prompt_ids(system))
+            )
             if len(ids) >= (longest := model.llm.max_model_len):
                 raise ContextOverflow(context_overflow(longest, len(ids), 1))
         hints = served.hints(http.state.caller.key, body)
@@ -95,6 +102,7 @@ def session_routes(served: Served) -> APIRouter:
                 with suppress(TokenmillError):  # its model may have gone meanwhile
                     await model.sessions.end_session(session_id)
                 raise
+        http.state.caller.session_id = session_id
         return shown(model, session_id, 201)
 
     @api.get("/sessions", responses={200: {"model": schemas.SessionPage}, **schemas.errors(400, 401, 404, 503)})
@@ -107,7 +115,7 @@ def session_routes(served: Served) -> APIRouter:
         order: Annotated[Literal["asc", "desc"], Query(description="By creation time.")] = "asc",
     ) -> Response:
         """The key's sessions, page by page."""
-        found, has_more = served.sessions(http.state.caller, limit, after, newest_first=order == "desc")
+        found, has_more = await served.sessions(http.state.caller, limit, after, newest_first=order == "desc")
         data = [session_shape(model, info) for model, info in found]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
@@ -115,7 +123,7 @@ def session_routes(served: Served) -> APIRouter:
     @api.get("/sessions/{session_id}", responses=one)
     async def get_session(http: Request, session_id: SessionId) -> Response:
         """What it is doing, and how long it is."""
-        return shown(find(http, session_id), session_id)
+        return JSONResponse(session_shape(*await look(http, session_id)))
 
     @api.delete(
         "/sessions/{session_id}",
@@ -124,7 +132,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def delete_session(http: Request, session_id: SessionId) -> Response:
         """Give everything up: an answer on its way ends. 202 if the session could not be removed from the disk yet."""
-        ended = await find(http, session_id).sessions.end_session(session_id)
+        ended = await (await find(http, session_id)).sessions.end_session(session_id)
         if ended.durable is not False:
             return Response(status_code=204)
         about = {"id": session_id, "object": "session.deleted", "durable": False, "problem": ended.problem}
@@ -135,7 +143,7 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def get_turns(http: Request, session_id: SessionId) -> Response:
         """What was said, turn by turn."""
-        info = find(http, session_id).sessions.get(session_id)
+        _, info = await look(http, session_id)
         return JSONResponse({"object": "list", "data": turns_shape(info)})
 
     @api.get(
@@ -145,33 +153,43 @@ def session_routes(served: Served) -> APIRouter:
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
         names = served.telemetry.names.seen_by(http.state.caller.key)
-        costs = find(http, session_id).sessions.explain(session_id)
-        turns = [{"id": cost.request_id, **cost_json(cost, names)} for cost in costs]
+        costs = (await find(http, session_id)).sessions.explain(session_id)
+        turns = [
+            {
+                "id": cost.request_id,
+                **cost_json(cost, names),
+                "proposed_tokens": cost.num_proposed,
+                "accepted_tokens": cost.num_agreed,
+            }
+            for cost in costs
+        ]
         return JSONResponse({"object": "session.explanation", "session_id": session_id, "turns": turns})
 
     @api.post("/sessions/{session_id}/append", responses=one)
     async def append_input(http: Request, session_id: SessionId, body: AppendInput) -> Response:
         """New input, without an answer yet."""
-        model = find(http, session_id)
+        model = await find(http, session_id)
         given = as_input(body.input, config)
         options = {"raw": bool(body.raw), "continue_final_message": bool(body.continue_final_message)}
-        await while_connected(http, model.sessions.append_input(session_id, given, **options))
+        await while_connected(http.state.caller, model.sessions.append_input(session_id, given, **options))
         return shown(model, session_id)
 
     async def answer(http: Request, session_id: str, body: AnswerRequest, *, again: bool) -> Response:
         body.check(config)
-        model = find(http, session_id)
+        model = await find(http, session_id)
         given = None if body.input is None else as_input(body.input, config)
         caller: Caller = http.state.caller
-        options = {"timeout_s": served.timeout(http, body), "priority": body.priority, **body.changes()}
+        options = {"timeout_s": served.timeout(http.state.caller, body), "priority": body.priority, **body.changes()}
         options["quota"] = served.quota(caller.key, body)
         options |= {
             "use": session_use(model.sessions.tools_of(session_id), body),
             "thinking_budget": body.thinking_token_budget,
         }
-        live = await while_connected(http, model.sessions.answer(session_id, given=given, again=again, **options))
+        live = await while_connected(
+            http.state.caller, model.sessions.answer(session_id, given=given, again=again, **options)
+        )
         charge_for(live, caller)
-        stream = AnswerEvents(http, model.name, model.forms, session_id, live)
+        stream = AnswerEvents(http.state.caller, model.name, model.forms, session_id, live)
         caller.model = model.name
         served.telemetry.note_call(caller.key, caller.request_id, live.request_id)
         return stream.stream(0, config) if body.is_streamed else JSONResponse(await stream.whole())
@@ -196,16 +214,18 @@ def session_routes(served: Served) -> APIRouter:
 
         After a restart: 409 `answer_lost`, with the `durable_offset` of tokens that are in the session's turns.
         """
-        model = find(http, session_id)
         seen = read_event_id(last_event_id)
+        model = await find(http, session_id, resumes=seen.request_id or "")
         found = await model.sessions.last_answer(session_id, seen.request_id)
         seen.check(found)
-        return AnswerEvents(http, model.name, model.forms, session_id, found).stream(seen.offset, config)
+        if found.is_rerun:
+            charge_for(found, http.state.caller)
+        return AnswerEvents(http.state.caller, model.name, model.forms, session_id, found).stream(seen.offset, config)
 
     @api.post("/sessions/{session_id}/cancel", responses=one)
     async def cancel(http: Request, session_id: SessionId) -> Response:
         """End the answer that is on its way; the session keeps what was said."""
-        model = find(http, session_id)
+        model = await find(http, session_id)
         await model.sessions.cancel_generate(session_id)
         return shown(model, session_id)
 
@@ -219,24 +239,26 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def fork(http: Request, session_id: SessionId, body: ForkSession) -> Response:
         """New sessions that go on from here, or from a turn or token before."""
-        model = find(http, session_id)
+        model = await find(http, session_id)
         forking = model.sessions.fork(session_id, at_turn=body.at_turn, at_token=body.at_token, n=body.n or 1)
-        names = await while_connected(http, forking)
+        names = await while_connected(http.state.caller, forking)
         data = [session_shape(model, model.sessions.get(name)) for name in names]
         return JSONResponse({"object": "list", "data": data}, 201)
 
     @api.post("/sessions/{session_id}/rewind", responses=one)
     async def rewind(http: Request, session_id: SessionId, body: RewindSession) -> Response:
-        """Keep so many turns, or so many tokens, and forget the rest."""
-        model = find(http, session_id)
-        await while_connected(http, model.sessions.rewind(session_id, at_turn=body.at_turn, at_token=body.at_token))
+        """Keep the first turns or tokens, up to the given number, and drop the rest."""
+        model = await find(http, session_id)
+        await while_connected(
+            http.state.caller, model.sessions.rewind(session_id, at_turn=body.at_turn, at_token=body.at_token)
+        )
         return shown(model, session_id)
 
     @api.post("/sessions/{session_id}/edit", responses=one)
     async def edit(http: Request, session_id: SessionId, body: EditTurn) -> Response:
         """Another text for an input turn; what came after it is forgotten."""
-        model = find(http, session_id)
-        await while_connected(http, model.sessions.edit(session_id, body.turn, body.content))
+        model = await find(http, session_id)
+        await while_connected(http.state.caller, model.sessions.edit(session_id, body.turn, body.content))
         return shown(model, session_id)
 
     file: dict[str, Any] = {"description": "A session file.", "content": {MEDIA_TYPE: {"schema": FILE}}}
@@ -246,8 +268,8 @@ def session_routes(served: Served) -> APIRouter:
     )
     async def save(http: Request, session_id: SessionId, body: SaveSession) -> Response:
         """The session as a file, to be restored here or elsewhere."""
-        model = find(http, session_id)
-        data = await while_connected(http, model.sessions.export(session_id, kv=bool(body.kv)))
+        model = await find(http, session_id)
+        data = await while_connected(http.state.caller, model.sessions.export(session_id, kv=bool(body.kv)))
         name = {"Content-Disposition": 'attachment; filename="conversation.session"'}
         return Response(data, media_type=MEDIA_TYPE, headers=name)
 
@@ -260,7 +282,7 @@ def session_routes(served: Served) -> APIRouter:
     async def restore(
         http: Request, model: Annotated[str | None, Query(description="Of which model it is, if not the first.")] = None
     ) -> Response:
-        """A new session from a file that `save` gave. It is the caller's, whosever it was."""
+        """Create a session from a file written by `save`; it belongs to the caller."""
         hints = served.hints(http.state.caller.key, Hinted.model_validate({}))
         found = await served.models.use(model)
         data = await http.body()
@@ -272,8 +294,8 @@ def session_routes(served: Served) -> APIRouter:
     @api.post("/sessions/{session_id}", responses=one)  # after /sessions/restore, which is no session
     async def update_session(http: Request, session_id: SessionId, body: UpdateSession) -> Response:
         """Another title, or other metadata; after an answer that is on its way."""
-        model = find(http, session_id)
-        await while_connected(http, model.sessions.update_session(session_id, **body.changes()))
+        model = await find(http, session_id)
+        await while_connected(http.state.caller, model.sessions.update_session(session_id, **body.changes()))
         return shown(model, session_id)
 
     return api

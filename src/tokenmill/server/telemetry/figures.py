@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from math import floor
 
@@ -89,14 +89,16 @@ class CoreFigures:
         self.num_cached = 0
         self.num_generated = 0
         self.num_forced = 0
-        self.num_proposed = 0
-        self.num_agreed = 0
         self.num_computed = 0
         self.num_preempted = 0
         self.num_evicted = 0
         self.num_failed_steps = 0
         self.num_restarts = 0
         self.ended = dict.fromkeys(FinishReason, 0)
+        self.proposed: Counter[tuple[str, int]] = Counter()
+        """By proposer and position, the first being 1: tokens that were proposed and verified..."""
+        self.accepted: Counter[tuple[str, int]] = Counter()
+        """...and those of them that were drawn as proposed."""
         self.step_s, self.schedule_s, self.inter_token_s = Tally(SHORT_S), Tally(SHORT_S), Tally(SHORT_S)
         self.step_tokens, self.step_sequences = Tally(TOKENS), Tally(SEQUENCES)
         self.mask_s, self.compile_s = Tally(SHORT_S), Tally(SHORT_S)
@@ -170,8 +172,11 @@ class CoreFigures:
         if isinstance(event, ProposalEvent):
             self._note_forced(sum(event.counts))
         elif isinstance(event, VerifiedEvent):
-            self.num_proposed += sum(event.num_proposed)
-            self.num_agreed += sum(event.num_agreed)
+            for name, num_proposed, num_agreed in zip(
+                event.proposers, event.num_proposed, event.num_agreed, strict=True
+            ):
+                self.proposed.update((name, position + 1) for position in range(num_proposed))
+                self.accepted.update((name, position + 1) for position in range(num_agreed))
             self.num_generated += sum(event.num_drawn)
         elif isinstance(event, ParkedEvent):
             self.num_evicted += event.change is ParkedChange.EVICTED
@@ -195,6 +200,8 @@ class CoreFigures:
                 setattr(self, name, value + getattr(other, name))
         for reason in self.ended:
             self.ended[reason] += other.ended[reason]
+        self.proposed.update(other.proposed.copy())
+        self.accepted.update(other.accepted.copy())
         for phase, tally in self.phase_s.items():
             tally.merge(other.phase_s[phase])
 
@@ -343,6 +350,18 @@ class KeyTotals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+@dataclass
+class BatchFigures:
+    """What has become of the lines of batches since the server started. For the event loop's thread."""
+
+    running: int = 0
+    """Lines that run."""
+    lines: Counter[Outcome] = field(default_factory=Counter)
+    """Lines that are done."""
+    by_status: Callable[[], Mapping[str, int]] = dict
+    """How many batches there are in each status."""
 
 
 class Traffic:

@@ -16,7 +16,7 @@ from tokenmill.engine.timeline import Timeline
 from tokenmill.entrypoints.async_llm import AsyncLLM
 from tokenmill.errors import EngineDead
 from tokenmill.pipeline.prompts import callers_name
-from tokenmill.server.telemetry.figures import SHORT_S, CoreFigures, Tally, Traffic
+from tokenmill.server.telemetry.figures import SHORT_S, BatchFigures, CoreFigures, Tally, Traffic
 from tokenmill.server.telemetry.live import PACE_S, CoreWatch, EndListener, Names, Reader, Told
 from tokenmill.server.telemetry.timeline import Delivery
 
@@ -45,6 +45,7 @@ class Telemetry:
 
     def __init__(self, on_end: EndListener | None = None) -> None:
         self.traffic = Traffic()
+        self.batches = BatchFigures()
         self.names = Names()
         self.loop_lag_s = Tally(SHORT_S)
         """How long callbacks have waited for the event loop."""

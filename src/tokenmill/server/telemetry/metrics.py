@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from tokenmill import __version__
 from tokenmill.engine.events import Phase
-from tokenmill.server.telemetry.figures import CoreFigures, KeyTotals, Outcome, Tally, Traffic
+from tokenmill.server.telemetry.figures import BatchFigures, CoreFigures, KeyTotals, Outcome, Tally, Traffic
 from tokenmill.server.telemetry.hub import Telemetry
 from tokenmill.server.telemetry.live import CoreWatch
 
@@ -26,13 +26,15 @@ COUNTERS = {
     "num_cached": ("cached_prompt_tokens", "Those of them whose KV was there already."),
     "num_generated": ("generated_tokens", "Tokens of outputs, drawn and forced."),
     "num_forced": ("forced_tokens", "Those of them that a grammar left no choice about."),
-    "num_proposed": ("proposed_tokens", "Tokens that speculation proposed and a step computed."),
-    "num_agreed": ("accepted_tokens", "Those of them that were drawn as proposed."),
     "num_computed": ("computed_tokens", "Tokens that went through the model, prompts and drawn ones."),
     "num_preempted": ("preemptions", "Requests that lost their place to others, and went on later."),
     "num_evicted": ("evictions", "Parked sequences that were given up to make room."),
     "num_failed_steps": ("failed_steps", "Steps that failed and whose requests were run alone."),
     "num_restarts": ("engine_restarts", "Engine cores that died and were built again."),
+}
+PROPOSALS = {
+    "proposed": ("proposed_tokens", "Tokens that speculation proposed and a step verified."),
+    "accepted": ("accepted_tokens", "Those of them that were drawn as proposed."),
 }
 HISTOGRAMS = {
     "first_token_s": ("time_to_first_token_seconds", "From the queue to the first token."),
@@ -58,10 +60,18 @@ PHASES = {
 class Metrics(Collector):
     """A server's metrics. For the event loop's thread."""
 
-    def __init__(self, telemetry: Telemetry, keys: Callable[[], Mapping[str, KeyTotals]] = dict) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        keys: Callable[[], Mapping[str, KeyTotals]] = dict,
+        *,
+        has_vllm_names: bool = False,
+    ) -> None:
         self._telemetry = telemetry
         self._keys = keys
         """What each API key has used, by its name."""
+        self._has_vllm_names = has_vllm_names
+        """Tell what routers look at under vLLM's names, too."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -78,8 +88,11 @@ class Metrics(Collector):
         yield lag
         yield from _traffic(self._telemetry.traffic)
         yield from _by_key(self._keys())
+        yield from _batches(self._telemetry.batches)
         yield from _engine(self._telemetry.figures())
         yield from _now(self._telemetry.watches)
+        if self._has_vllm_names:
+            yield from _as_vllm(self._telemetry.watches)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known before it is asked for."""
@@ -123,12 +136,30 @@ def _by_key(keys: Mapping[str, KeyTotals]) -> Iterator[Metric]:
     yield from (running, requests, tokens)
 
 
+def _batches(figures: BatchFigures) -> Iterator[Metric]:
+    batches = GaugeMetricFamily("tokenmill_batches", "Batches, by their status.", labels=["status"])
+    for status, count in figures.by_status().items():
+        batches.add_metric([status], count)
+    yield batches
+    yield GaugeMetricFamily("tokenmill_batch_lines_running", "Lines of batches that run.", figures.running)
+    lines = CounterMetricFamily("tokenmill_batch_lines", "Lines of batches that are done.", labels=["outcome"])
+    for outcome in (Outcome.FINISHED, Outcome.FAILED):
+        lines.add_metric([outcome.value], figures.lines[outcome])
+    yield lines
+
+
 def _engine(models: dict[str, CoreFigures]) -> Iterator[Metric]:
     """What the engines have done."""
     for attribute, (name, what) in COUNTERS.items():
         counter = CounterMetricFamily(f"tokenmill_{name}", what, labels=["model"])
         for model, figures in models.items():
             counter.add_metric([model], getattr(figures, attribute))
+        yield counter
+    for attribute, (name, what) in PROPOSALS.items():
+        counter = CounterMetricFamily(f"tokenmill_{name}", what, labels=["model", "proposer", "position"])
+        for model, figures in models.items():
+            for (proposer, position), count in sorted(getattr(figures, attribute).items()):
+                counter.add_metric([model, proposer, str(position)], count)
         yield counter
     ended = CounterMetricFamily(
         "tokenmill_requests", "Requests of the engine that have ended.", labels=["model", "finish_reason"]
@@ -162,6 +193,46 @@ def _now(models: dict[str, list[CoreWatch]]) -> Iterator[Metric]:
     for model, cores in views.items():
         used.add_metric([model], sum(core.num_cells - core.free_cells for core in cores))
     yield used
+    usage = GaugeMetricFamily(
+        "tokenmill_kv_cache_usage", "Fraction of KV memory that running requests take, 0 to 1.", labels=["model"]
+    )
+    for model, watches in models.items():
+        usage.add_metric([model], kv_usage(watches))
+    yield usage
+
+
+def kv_usage(watches: Sequence[CoreWatch]) -> float:
+    """The fraction of KV memory that running requests take. Parked KV counts as free: it is evicted when needed."""
+    views = [watch.view for watch in watches]
+    used = sum(max(0, view.num_cells - view.free_cells - view.num_parked_tokens) for view in views)
+    return used / max(1, sum(view.num_cells for view in views))
+
+
+def _as_vllm(models: dict[str, list[CoreWatch]]) -> Iterator[Metric]:
+    """What the schedulers of inference gateways read, under the names that they know."""
+    for name, what, value in (
+        (
+            "num_requests_running",
+            "Requests that have a place.",
+            lambda cores: sum(one.view.num_running for one in cores),
+        ),
+        (
+            "num_requests_waiting",
+            "Requests that wait for one.",
+            lambda cores: sum(one.view.num_waiting for one in cores),
+        ),
+        ("kv_cache_usage_perc", "Fraction of KV memory in use, 0 to 1.", kv_usage),
+    ):
+        gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])
+        for model, cores in models.items():
+            gauge.add_metric([model], value(cores))
+        yield gauge
+    config = GaugeMetricFamily(
+        "vllm:cache_config_info", "Size of KV memory.", labels=["model_name", "block_size", "num_gpu_blocks"]
+    )
+    for model, cores in models.items():
+        config.add_metric([model, "1", str(sum(one.view.num_cells for one in cores))], 1)
+    yield config
 
 
 def _histogram(name: str, what: str, tallies: dict[str, Tally]) -> HistogramMetricFamily:

@@ -215,5 +215,7 @@ def _attributes(model: str, timeline: Timeline) -> dict[str, Any]:
         "tokenmill.request": timeline.request_id,
         "tokenmill.cached_tokens": timeline.num_cached,
         "tokenmill.computed_tokens": timeline.num_computed,
+        "tokenmill.proposed_tokens": timeline.num_proposed,
+        "tokenmill.accepted_tokens": timeline.num_agreed,
         "tokenmill.preemptions": timeline.num_preemptions,
     }

@@ -17,6 +17,11 @@ export class History {
     second.longestMs = Math.max(second.longestMs, stepMs);
   }
 
+  /** Tokens beside those that steps give in any case. */
+  noteDrawn(at, generated) {
+    this.#second(at).generated += generated;
+  }
+
   /** A request started with so much of its prompt cached. */
   noteStart(at, prompt, cached) {
     const second = this.#second(at);

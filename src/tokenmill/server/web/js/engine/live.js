@@ -52,6 +52,7 @@ export class LiveState extends Emitter {
 }
 
 const nameOf = ({ model, core }) => `${core} ${model}`;
+const sumOf = (numbers) => numbers.reduce((sum, one) => sum + one, 0);
 
 /** One core: its state, and what it did lately. */
 export class LiveCore {
@@ -59,7 +60,7 @@ export class LiveCore {
   ticks = []; // the latest steps, oldest first; null where some were missed
   ended = []; // the latest requests that are done, newest first
   counters = {
-    steps: 0, generated: 0, prefill: 0, prompt: 0, cached: 0, ended: 0,
+    steps: 0, generated: 0, prefill: 0, prompt: 0, cached: 0, proposed: 0, accepted: 0, ended: 0,
     preemptions: 0, evictions: 0, failedSteps: 0, restarts: 0, missed: 0,
   };
   #hues = new Map(); // request -> its colour
@@ -89,7 +90,8 @@ export class LiveCore {
 
   take(kind, data) {
     if (kind === "tick") this.#tick(data);
-    else if (kind === "forced") this.counters.generated += data.tokens.reduce((sum, count) => sum + count, 0);
+    else if (kind === "forced") this.counters.generated += sumOf(data.tokens);
+    else if (kind === "verified") this.#verify(data);
     else if (kind === "request") this.#request(data);
     else if (kind === "parked") this.counters.evictions += data.change === "evicted";
     else if (kind === "failed_step") this.counters.failedSteps += 1;
@@ -117,7 +119,7 @@ export class LiveCore {
 
   #tick({ tick, at, slots, tokens, decode, drawn, step_ms: stepMs, schedule_ms: scheduleMs }) {
     const requests = slots.map((slot) => this.view.slots[slot].request);
-    const prefill = tokens.reduce((sum, count) => sum + count, 0) - decode;
+    const prefill = sumOf(tokens.slice(decode)); // those before may have proposed tokens, too
     const hues = requests.map((request) => this.hueOf(request));
     this.#noteStep({ tick, requests, hues, tokens, decode, prefill, stepMs, scheduleMs });
     this.history.noteTick(at, drawn.length, prefill, stepMs);
@@ -125,6 +127,13 @@ export class LiveCore {
     this.counters.generated += drawn.length;
     this.counters.prefill += prefill;
     for (const slot of drawn) this.#noteToken(at, this.view.slots[slot].request);
+  }
+
+  #verify({ at, proposed, accepted, drawn }) {
+    this.history.noteDrawn(at, sumOf(drawn));
+    this.counters.generated += sumOf(drawn);
+    this.counters.proposed += sumOf(proposed);
+    this.counters.accepted += sumOf(accepted);
   }
 
   #noteStep(step) {

@@ -34,6 +34,7 @@ export class CoreView {
     else if (kind === "request") this.#change(data);
     else if (kind === "parked") this.#changeParked(data);
     else if (kind === "forced") data.slots.forEach((slot, i) => (this.#slots[slot].tokens += data.tokens[i]));
+    else if (kind === "verified") this.#verify(data);
     else if (kind === "cells") this.free = data.free;
     else if (kind === "start") this.#reset(data.slots, data.cells);
   }
@@ -49,6 +50,14 @@ export class CoreView {
       const slot = this.#slots[number];
       if (slot.state !== "idle") slot.tokens += 1;
     }
+  }
+
+  /** Proposed tokens were verified: the draws behind accepted ones are tokens, rejected ones are computed no more. */
+  #verify({ slots, proposed, accepted, drawn }) {
+    slots.forEach((number, i) => {
+      this.#slots[number].tokens += drawn[i];
+      this.#slots[number].computed -= proposed[i] - accepted[i];
+    });
   }
 
   #change({ phase, request, session, slot, tokens, computed }) {

@@ -61,7 +61,8 @@ export function Ended({ core, onPick }) {
 
 const COUNTERS = [
   ["steps", "Steps"], ["generated", "Tokens generated"], ["prefill", "Tokens prefilled"],
-  ["prompt", "Prompt tokens"], ["cached", "Prompt tokens cached"], ["ended", "Requests ended"],
+  ["prompt", "Prompt tokens"], ["cached", "Prompt tokens cached"],
+  ["proposed", "Tokens proposed"], ["accepted", "Proposed tokens accepted"], ["ended", "Requests ended"],
   ["preemptions", "Preemptions"], ["evictions", "Evictions"], ["failedSteps", "Failed steps"],
   ["restarts", "Core restarts"], ["missed", "Times events were missed"],
 ];

@@ -90,6 +90,8 @@ function Generation({ one, numOthers }) {
       <${Fact} of=${one} name="cached_tokens" label="Cached" show=${count} />
       <${Fact} of=${one} name="computed_tokens" label="Computed in all" show=${count} />
       <${Fact} of=${one} name="completion_tokens" label="Generated" show=${count} />
+      <${Fact} of=${one} name="proposed_tokens" label="Proposed" show=${count} />
+      <${Fact} of=${one} name="accepted_tokens" label="Accepted of these" show=${count} />
       <${Fact} of=${one} name="ttft_s" label="First token after" show=${precise} />
       <${Fact} of=${one} name="seconds" label="In all" show=${precise} />
       <${Fact} of=${one} name="preemptions" label="Preemptions" show=${count} />
