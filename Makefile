@@ -1,5 +1,6 @@
-# Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter; TORCH the build of torch, cpu or cuda
-# (default: the one that is installed, else cuda on a machine with an NVIDIA GPU); TORCH_INDEX an index to take it from.
+# Every target sets up what it needs in .venv, once. PYTHON chooses the interpreter; TORCH whether torch is installed: none,
+# cpu or cuda, its build (default: what is installed, else cuda on a machine with an NVIDIA GPU, none elsewhere; tests need
+# a build); TORCH_INDEX an index to take it from.
 PYTHON ?= python3
 VENV   := .venv
 MINUTES ?= 5
@@ -11,16 +12,17 @@ unexport PYTHONDONTWRITEBYTECODE  # hundreds of test processes import the same s
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 GPU    := $(strip $(shell nvidia-smi -L 2>/dev/null | grep '^GPU') $(wildcard /proc/driver/nvidia/gpus/*))
-TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*))),$(if $(GPU),cuda,cpu))
-$(if $(filter cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be cpu or cuda))
+TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*))),$(if $(GPU),cuda,none))
+$(if $(filter none cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be none, cpu or cuda))
+TESTED := $(if $(filter none,$(TORCH)),$(if $(GPU),cuda,cpu),$(TORCH))  # the build that the tests run with
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test test-fast flaky mutants soak walks clients screenshots docs check format requirements clean
+.PHONY: help serve tour test test-fast test-cluster test-arm test-light flaky mutants soak walks clients screenshots docs docs-site figures wheel check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-KERNELS := $(wildcard src/tokenmill/backends/torch/native/*.c src/tokenmill/backends/torch/native/*.h)
+KERNELS := $(wildcard src/tokenmill/backends/cpu/*.c src/tokenmill/backends/cpu/*.h)
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
@@ -28,24 +30,28 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # One stamp for each build, so that another TORCH replaces what is there.
-$(VENV)/.torch-$(TORCH): constraints.txt tools/install_torch.py | $(BIN)/python
+$(VENV)/.torch-%: constraints.txt tools/install_torch.py | $(BIN)/python
 	@echo "setting up $(VENV): torch"
 	@rm -f $(VENV)/.torch-*
-	@$(BIN)/python tools/install_torch.py $(TORCH)
+	@$(BIN)/python tools/install_torch.py $*
+	@touch $@
+
+$(VENV)/.torch-none: | $(BIN)/python
+	@if ls $(VENV)/.torch-* >/dev/null 2>&1; then $(BIN)/python -m pip uninstall --quiet --yes torch; rm -f $(VENV)/.torch-*; fi
 	@touch $@
 
 $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV)/.torch-$(TORCH)
-	@echo "setting up $(VENV): what engine and server need, about a minute"
-	@$(PIP) -e '.[server]'
+	@echo "setting up $(VENV): what engine and server need, less than a minute"
+	@$(PIP) --no-compile -e '.[server]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base
-	@echo "setting up $(VENV): test and quality tools, a browser, nginx, llama.cpp (built if there is no wheel: some minutes)"
+$(VENV)/.dev: $(VENV)/.base | $(VENV)/.torch-$(strip $(TESTED))
+	@echo "setting up $(VENV): test and quality tools, a browser, nginx, PostgreSQL, llama.cpp (built if there is no wheel: some minutes)"
 	@$(PIP) -e '.[dev,llamacpp]'
 	@sh tools/test_packages.sh
 	@touch $@
 
-serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API; TORCH=cpu|cuda
+serve: $(VENV)/.base  ## serve MODEL (the default one) on PORT (8000): a web page, and OpenAI's API; TORCH=none|cpu|cuda
 	@exec $(BIN)/tokenmill serve $(MODEL) --port $(PORT) $(ARGS)
 
 tour: $(VENV)/.base  ## see the contract and the engine at work on the fake backend, tick by tick
@@ -55,12 +61,33 @@ tour: $(VENV)/.base  ## see the contract and the engine at work on the fake back
 TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py orders them
 
 test: $(VENV)/.dev  ## run all tests, on two cores
-	@$(BIN)/python -m pytest $(TWO_CORES) $(ARGS)
+	@$(BIN)/python -m pytest $(TWO_CORES) --ignore tests/cluster $(ARGS)
+
+test-cluster: $(VENV)/.dev  ## run the tests of several servers on a real PostgreSQL, which are killed: some minutes
+	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 FAST := contract kv engine session sampling text test_imports.py test_public_names.py test_requirements.py
 
 test-fast: $(VENV)/.dev  ## run the fast tests of contract, engine, sessions, sampling and text: before each commit
 	@$(BIN)/python -m pytest $(TWO_CORES) -m "not slow" $(addprefix tests/,$(FAST)) $(ARGS)
+
+# A choice of what needs no torch, since all of it would take as long as the whole suite: ARGS takes other tests.
+LIGHT := .venv-light
+LIGHT_TESTS := conformance/test_checks.py conformance/test_state_machine.py engine/test_properties.py session/test_properties.py \
+    session/test_store.py session/test_kill.py native/test_reference_ids.py server/test_openai.py server/test_session_verbs.py web/test_chat.py
+
+$(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+	@echo "setting up $(LIGHT): the light install, and what its tests need"
+	@$(PYTHON) -m venv $(LIGHT)
+	@$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@! $(LIGHT)/bin/python -c 'import torch' 2>/dev/null
+	@touch $@
+
+test-light: $(LIGHT)/.ready  ## run the tests that need no torch in an environment without it (.venv-light), on two cores
+	@$(LIGHT)/bin/python -m pytest $(TWO_CORES) $(or $(ARGS),$(addprefix tests/,$(LIGHT_TESTS)))
+
+test-arm: $(VENV)/.dev  ## run the tests of the CPU kernels on ARM, under qemu
+	@PYTHON=$(BIN)/python sh tools/test_arm.sh $(ARGS)
 
 flaky: $(VENV)/.dev  ## run all tests beside three busy loops and list those that fail
 	@$(BIN)/python -m tests.flaky --busy 3 --allowed 0 make test
@@ -83,7 +110,19 @@ screenshots: $(VENV)/.dev  ## pictures of the web page, for the README
 docs: $(VENV)/.dev  ## write the generated parts of docs/
 	@$(BIN)/python -m tests.generated_docs
 
-check: $(VENV)/.dev  ## lint, format, types, layers
+docs-site: $(VENV)/.dev  ## build the documentation site into .site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+figures: $(VENV)/.dev  ## measure the figures of the README and of docs/benchmarks.md again: 20 minutes on two quiet cores
+	@$(BIN)/tokenmill bench report --quick --json docs/reports/cpu.json --html docs/reports/cpu.html
+	@$(BIN)/tokenmill bench report --quick --shape 1b --sections kernels --rounds 3 --json docs/reports/cpu-1b.json --html docs/reports/cpu-1b.html
+	@$(BIN)/python -m benchmarks.scaling --json docs/reports/scaling.json --plots docs/images || true
+	@$(BIN)/python -m tests.generated_docs
+
+wheel:  ## build the sdist and the wheel into dist/, twice, and install the wheel with PYTHON into an empty environment
+	@$(PYTHON) tools/build_wheel.py --test $(PYTHON)
+
+check: docs-site  ## lint, format, types, layers, documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -96,5 +135,5 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 requirements: $(VENV)/.dev  ## print requirement -> tests; fails if a delivered one has no test
 	@$(BIN)/python -m tests.requirements
 
-clean:  ## remove .venv, .clients, .mutants and caches
-	rm -rf $(VENV) .clients .mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## remove .venv, .venv-light, .clients, .mutants and caches
+	rm -rf $(VENV) $(LIGHT) .clients .mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

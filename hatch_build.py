@@ -1,8 +1,12 @@
-"""Builds the CPU kernels at install. Without a C compiler the install goes on, and says what is lost."""
+"""Builds the CPU kernels at install. Without a C compiler the install goes on, and says what is lost.
+
+TOKENMILL_PURE=1 makes a wheel without them, for every platform.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,21 +14,21 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path(__file__).parent / "src" / "tokenmill" / "backends" / "torch" / "native"
+KERNELS = Path(__file__).parent / "src" / "tokenmill" / "backends" / "cpu"
 
 
 class KernelBuild(BuildHookInterface):
     """Compiles the library beside its sources; a wheel takes it in."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        if self.target_name != "wheel":
+        if self.target_name != "wheel" or os.environ.get("TOKENMILL_PURE"):
             return
         build = _load()
         try:
             built = build.build()
         except build.BuildFailed as failure:
             print(
-                f"tokenmill: the CPU kernels could not be built ({failure}); quantised models will run as float32, "
+                f"tokenmill: the CPU kernels could not be built ({failure}); quantized models will run as float32, "
                 "several times slower. Install a C compiler and install again.",
                 file=sys.stderr,
             )

@@ -4,6 +4,7 @@
     events     cost of the server's subscription to the engine's events
     http       cost of HTTP: streaming clients next to the same work offline
     flood      a stream while other clients post prompts that are too long
+    kernels    products of each type on the CPU, next to the processor's peak
     memory     what `tokenmill fit` plans next to what is used
     agreement  how far logits depend on the way they are computed; perplexity
     llamacpp   engine overhead over llama.cpp; the cost of parked KV
@@ -12,5 +13,5 @@
     streams    server CPU per streamed token
     turns      host cost of a session's turn by its number
 
-The wheel has those for users (`tokenmill bench`): serve, throughput, sessions, compare.
+The wheel has those for users (`tokenmill bench`): report, serve, throughput, sessions, compare.
 """

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from tokenmill.backends.checkpoints import GGUFSource, config_of
+from tokenmill.backends.families.names import GGUF_NAMES, HF_NAMES, in_file, shapes
 from tokenmill.backends.gguf_file import GGUFFile
-from tokenmill.backends.library import DEFAULT_MODEL, find_model
+from tokenmill.backends.library import find_model
 from tokenmill.backends.loading import open_model
-from tokenmill.backends.torch.families.names import GGUF_NAMES, HF_NAMES, in_file, shapes
-from tokenmill.backends.torch.sources import GGUFSource, config_of
+from tokenmill.backends.torch.weights import as_tensor
 from tokenmill.bench import bench_parser
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.contract import Backend, BackendLimits, BatchBuilder, ModelHandle, Output
 from tokenmill.errors import ConfigError, ModelNotFound
 
@@ -50,7 +52,10 @@ def as_directory(path: Path, folder: Path) -> Path:
     if config.family != "llama" or rope is None or not is_plain:
         raise ConfigError(f"{path} is not a plain Llama: give a Hugging Face directory instead")
     source = GGUFSource(file, config)
-    tensors = {in_file(own, HF_NAMES): source.load(in_file(own, GGUF_NAMES)).float() for own in shapes(config)}
+    tensors = {
+        in_file(own, HF_NAMES): as_tensor(source.load(in_file(own, GGUF_NAMES)), source.where, own).float()
+        for own in shapes(config)
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {
         "model_type": "llama",

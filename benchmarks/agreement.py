@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.backends.loading import open_model
 from tokenmill.bench import bench_parser
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.contract import BackendLimits, BatchBuilder, ModelHandle, Output
 from tokenmill.errors import ConfigError
 from tokenmill.progress import ProgressLine
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
     parser.add_argument("--text", type=Path, required=True, help="text file to score")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of the text to score")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="backend")
     parser.add_argument("--dtype", default="auto", help="data type of the weights")
     parser.add_argument("--peer", action="store_true", help="also measure llama.cpp's perplexity on the text")
     parser.add_argument(

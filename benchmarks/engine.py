@@ -62,22 +62,27 @@ class TimedModel(FakeBackend):
         self.model_s += time.thread_time() - begin
 
 
+def core_of(config: FakeConfig, **scheduling: Any) -> tuple[EngineCore, TimedModel]:
+    """An engine core on a backend whose time is taken apart."""
+    backend = TimedModel(config)
+    return EngineCore(backend, FakeModel(config).info, EngineConfig(**scheduling)), backend
+
+
 def decoding_engine(num_running: int, depth: int, num_steps: int) -> tuple[EngineCore, TimedModel]:
     """An engine in which `num_running` requests decode and will go on decoding for `num_steps`."""
     context = PROMPT + num_steps + 64
-    backend = TimedModel(
+    engine, backend = core_of(
         FakeConfig(
             vocab_size=32,
             max_context=context,
             num_cells=num_running * (context + 32),
             max_seqs=num_running + 1,
             depth=depth,
-        )
+        ),
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(2048, num_running * PROMPT),
+        max_queue=num_running,
     )
-    config = EngineConfig(
-        max_num_seqs=num_running, max_num_batched_tokens=max(2048, num_running * PROMPT), max_queue=num_running
-    )
-    engine = EngineCore(backend, FakeModel(backend.config).info, config)
     for i in range(num_running):
         prompt = [(i * 7 + j * j) % 32 for j in range(PROMPT)]
         engine.add(Request(f"r{i}", prompt, Limits(max_new_tokens=num_steps + 32)))

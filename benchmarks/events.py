@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.engine import decoding_engine
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Limits, Request
 from tokenmill.entrypoints.llm import LLM

@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import (
     HttpFailure,
@@ -48,6 +47,7 @@ from tokenmill.bench.load_clients import (
     first_model,
     serving,
 )
+from tokenmill.config import DEFAULT_MODEL
 
 SHARE = 0.95
 """Of the largest prompt that is not refused outright."""
@@ -405,7 +405,7 @@ def run_attacks(server: ServerProcess, kinds: Sequence[str], num_rounds: int, se
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = bench_parser("python -m benchmarks.flood", (__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="backend")
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients that post prompts")
     parser.add_argument("--seconds", type=float, default=15.0, help="duration of each phase, in seconds")
     parser.add_argument("--bytes", type=int, help="size of a prompt (default: 95 %% of the largest one accepted)")

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_workloads import Job, Workload, first_token, run, workloads
-from tokenmill.backends.torch.config import DecoderConfig, LayerConfig
+from tokenmill.backends.families.config import DecoderConfig, LayerConfig
+from tokenmill.backends.families.names import HF_NAMES, num_values
+from tokenmill.backends.families.rope import Rope
 from tokenmill.backends.torch.cuda.backend import CudaBackend
 from tokenmill.backends.torch.cuda.layers import CudaDecoder, Switches
 from tokenmill.backends.torch.cuda.model import CudaModel
-from tokenmill.backends.torch.families.names import HF_NAMES, num_values
 from tokenmill.backends.torch.footprint import FP8
-from tokenmill.backends.torch.rope import Rope
 from tokenmill.backends.torch.weights import DecoderWeights
 from tokenmill.bench import bench_parser
 from tokenmill.config import EngineConfig

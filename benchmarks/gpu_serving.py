@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,16 +23,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tokenmill import __version__
 from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import HttpFailure, Stream, Target, completion_body
+from tokenmill.bench.report import SPEED, Section
 from tokenmill.bench.serve import parse, run_processes
 
 NAME = "model"
 START_S, STOP_S = 300.0, 15.0
 OURS, THEIRS = "tokenmill", "vllm"
+LOAD = "Streamed completions of {} + {} random ids, greedy; each client sends its next request when it has its answer."
 FIGURES = ("output_throughput", "median_ttft_ms", "p95_ttft_ms", "median_itl_ms", "p95_itl_ms")
 
 
@@ -116,11 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", nargs="+", choices=[OURS, THEIRS], help="servers (default: those installed)")
     parser.add_argument("--vllm-kv-bytes", type=int, default=32 << 30, help="KV memory of vLLM (bytes)")
     parser.add_argument("--vllm-argument", nargs="*", default=[], help="further arguments of vLLM")
+    parser.add_argument("--report", type=Path, help="write a report for the README to this file (default: none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per measurement")
     options = parser.parse_args(arguments)
     servers = options.servers or [OURS, *([THEIRS] if importlib.util.find_spec("vllm") is not None else [])]
+    sections: list[dict[str, Any]] = []
     for checkpoint in options.checkpoints:
         found: dict[tuple[str, int], dict[str, Any]] = {}
+        section = Section(
+            "http", f"Over HTTP, {Path(checkpoint).name}", LOAD.format(options.input_len, options.output_len)
+        )
+        rows = {count: section.row(f"{count} clients", SPEED, "") for count in options.clients}
         for server in servers:
             port = free_port()
             with started(command_of(server, checkpoint, port, options), port) as target:
@@ -129,10 +141,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rounds = [measure(target, num_clients, options, seed) for seed in range(options.rounds)]
                     best = max(rounds, key=lambda one: float(one["output_throughput"]))
                     found[server, num_clients] = best
+                    speeds = [float(one["output_throughput"]) for one in rounds]
+                    if server == OURS:
+                        rows[num_clients].ours, rows[num_clients].again = speeds, [*speeds[1:], speeds[0]]
+                    else:
+                        rows[num_clients].theirs[server] = speeds
                     if options.json:
                         print(json.dumps({"server": server, "checkpoint": checkpoint, **best}), flush=True)
         print(table(Path(checkpoint).name, servers, options.clients, found), flush=True)
+        sections.append(section.to_json())
+    if options.report is not None:
+        options.report.write_text(
+            json.dumps(report(sections, sys.argv[1:] if arguments is None else arguments), indent=1)
+        )
     return 0
+
+
+def report(sections: Sequence[dict[str, Any]], arguments: Sequence[str]) -> dict[str, Any]:
+    """As `tokenmill bench report` writes it."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_serving", *arguments]),
+        "tokenmill": __version__,
+        "model": "random weights in bfloat16",
+        "machine": {"cpu": torch.cuda.get_device_name()},
+        "peers": {THEIRS: importlib.metadata.version(THEIRS)} if importlib.util.find_spec(THEIRS) else {},
+        "sections": list(sections),
+    }
 
 
 def table(name: str, servers: Sequence[str], clients: Sequence[int], found: dict[tuple[str, int], Any]) -> str:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill import LLM, SamplingParams, StructuredOutputs
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.config import EngineConfig
+from tokenmill.config import DEFAULT_MODEL, EngineConfig
 from tokenmill.text.grammar import Grammar, GrammarCompiler
 from tokenmill.text.tokenizer import Places
 

@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import serving
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.params import SamplingParams
 
@@ -112,7 +112,7 @@ def measure(model: str, work: Work, num_pairs: int, llm: LLM, port: int) -> Repo
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = bench_parser("python -m benchmarks.http", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="backend")
     parser.add_argument("--clients", type=int, default=16, help="concurrent clients")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens per prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="generated tokens per request")

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import Tokenmill
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Hints
 

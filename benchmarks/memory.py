@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.backends.library import DEFAULT_MODEL
-from tokenmill.backends.torch.kv_storage import BLOCK_SIZE
 from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.entrypoints.fit import limits_for, plan_fit
+from tokenmill.kv.paged_backend import BLOCK_SIZE
 
 MIB = 1 << 20
 GRID = ((1, 256), (1, 2048), (4, 1024), (16, 256), (16, 1024), (32, 512), (8, 4096))

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
-from tokenmill.bench.load_clients import Target, completion_body, events, exchange, first_model, serving
+from tokenmill.bench.load_clients import Target, call, completion_body, events, exchange, first_model, serving
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.server.config import hash_key
 
 GOOD = ("a", "b", "c", "d")
@@ -146,6 +146,16 @@ class Load:
         return None
 
 
+async def until_idle(target: Target) -> None:
+    """Wait for what was cut off: while it is there, it counts as its key's."""
+    while True:
+        models = (await call(target, "GET", "/v1/scheduler"))["models"]
+        cores = [core for model in models for core in model["cores"]]
+        if not any(core["waiting"] or any(slot["state"] != "idle" for slot in core["slots"]) for core in cores):
+            return
+        await asyncio.sleep(SAMPLE_S / 10)
+
+
 async def watch_memory(pid: int, found: list[tuple[float, float]]) -> None:
     """Note the resident memory of a process, in MiB, every `SAMPLE_S`."""
     while True:
@@ -239,6 +249,7 @@ async def measure(
     load = Load(url, model, options.tokens)
     await load.run(_spread(options.rows), min(3.0, options.seconds))  # warm-up
     control = await load.run(_spread(options.rows), options.control_seconds)
+    await until_idle(Target(url, f"sk-{GOOD[0]}"))
     num_clients = CLIENTS_PER_PLACE * (options.rows + options.queue)
     clients = dict.fromkeys(GOOD, -(-options.rows // (len(GOOD) + 1)))  # equal, and no less than their share of rows
     clients[HOSTILE] = num_clients - sum(clients.values())

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenmill import LLM, AsyncLLM, SamplingParams, open_model
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
+from tokenmill.config import DEFAULT_MODEL
 
 LIMIT_S = 0.6
 """A cancel with a bound of 500 ms."""

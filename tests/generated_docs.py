@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,11 @@ from unittest import mock
 
 import typer
 
+import tokenmill
+from benchmarks import scaling
+from tests.generated_packaging import packaging_files
 from tests.requirements import CHECK_PAGES, CHECK_ROW, checks
+from tokenmill.bench import report
 from tokenmill.cli.bench import BENCHMARKS
 from tokenmill.cli.main import app
 from tokenmill.cli.serve import serve
@@ -28,10 +32,12 @@ from tokenmill.config import EngineConfig
 from tokenmill.entrypoints.options import EngineOptions
 from tokenmill.server.api.anthropic import MessagesRequest
 from tokenmill.server.api.ollama import ChatBody, EmbedRequest, GenerateRequest, Options
-from tokenmill.server.config import ServerConfig
+from tokenmill.server.app import create_app
+from tokenmill.server.config import TABLE, ServerConfig
 from tokenmill.server.fields import FIELDS, KNOWN, Endpoint, Origin, RequestField, Treatment
 from tokenmill.server.models import OPTIONS, OWN, ModelSpec
 from tokenmill.server.requests import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
+from tokenmill.server.served import Served
 
 DOCS = Path(__file__).parent.parent / "docs"
 BODIES: dict[Endpoint, type[Body]] = {
@@ -79,13 +85,18 @@ ANTHROPIC = """
 """Fields of Anthropic's Messages API."""
 
 
+REJECTED_BY_BODY = {"images"}
+"""Declared by a body that rejects all values but the neutral one."""
+
+
 def fields_of(endpoint: Endpoint, names: str, *bodies: type[Body]) -> str:
     """What becomes of the fields of one API at its own endpoints, which take these bodies."""
     lines = ["| field | | notes |", "| --- | --- | --- |"]
     declared = {name for body in bodies for name in body.model_fields}
     for name in names.split():
-        cell = "supported" if name in declared else KNOWN[name].treatment.value
-        assert name in declared or endpoint in KNOWN[name].where, name
+        is_supported = name in declared - REJECTED_BY_BODY
+        assert is_supported or endpoint in KNOWN[name].where, name
+        cell = "supported" if is_supported else KNOWN[name].treatment.value
         lines.append(f"| `{name}` | {cell} | {_notes(KNOWN[name], [cell])} |")
     return "\n".join(lines)
 
@@ -127,7 +138,7 @@ def model_settings() -> str:
     """Keys of a [[model]] table that are not options of the engine."""
     meaning = {**docstrings(ModelSpec), "path": "Name (models.md), Hugging Face directory or .gguf file."}
     defaults = {one.name: one.default for one in fields(ModelSpec)}
-    shown = {"name": "file or directory name"}
+    shown = {"name": "`path` as given; of a local path, its last part"}
     rows = [(_code(name), shown.get(name) or _default(defaults.get(name, MISSING)), meaning[name]) for name in OWN]
     return _table(("TOML", "default", "description"), rows)
 
@@ -140,9 +151,9 @@ def server_options() -> str:
     for name, default, meaning in _dataclass_rows(ServerConfig):
         option = flags.get(name.strip("`"))
         shown = ("-", default, meaning) if option is None else (*_flag_and_default(option), _help(option))
-        rows.append((name, *shown))
-    rows += [("-", *_flag_and_default(one), _help(one)) for one in options if one.name not in used]
-    return _table(("`ServerConfig`", "`tokenmill serve`", "default", "description"), rows)
+        rows.append((name, "yes" if name.strip("`") in TABLE else "-", *shown))
+    rows += [("-", "-", *_flag_and_default(one), _help(one)) for one in options if one.name not in used]
+    return _table(("`ServerConfig`", "TOML", "`tokenmill serve`", "default", "description"), rows)
 
 
 def command_options() -> str:
@@ -194,7 +205,7 @@ def _flags_by_target() -> dict[str, Any]:
         for target, value in pairs:
             names = [one.id for one in ast.walk(value) if isinstance(one, ast.Name) and one.id in by_name]
             if names:
-                found[str(target)] = by_name[names[0]]
+                found[str(target)] = by_name[target if target in names else names[0]]
     return found
 
 
@@ -342,6 +353,145 @@ def _license(name: str) -> str:
     return found
 
 
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+
+def endpoints() -> str:
+    """Every operation of the OpenAPI document, by its tag."""
+    paths = create_app(Served(ServerConfig())).openapi()["paths"]
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            said = operation.get("description") or operation["summary"]
+            (tag,) = operation.get("tags") or ["other"]
+            rows.setdefault(tag, []).append(
+                (_code(f"{method.upper()} {path}"), " ".join(said.split("\n\n")[0].split()))
+            )
+    parts = [f"## {tag}\n\n{_table(('request', 'description'), some)}" for tag, some in rows.items()]
+    return "\n\n".join(parts)
+
+
+def python_api() -> str:
+    """Public classes with their methods, public functions, and the tree of errors."""
+    parts = []
+    for name in sorted(set(tokenmill.__all__) - {"__version__"}):
+        thing = getattr(tokenmill, name)
+        told = _paragraph(thing)
+        if not inspect.isclass(thing):
+            parts.append(f"## `{name}{_signature(thing)}`\n\n{told}")
+            continue
+        own = [(one, value) for one, value in vars(thing).items() if not one.startswith("_")]
+        methods = [(one, value) for one, value in own if inspect.isfunction(value)]
+        if is_dataclass(thing):
+            made, shown = "(...)", _table(("field", "default"), _field_rows(thing))
+        else:
+            rows = [(_code(f"{one}{_signature(value)}"), _paragraph(value)) for one, value in methods]
+            made, shown = _signature(thing), _table(("method", "description"), rows)
+        parts.append(f"## `{name}{made}`\n\n{told}\n\n{shown}")
+    return "\n\n".join(parts)
+
+
+def _field_rows(kind: Any) -> list[tuple[str, str]]:
+    return [(_code(one.name), _default(_value(one))) for one in fields(kind) if not one.name.startswith("_")]
+
+
+def _signature(thing: Any) -> str:
+    """Without annotations: names, and defaults that are short."""
+    shown = []
+    for one in inspect.signature(thing).parameters.values():
+        prefix = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        if one.name == "self":
+            continue
+        if one.kind is one.KEYWORD_ONLY and "*" not in "".join(shown):
+            shown.append("*")
+        default = "" if one.default is one.empty else f"={one.default!r}"
+        shown.append(f"{prefix}{one.name}{default if len(default) < 24 else '=...'}")
+    return f"({', '.join(shown)})"
+
+
+def _paragraph(thing: Any) -> str:
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+REPORTS = DOCS / "reports"
+"""What `tokenmill bench report`, `benchmarks.gpu_serving` and `benchmarks.scaling` have written."""
+
+
+def report_table(name: str) -> str:
+    """All rows of a report."""
+    found = json.loads((REPORTS / f"{name}.json").read_text())
+    return f"{report.markdown(found)}\n\n{report.setting(found)}"
+
+
+CPU_REPORTS = ("cpu", "cpu-1b")
+CPU_TASKS = ("prefill 512", "decode 16", "decode 4", "decode 1")
+
+
+def readme_figures() -> str:
+    """Beside llama.cpp and vLLM: ratios, and the commands that measure them."""
+    reports = {name: json.loads((REPORTS / f"{name}.json").read_text()) for name in (*CPU_REPORTS, "h200")}
+    rows = {name: _rows(found) for name, found in reports.items()}
+    cpu = [
+        (reports[name]["model"].removesuffix(".gguf"), *(_ratio(rows[name][task], "llama.cpp") for task in CPU_TASKS))
+        for name in CPU_REPORTS
+    ]
+    gpu = [
+        (one["title"].removeprefix("Over HTTP, "), *(_ratio(row, "vllm") for row in one["rows"]))
+        for one in reports["h200"]["sections"]
+    ]
+    clients = [row["name"] for row in reports["h200"]["sections"][0]["rows"]]
+    return "\n\n".join(
+        [
+            "CPU, throughput relative to llama.cpp (`llama_decode`) in the same run:",
+            _table(("", *CPU_TASKS), cpu),
+            "\n".join(f"- {report.setting(reports[name])}" for name in CPU_REPORTS),
+            "H200, new tok/s over HTTP relative to vLLM in the same run, 512 + 256 tokens, default settings:",
+            _table(("", *clients), gpu),
+            f"- {report.setting(reports['h200'])}",
+        ]
+    )
+
+
+SWITCHED = {
+    ("16 clients", "off"): "continuous batching: tok/s of 16 clients over HTTP",
+    ("turn 6, p50 TTFT", "off"): "KV reuse between turns: TTFT of turn 6, against no reuse at all",
+    (
+        "turn 6, p50 TTFT",
+        "stateless, prefix reuse",
+    ): "sessions: TTFT of turn 6, against stateless requests with prefix reuse",
+    ("16 x (400 + 32)", "off"): "shared prefix: 16 prompts with 400 tokens in common",
+    ("p99 ITL beside 2,000 tokens", "off"): "bounded prompt steps: p99 ITL while 2,000 prompt tokens arrive",
+    ("1 forms", "off"): "forced tokens: tok/s of a JSON form",
+    ("copy of a text", "off"): "speculation: tok/s of a copied text",
+}
+"""Row of the report and what it is compared with -> what the ratio shows."""
+
+
+def switches() -> str:
+    """The gain of each optimization, and the noise of its row."""
+    rows = _rows(json.loads((REPORTS / "cpu.json").read_text()))
+    shown = [
+        (told, f"{rows[name]['ratios'][other]:.1f}", report.noise_of(rows[name]))
+        for (name, other), told in SWITCHED.items()
+    ]
+    return _table(("", "ratio", "A/A"), shown)
+
+
+def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {row["name"]: row for section in found["sections"] for row in section["rows"]}
+
+
+def _ratio(row: Mapping[str, Any], other: str) -> str:
+    ratio = row["ratios"].get(other)
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def scaling_table() -> str:
+    return scaling.table(json.loads((REPORTS / "scaling.json").read_text())["curves"])
+
+
 GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "request-fields.md": {"fields": request_fields},
     "anthropic.md": {"fields": partial(fields_of, Endpoint.MESSAGES, ANTHROPIC, MessagesRequest)},
@@ -357,6 +507,10 @@ GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "commands": command_options,
     },
     "third-party.md": {"python": python_packages, "web": vendored_files},
+    "http.md": {"endpoints": endpoints},
+    "api.md": {"api": python_api},
+    "../README.md": {"figures": readme_figures},
+    "benchmarks.md": {"switches": switches, "report": partial(report_table, "cpu"), "scaling": scaling_table},
 }
 """Page -> name of the part -> what belongs there, between <!-- generated: NAME --> and <!-- end -->."""
 
@@ -376,6 +530,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     for name in CHECK_PAGES:
         page = DOCS / name
         yield page, CHECK_ROW.sub(lambda row: f"{row[1]} {_files(tests.get(row[2], []))} |", page.read_text())
+    yield from packaging_files()
 
 
 def _files(paths: list[str]) -> str:
@@ -384,4 +539,5 @@ def _files(paths: list[str]) -> str:
 
 if __name__ == "__main__":
     for page, text in pages():
+        page.parent.mkdir(exist_ok=True)
         page.write_text(text)

@@ -38,9 +38,9 @@ from typing import Any
 import numpy as np
 
 from tokenmill import LLM, SamplingParams, SessionService
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench.load_clients import HttpFailure, HttpReply, Target, events, exchange
 from tokenmill.bench.sessions import line_chart
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.params import StructuredOutputs
 
 FLOODING = "key-that-floods"
@@ -74,7 +74,7 @@ FAULTY = 0.7
 """Fraction of the time with faults. Growth of memory is measured in the rest of it."""
 KILL_EVERY_S, RESTART_EVERY_S = 45.0, 150.0
 HANG_TIMEOUT_S = 30.0
-"""Of the fake model. Its first step that samples imports what it needs, which takes 10 s and more on a busy machine."""
+"""Of the fake model, whose steps take milliseconds."""
 GROWTH_MIB, GROWTH_SHARE, GROWTH_FDS = 16.0, 0.05, 8.0
 """What a process may grow by while growth is measured: constant and relative to its size, and descriptors."""
 LEAST_S = 60.0
@@ -1040,14 +1040,18 @@ class Report:
             return found
 
         memory = {"server": largest(True, lambda one: one.rss_mib), "engines": largest(False, lambda one: one.rss_mib)}
-        line_chart(images / "soak-memory.svg", "Resident memory", x, memory, x_label=unit, y_label="MiB")
+        (images / "soak-memory.svg").write_text(line_chart("Resident memory", x, memory, x_label=unit, y_label="MiB"))
         fds = {"server": largest(True, lambda one: one.num_fds), "engines": largest(False, lambda one: one.num_fds)}
-        line_chart(images / "soak-descriptors.svg", "Open descriptors", x, fds, x_label=unit, y_label="descriptors")
+        (images / "soak-descriptors.svg").write_text(
+            line_chart("Open descriptors", x, fds, x_label=unit, y_label="descriptors")
+        )
         rates = {one: [0.0] * NUM_POINTS for one in ("answered", "refused", "cancelled", FAULT)}
         for at_s, outcome in self.record.times:
             if outcome in rates:
                 rates[outcome][bin_of(at_s)] += 1 / width
-        line_chart(images / "soak-requests.svg", "Requests by outcome", x, rates, x_label=unit, y_label="requests/s")
+        (images / "soak-requests.svg").write_text(
+            line_chart("Requests by outcome", x, rates, x_label=unit, y_label="requests/s")
+        )
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------

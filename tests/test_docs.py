@@ -1,20 +1,27 @@
-"""The code in the README and in docs/python.md runs as it stands."""
+"""The code in the README and in docs/ runs as it stands, or says why not."""
 
+import ast
+import asyncio
 import inspect
 import json
 import re
+import shlex
 import shutil
 import subprocess
-from dataclasses import fields
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from tests.generated_docs import pages
+from tests.generated_docs import _bench_parser, _commands, pages
 from tests.server.serving import child
 from tokenmill import errors
+from tokenmill.cli.bench import BENCHMARKS
 from tokenmill.cli.main import app
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import ENDINGS
@@ -24,36 +31,126 @@ from tokenmill.server.errors import to_api_error
 from tokenmill.server.models import OWN
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = [
-    block
-    for page in ("README.md", "docs/python.md")
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-]
-SHELL = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ADDRESS = "127.0.0.1:8000"
 """Where `make serve` listens."""
+SHELLS = ("sh", "bash", "console")
+ASKED = {"README.md", "docs/quickstart.md", "docs/ollama.md"}
+"""Pages with commands that ask a server."""
 
 
-@pytest.mark.parametrize("block", [one for one in BLOCKS if ADDRESS not in one], ids=lambda one: one.splitlines()[0])
-def test_printed_code_runs(block: str) -> None:
-    exec(compile(block, "docs", "exec"), {})
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    code: str
+    excuse: str
+    """Why it is not run; empty where it is."""
+
+    @property
+    def is_run(self) -> bool:
+        return not self.excuse
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.code.splitlines()[0]}"
+
+
+FENCE = re.compile(
+    r"(?:^ *<!-- not run: (?P<excuse>[^\n]+) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$",
+    flags=re.DOTALL | re.MULTILINE,
+)
+BLOCKS = [
+    Block(str(page.relative_to(ROOT)), one["language"], textwrap.dedent(one["code"]), one["excuse"] or "")
+    for page in PAGES
+    for one in FENCE.finditer(page.read_text())
+]
+PYTHON = [one for one in BLOCKS if one.language == "python" and one.is_run]
+SESSIONS = "docs/sessions-http.md"
+"""Its blocks follow each other, and have a test of their own."""
+
+
+@pytest.mark.parametrize("block", [one for one in PYTHON if ADDRESS not in one.code and one.page != SESSIONS], ids=str)
+def test_printed_code_runs(block: Block) -> None:
+    run_block(block.code, block.page)
+
+
+def run_block(code: str, page: str) -> None:
+    """As a program; with `await` at its top level, as in a notebook."""
+    made = eval(compile(code, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {"__name__": "__main__"})
+    if made is not None:
+        asyncio.run(made)
 
 
 @pytest.mark.req("R34")
-def test_what_the_readme_says_to_a_server_works_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_pages_say_to_a_server_works_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
     with child(tmp_path / "log") as served:
         here = f"127.0.0.1:{served.port}"
-        (client,) = [one for one in BLOCKS if ADDRESS in one]
-        exec(compile(client.replace(ADDRESS, here), "README.md", "exec"), {})
-        assert "Tokyo" in capsys.readouterr().out
-        chat, session = SHELL
-        if shutil.which("curl") is None:
-            pytest.skip("curl is not installed")
-        assert "Tokyo" in json.loads(said_by(chat, here))["choices"][0]["message"]["content"]
-        first, second, end = said_by(session, here).split("data: [DONE]")
-        assert "Tokyo" in first
-        assert '"finish_reason":"stop"' in second
-        assert not end.strip()
+        for block in [one for one in PYTHON if ADDRESS in one.code]:
+            run_block(block.code.replace(ADDRESS, here), block.page)
+            said = capsys.readouterr().out
+            assert re.search("Tokyo|sunset at", said) or "print(" not in block.code, block
+        shell = [one for one in BLOCKS if one.language == "sh" and one.is_run and ADDRESS in one.code]
+        assert {one.page for one in shell} == ASKED
+        for block in shell:
+            said = said_by(block.code, here)
+            assert "Tokyo" in said, block
+            if "/v1/sessions" in block.code:
+                first, second, end = said.split("data: [DONE]")
+                assert "Tokyo" in first
+                assert '"finish_reason":"stop"' in second
+                assert not end.strip()
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    tested = {*ASKED, SESSIONS}
+    for one in BLOCKS:
+        if one.language in ("sh", "bash") and one.is_run:
+            assert one.page in tested, f"{one}: run it, or put `<!-- not run: REASON -->` before it"
+        if one.language == "json" and one.is_run:
+            json.loads(one.code)
+        if one.language == "toml" and one.is_run:
+            tomllib.loads(one.code)
+
+
+def test_every_command_that_is_printed_has_the_options_that_are_printed() -> None:
+    """In blocks, and in the tables of migration.md, which have our flags in their second column."""
+    known = dict(_flags())
+    printed = [(one.page, line) for one in BLOCKS if one.language in SHELLS for line in _lines(one.code)]
+    assert len(printed) > 30
+    for page, line in printed:
+        words = shlex.split(line, comments=True)
+        name = " ".join(words[:3]) if " ".join(words[:3]) in known else " ".join(words[:2])
+        assert name in known, f"{page}: there is no command {name!r}"
+        for word in words:
+            flag = word.partition("=")[0]
+            if flag.startswith("-") and not flag[1:].isdigit():
+                assert flag in known[name], f"{page}: `{name}` has no {flag}"
+    every = set().union(*known.values())
+    for row in re.findall(r"^\|[^|]*\|([^|]*)\|", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE):
+        for flag in re.findall(r"(?<![\w-])--[a-z-]+", row):
+            assert flag in every or not flag.strip("-"), f"migration.md: there is no {flag}"
+
+
+def _lines(code: str) -> list[str]:
+    """Commands of ours in a block of shell: continued lines joined, prompts and what follows in a pipe cut off."""
+    joined = re.sub(r"\\\n\s*", " ", code)
+    found = [re.sub(r"^(\$ )?([A-Z_]+=\S+ )*", "", line.strip()) for line in joined.splitlines()]
+    return [re.split(r" (?:\||>|&|&&|\|\|)(?: |$)", line)[0] for line in found if line.startswith("tokenmill ")]
+
+
+def _flags() -> Iterator[tuple[str, set[str]]]:
+    for name, command in _commands(typer.main.get_command(app), "tokenmill"):
+        yield name, {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
+    for bench in BENCHMARKS:
+        parser = _bench_parser(f"tokenmill.bench.{bench}")
+        actions = list(parser._actions)
+        if bench == "compare":  # --server has more
+            actions += _bench_parser("tokenmill.bench.servers")._actions
+        yield f"tokenmill bench {bench}", {flag for action in actions for flag in action.option_strings}
 
 
 @pytest.mark.req("R36")
@@ -91,13 +188,13 @@ def said_by(lines: str, here: str) -> str:
 
 
 def test_every_relative_link_in_the_docs_leads_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", FENCE.sub("", page.read_text())):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_no_row_of_a_table_is_cut_off_from_its_header() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in PAGES:
         for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), flags=re.MULTILINE):
             assert re.search(r"\A.*\n\|[ :|-]+\|\n", table), f"{page.name} has a table without a header:\n{table}"
 

@@ -1,4 +1,4 @@
-"""Which build of torch an installation gets: `make -n` for the choice, fake wheels on a local index for the rest."""
+"""Whether an installation gets torch, and which build: `make -n` for the choice, fake wheels on a local index else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the defaul
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def chosen_by_make(folder: Path, *, nvidia_smi: str | None = None, installed: str = "", torch: str = "") -> str:
-    """The build that `make serve` would install into an environment that has (or has not) one."""
+def chosen_by_make(
+    folder: Path, *, nvidia_smi: str | None = None, installed: str = "", torch: str = "", target: str = "serve"
+) -> str:
+    """The build that `make` would install into an environment that has (or has not) one; none: no torch."""
     tools = folder / "bin"
     tools.mkdir()
     if nvidia_smi is not None:
@@ -47,10 +49,9 @@ def chosen_by_make(folder: Path, *, nvidia_smi: str | None = None, installed: st
         os.utime(folder / "venv" / f".torch-{installed}", (0, 0))  # older than constraints.txt: the rule runs
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "TORCH": torch}
     environment.pop("MAKEFLAGS", None)  # of a make that runs these tests
-    command = ["make", "-n", "serve", f"VENV={folder / 'venv'}"]
+    command = ["make", "-n", target, f"VENV={folder / 'venv'}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    (build,) = re.findall(r"install_torch\.py (\S+)", done.stdout)
-    return build
+    return next(iter(re.findall(r"install_torch\.py (\S+)", done.stdout)), "none")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,8 @@ def chosen_by_make(folder: Path, *, nvidia_smi: str | None = None, installed: st
         pytest.param(NVIDIA_SMI, "cpu", "cuda", "cuda", id="gpu-cpu-installed-TORCH=cuda"),
         pytest.param(BROKEN_NVIDIA_SMI, "", "cuda", "cuda", id="TORCH=cuda"),
         pytest.param(None, "cuda", "", "cuda", id="cuda-installed"),
+        pytest.param(NVIDIA_SMI, "", "none", "none", id="gpu-TORCH=none"),
+        pytest.param(BROKEN_NVIDIA_SMI, "", "cpu", "cpu", id="TORCH=cpu"),
     ],
 )
 def test_21_9_make_chooses_the_build_of_torch(
@@ -71,14 +74,15 @@ def test_21_9_make_chooses_the_build_of_torch(
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").exists(), reason="this machine has an NVIDIA GPU")
-def test_21_9_make_chooses_the_cpu_build_without_a_gpu(tmp_path: Path) -> None:
-    assert chosen_by_make(tmp_path, nvidia_smi=BROKEN_NVIDIA_SMI) == "cpu"
+@pytest.mark.parametrize(("target", "build"), [("serve", "none"), ("test", "cpu")])
+def test_21_9_without_a_gpu_only_tests_install_torch(target: str, build: str, tmp_path: Path) -> None:
+    assert chosen_by_make(tmp_path, nvidia_smi=BROKEN_NVIDIA_SMI, target=target) == build
 
 
 def test_21_9_make_rejects_an_unknown_build() -> None:
     done = subprocess.run(["make", "-n", "serve", "TORCH=gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert 'TORCH is "gpu"; it must be cpu or cuda' in done.stderr
+    assert 'TORCH is "gpu"; it must be none, cpu or cuda' in done.stderr
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -216,6 +220,8 @@ def test_21_9_the_pages_name_the_pinned_version_and_a_build() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "install.md"):
         text = page.read_text()
         commands = re.findall(r"pip install -c constraints\.txt.*", text)
-        assert commands
-        assert all(f"torch=={VERSION}" in command for command in commands), page.name
+        assert any("torch" not in command for command in commands), page.name
+        with_torch = [command for command in commands if "torch]" in command]
+        assert with_torch
+        assert all(f"torch=={VERSION}" in command for command in with_torch), page.name
         assert set(re.findall(r"torch==(\d[\w.]*)", text)) == {VERSION}

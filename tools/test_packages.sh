@@ -1,5 +1,6 @@
 #!/bin/sh
-# Programs that tests need from the system, fetched if they can be: Chromium for the web page, nginx as a reverse proxy.
+# Programs that tests need from the system, fetched if they can be: Chromium for the web page, nginx as a reverse proxy,
+# PostgreSQL for several servers.
 # Tests of what is missing are skipped.
 as_root=""
 [ "$(id -u)" = 0 ] || as_root="sudo -n"
@@ -18,3 +19,5 @@ PATH=$PATH:/usr/sbin  # where Debian has nginx
 command -v chromium chromium-browser google-chrome >/dev/null || [ -n "$TOKENMILL_CHROMIUM" ] ||
     fetch chromium "the web page" TOKENMILL_CHROMIUM
 command -v nginx >/dev/null || [ -n "$TOKENMILL_NGINX" ] || fetch nginx-light "a reverse proxy" TOKENMILL_NGINX
+command -v postgres >/dev/null || ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || [ -n "$TOKENMILL_POSTGRES" ] ||
+    fetch postgresql "several servers" TOKENMILL_POSTGRES

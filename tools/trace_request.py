@@ -45,7 +45,7 @@ from tokenmill.server.models import ModelSpec
 from tokenmill.server.served import Served
 
 PACKAGE = Path(tokenmill.__file__).parent
-EXCLUDED = ("engine", "contract", "kv", "kernels", "backends")
+EXCLUDED = ("engine", "contract", "kv", "backends")
 """Packages that do not count: the engine, and what is behind the backend contract."""
 STEP_S = 0.005
 WAIT_S = 60.0

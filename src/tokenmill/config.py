@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
 
-SPECULATION = ("auto", "off", "lookup")
+DEFAULT_MODEL = "smollm2-135m"
+"""What is run if no model is named. Here, since the command line needs no more than its name to show its help."""
+SPECULATION = ("auto", "off", "lookup", "draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class EngineConfig:
     None for no bound but the token budget."""
     max_wait_ticks: int = 256
     """Starvation limit: after this many ticks without a start, the first request of a key and priority goes next."""
+    background_slowdown: float = 1.5
+    """Factor by which background requests (batches) may lengthen steps while others run."""
     admission_margin: int = 1
     """Free KV blocks reserved per running request when another one is admitted."""
     min_shared_prefix: int = 32
@@ -46,9 +50,9 @@ class EngineConfig:
     prefix_caching: bool = True
     """Reuse the KV of common prefixes."""
     forced_tokens: bool = True
-    """Append the tokens that a grammar leaves no choice about without drawing them, and compute them in one chunk."""
+    """Append tokens forced by a grammar without sampling them, and compute them in one chunk."""
     speculation: str = "off"
-    """Who proposes tokens for requests that do not say, verified several at a time: `auto`, `off` or `lookup`."""
+    """Default of `SamplingParams.speculation`: `auto`, `off`, `lookup` or `draft`."""
     depth: int | None = None
     """Steps submitted ahead, 0 or 1; None for the maximum of the backend."""
 
@@ -68,6 +72,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive or None, not {value}")
+        if not self.background_slowdown >= 1:
+            raise ConfigError(f"background_slowdown must be at least 1, not {self.background_slowdown}")
         if self.target_tick_ms <= 0:
             raise ConfigError(f"target_tick_ms must be positive, not {self.target_tick_ms}")
         if self.speculation not in SPECULATION:

@@ -36,6 +36,8 @@ A message says what is wrong, what is allowed and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class TokenmillError(Exception):
     """Base class of all exceptions of tokenmill."""
@@ -92,6 +94,29 @@ class SessionFileError(InvalidRequest):
 
 class NotDurable(TokenmillError):
     """A change is in memory, but could not be written to the store."""
+
+
+class StoreUnavailable(NotDurable):
+    """The store's database does not answer. Try again later."""
+
+
+class SessionMoved(NotDurable):
+    """Another server has taken the session over: what was done to this copy of it is lost. Try again."""
+
+
+class SessionElsewhere(TokenmillError):
+    """Another server is answering in the session."""
+
+    def __init__(
+        self, message: str, address: str = "", is_there: Callable[[], bool] = bool, retry_s: float = 1.0
+    ) -> None:
+        super().__init__(message)
+        self.address = address
+        """That server's base URL; empty if it does not tell."""
+        self.is_there = is_there
+        """Is it still so? Asks the store."""
+        self.retry_s = retry_s
+        """How often that is worth asking."""
 
 
 class ModelNotLoaded(TokenmillError):

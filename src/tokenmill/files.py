@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import re
@@ -16,6 +15,11 @@ from typing import Any
 
 from tokenmill.errors import ModelLoadError
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 MOST_JSON_BYTES = 64 << 20
 """Far more than any model's; a larger file would only fill the memory."""
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -24,15 +28,30 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 
 
+def lock_file(descriptor: int, *, wait: bool) -> None:
+    """Hold a file until it is closed or the process ends; `BlockingIOError` if another has it, unless told to wait."""
+    if sys.platform == "win32":
+        how = msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK
+        while True:
+            try:
+                msvcrt.locking(descriptor, how, 1)
+            except OSError as error:
+                if not wait:
+                    raise BlockingIOError(*error.args) from None
+                continue  # LK_LOCK gives up after ten tries of a second
+            return
+    fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextlib.contextmanager
 def exclusive(lock: Path, waiting: str) -> Iterator[None]:
     """Let one process at a time in; the others print `waiting`, and wait. The file stays: it is the lock."""
     with lock.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file.fileno(), wait=False)
         except BlockingIOError:
             print(waiting, file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file.fileno(), wait=True)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

@@ -94,7 +94,7 @@ class StepResult:
 _GOES_ON = (None, None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What a request cost, in tokens."""
 

@@ -29,7 +29,7 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 4096
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
-SPECULATION = ("auto", "off", "lookup")
+SPECULATION = ("auto", "off", "lookup", "draft")
 
 
 class Pooling(Enum):
@@ -161,7 +161,7 @@ def _too_long(name: str) -> InvalidRequest:
     return _invalid(f"structured_outputs.{name} is too long: at most {MAX_GRAMMAR_BYTES >> 10} KiB are allowed")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling of one request. The defaults sample from the model's own distribution.
 
@@ -214,13 +214,16 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     """What the output must look like: a JSON schema, an expression, a grammar."""
     speculation: str | None = None
-    """Who proposes tokens to verify several at a time: `auto`, `off` or `lookup`; None: the engine's setting."""
+    """Who proposes tokens to verify several at a time: `auto`, `off`, `lookup` or `draft`.
+
+    None: the engine's setting."""
     prediction_token_ids: tuple[int, ...] = ()
     """What the output is expected to say: speculation proposes it."""
 
     def __post_init__(self) -> None:
-        for name, value in list(vars(self).items()):
-            if value is not _DEFAULTS[name]:
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value is not default:
                 object.__setattr__(self, name, _checked(name, value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}", param="min_tokens")

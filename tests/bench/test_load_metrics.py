@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tokenmill.bench.load_clients import Sample
-from tokenmill.bench.load_report import (
+from tokenmill.bench.serve import (
     LoadReport,
     most_at_once,
     running_by_second,

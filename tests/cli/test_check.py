@@ -19,7 +19,7 @@ from tests.text.families import CHATML, byte_level
 from tests.text.test_conversion import small_tekken
 from tests.text.vocabularies import train
 from tokenmill.backends.torch import attention, decoder
-from tokenmill.cli.check import _from_gguf
+from tokenmill.backends.torch.reference import from_gguf
 from tokenmill.cli.main import app
 from tokenmill.errors import ConfigError, ModelNotFound
 from tokenmill.text import hf, template
@@ -118,7 +118,7 @@ def test_the_reference_for_a_gguf_file_is_transformers_own_model(
     monkeypatch.setitem(checkpoints.VARIANTS, "gemma2 as published", ("Gemma2", published))
     path = write(variant, tmp_path / "model.gguf", variant.split()[0].strip(","))
     with torch.no_grad():
-        found = _from_gguf(path, torch.float32).eval()(torch.tensor([TOKENS[:40]])).logits[0]
+        found = from_gguf(path, torch.float32).eval()(torch.tensor([TOKENS[:40]])).logits[0]
     assert float((found - logits_of(variant, TOKENS[:40])).abs().max()) < 1e-4
 
 
@@ -134,7 +134,7 @@ def test_the_reference_for_a_gguf_file_is_transformers_own_model(
 def test_settings_of_a_gguf_file_that_transformers_does_not_read(variant: str, saying: str, tmp_path: Path) -> None:
     path = write(variant, tmp_path / "model.gguf", variant.split()[0].strip(","))
     with pytest.raises(ValueError, match=saying):
-        _from_gguf(path, torch.float32)
+        from_gguf(path, torch.float32)
 
 
 def test_the_report_is_readable(models: dict[str, Path]) -> None:

@@ -59,7 +59,9 @@ def test_it_is_said_which_backend_a_model_goes_to_and_why(run: Run) -> None:
     code, out, err = run("generate", "hello", "-m", "smollm2-135m", "--max-tokens", "2", "--device", "cpu")
     assert code == 0
     assert out
-    assert err.splitlines()[0].startswith("tokenmill: SmolLM2-135M-Instruct.Q4_1.gguf: backend torch (llama is one of")
+    assert err.splitlines()[0].startswith(
+        "tokenmill: SmolLM2-135M-Instruct.Q4_1.gguf: backend cpu (quantized, on the CPU)"
+    )
 
 
 def test_lines_are_lines_and_a_bad_one_is_named(run: Run) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.llamacpp import needs_llamacpp
-from tokenmill.backends.library import DEFAULT_MODEL, fetch_alias
+from tokenmill.backends.library import fetch_alias
+from tokenmill.config import DEFAULT_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """Benchmarks for users: `tokenmill bench NAME`.
 
-    serve.py       load on an OpenAI-compatible server
+    serve.py       load on an OpenAI-compatible server, and its figures
     workloads.py   its conversations, their arrival times, and the driver that sends them
-    load_clients.py, load_report.py  timed requests to a server process; the figures of a run
+    load_clients.py  timed requests to a server process
     throughput.py  tokens a second by batch size, offline
     sessions.py    what a session saves
+    report.py      everything on one machine: JSON and a page
     compare.py     this engine next to others (contenders.py), and servers next to each other (servers.py)
+    shapes.py      random checkpoints of typical sizes to compare on, quantized by llama.cpp
 
 The project's own benchmarks are in `benchmarks/` of the repository.
 """

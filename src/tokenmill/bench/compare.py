@@ -23,8 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.backends.library import DEFAULT_MODEL, pull
+from tokenmill.backends.library import pull
 from tokenmill.bench import bench_parser
+from tokenmill.bench.shapes import SHAPES, checkpoint
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.contract import BackendLimits
 
 MIB = 1 << 20
@@ -60,22 +62,24 @@ def _read_speed(num_threads: int, size: int = 256 * MIB) -> float:
     return size / min(read() for _ in range(7))
 
 
+PRODUCT = """
+import sys, time
+import numpy as np
+size = int(sys.argv[1])
+a, b = np.random.default_rng(0).random((2, size, size), dtype=np.float32)
+def multiply():
+    began = time.perf_counter()
+    a @ b
+    return time.perf_counter() - began
+print(2 * size**3 / min(multiply() for _ in range(7)))
+"""
+
+
 def _product_speed(num_threads: int, size: int = 1536) -> float:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        a, b = torch.rand(size, size), torch.rand(size, size)
-
-        def multiply() -> float:
-            began = time.perf_counter()
-            a @ b
-            return time.perf_counter() - began
-
-        return 2 * size**3 / min(multiply() for _ in range(7))
-    finally:
-        torch.set_num_threads(before)
+    """Of numpy, in a process of its own: its threads are counted when it is imported."""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    command = [sys.executable, "-c", PRODUCT, str(size)]
+    return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 PREFILL = 512
@@ -245,14 +249,14 @@ def plot(rows: Sequence[Row], others: Sequence[str], width: int = 40) -> str:
     return "\n".join(lines)
 
 
-def _sizes(model: Path, backend: str) -> tuple[int, int]:
+def weight_sizes(model: Path, backend: str) -> tuple[int, int]:
     """Bytes of the weights, and how many numbers they are."""
     from tokenmill import open_model
 
     opened: Any = open_model(str(model), device="cpu", backend=backend)
     if hasattr(opened, "num_values"):
         return opened.memory(BackendLimits(), 1).weights, opened.num_values
-    from tokenmill.backends.torch.families.names import num_values
+    from tokenmill.backends.families.names import num_values
 
     return int(opened.decoder.weights.num_bytes), num_values(opened.decoder.config)
 
@@ -264,6 +268,10 @@ def main(arguments: Sequence[str]) -> int:
         return servers.main([one for one in arguments if one != "--server"])
     parser = bench_parser("tokenmill bench compare", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="compare on random weights of this size instead (default: none)"
+    )
+    parser.add_argument("--type", default="Q4_K_M", help="llama.cpp's quantization of --shape")
     parser.add_argument("--server", action="store_true", help="compare servers over HTTP; see --server --help")
     others = f"engines to compare with: llama.cpp, transformers; or {SERVER}"
     parser.add_argument("--with", dest="others", nargs="*", default=["llama.cpp"], help=others)
@@ -277,17 +285,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help="prompt tokens of whole requests")
     parser.add_argument("--new-tokens", type=int, default=NEW, help="generated tokens of whole requests")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all cores)")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="our backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="our backend")
     parser.add_argument("--dtype", default="auto", help="data type of our weights")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    path = Path(options.model)
+    needs_own = "llama.cpp" in options.others and options.llamacpp_python == sys.executable
+    if (needs_own or options.shape) and importlib.util.find_spec("llama_cpp") is None:
+        parser.error("llama.cpp needs llama-cpp-python: pip install 'tokenmill[llamacpp]', or --llamacpp-python")
+    path = checkpoint(options.shape, options.type) if options.shape else Path(options.model)
     if not path.exists():
         path = pull(options.model)
-    needs_own = "llama.cpp" in options.others and options.llamacpp_python == sys.executable
-    if needs_own and importlib.util.find_spec("llama_cpp") is None:
-        parser.error("llama.cpp needs llama-cpp-python: pip install 'tokenmill[llamacpp]', or --llamacpp-python")
     if SERVER in options.others and options.others != [SERVER]:
         parser.error(f"{SERVER} does whole requests and is compared alone")
     pythons = {"llama.cpp": options.llamacpp_python}
@@ -309,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         for one in running:
             one.close()
-    add_limits(rows, todo, machine, *_sizes(path, options.backend))
+    add_limits(rows, todo, machine, *weight_sizes(path, options.backend))
     if options.json:
         ratios = [{name: row.ratio(name) for name in options.others} for row in rows]
         results = [{**asdict(row), "ratios": one, "noise": row.noise} for row, one in zip(rows, ratios, strict=True)]

@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 WARM_UP = 2
@@ -32,7 +33,8 @@ class Contender(Protocol):
 
 def prompt(number: int, length: int, vocab_size: int) -> list[int]:
     """Tokens that no other number has."""
-    return [7919 * (number * length + i + 1) % (vocab_size - 1000) + 500 for i in range(length)]
+    low = min(500, vocab_size // 4)
+    return [7919 * (number * length + i + 1) % (vocab_size - 2 * low) + low for i in range(length)]
 
 
 class Tokenmill:
@@ -44,7 +46,8 @@ class Tokenmill:
         """With `slots`, as many requests at a time as a server has, of the same context."""
         from tokenmill.entrypoints.llm import LLM
 
-        options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype, "backend": backend}
+        # The others do not speculate, and a small model's greedy text repeats itself.
+        options: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype, "backend": backend, "speculation": "off"}
         options |= {"max_num_seqs": int(slots), "max_model_len": SLOT_CONTEXT} if slots else {"max_num_seqs": 64}
         self._llm = LLM(model, max_num_batched_tokens=4096, prefill_chunk=4096, **options)
         self._vocab_size = self._llm.get_tokenizer().vocab_size
@@ -158,46 +161,10 @@ class LlamaCpp:
         self._llama.llama_synchronize(self._context)
 
 
-class Transformers:
-    """transformers' forward pass with its own cache; the checkpoint is the same file, dequantised."""
+def _transformers(model: str, num_threads: int) -> Contender:
+    from tokenmill.backends.torch.reference import TransformersContender
 
-    def __init__(self, model: str, num_threads: int) -> None:
-        from pathlib import Path
-
-        import torch
-        import transformers
-
-        torch.set_num_threads(num_threads)
-        self._torch = torch
-        path = Path(model)
-        where = {"gguf_file": path.name} if path.is_file() else {}
-        folder = path.parent if path.is_file() else path
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
-        self._model = loaded.eval()
-        self._number = 0
-
-    def prefill(self, num_tokens: int) -> float:
-        with self._torch.inference_mode():
-            tokens = self._prompts(1, num_tokens)
-            began = time.perf_counter()
-            self._model(tokens, logits_to_keep=1)
-            return time.perf_counter() - began
-
-    def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
-        with self._torch.inference_mode():
-            state = self._model(self._prompts(num_seqs, context), use_cache=True, logits_to_keep=1)
-            began = 0.0
-            for step in range(WARM_UP + num_steps):
-                if step == WARM_UP:
-                    began = time.perf_counter()
-                token = state.logits[:, -1].argmax(dim=-1, keepdim=True)
-                state = self._model(token, past_key_values=state.past_key_values, use_cache=True)
-            return time.perf_counter() - began
-
-    def _prompts(self, count: int, length: int) -> Any:
-        self._number += count
-        size = self._model.config.vocab_size
-        return self._torch.tensor([prompt(self._number - i, length, size) for i in range(count)])
+    return TransformersContender(model, num_threads, prompt, WARM_UP)
 
 
 def start_llama_server(model: str, settings: dict[str, int]) -> tuple[Any, str]:
@@ -257,11 +224,11 @@ class LlamaServer:
         return took
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[..., Any]] = {
     "tokenmill": Tokenmill,
     "llama.cpp": LlamaCpp,
     "llama.cpp-server": LlamaServer,
-    "transformers": Transformers,
+    "transformers": _transformers,
 }
 
 

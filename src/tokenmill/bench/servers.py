@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.backends.library import DEFAULT_MODEL, pull
+from tokenmill.backends.library import pull
 from tokenmill.bench import bench_parser
 from tokenmill.bench.load_clients import (
     HttpFailure,
@@ -36,8 +36,9 @@ from tokenmill.bench.load_clients import (
     server_process,
     serving,
 )
-from tokenmill.bench.load_report import statistics_of
+from tokenmill.bench.serve import statistics_of
 from tokenmill.bench.workloads import IdPrompts, Word, learn_words
+from tokenmill.config import DEFAULT_MODEL
 
 CONTEXT = 8192
 TIMEOUT_S = 1200.0
@@ -361,7 +362,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-python", default=sys.executable, help="Python interpreter with xllamacpp")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="tasks")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="our backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="our backend")
     parser.add_argument("--context", type=int, default=CONTEXT, help="maximum context of our server (tokens)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
     parser.add_argument("--no-trials", action="store_true", help="run llama.cpp with its defaults, without tuning")

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -23,8 +24,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.engine.request import Hints
 from tokenmill.outputs import OutputDelta
 from tokenmill.params import SamplingParams
@@ -70,9 +71,9 @@ async def first_token_by_turn(
             log = service._model().queue.find(name).log.tokens.tolist()
             prompt = log[: len(log) - tokens]
             history.append(len(prompt))
-            reused = await stateless(service, prompt, tokens, ("reuse", number))
+            reused = await stateless(service, prompt, tokens, ("reuse", name))
             taken["stateless, prefix reuse"].append(reused)
-            taken["stateless, no reuse"].append(await stateless(service, prompt, 1, ("none", number, turn)))
+            taken["stateless, no reuse"].append(await stateless(service, prompt, 1, ("none", name, turn)))
             seconds = ", ".join(f"{values[-1]:.3f} s {way}" for way, values in taken.items())
             say(f"round {number + 1}, turn {turn + 1}, {len(prompt)} tokens: {seconds}")
         await service.end_session(name)
@@ -186,21 +187,23 @@ def pays_from(found: Sequence[Restored]) -> int | None:
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 200, 40, 48
-COLOURS = ("#2563eb", "#16a34a", "#dc2626", "#9333ea")
+COLOURS = ("#2563eb", "#16a34a", "#dc2626", "#9333ea", "#ea580c", "#0891b2")
 NUM_LINES = 5
 
 
 def line_chart(
-    path: Path, title: str, x: Sequence[float], series: Mapping[str, Sequence[float]], *, x_label: str, y_label: str
-) -> None:
-    """One line for each series, over the same x; both axes begin where they should: y at zero."""
-    most = max((value for values in series.values() for value in values), default=1.0) or 1.0
-    low, high = min(x), max(max(x), min(x) + 1e-9)
-
-    def place(one: float, value: float) -> str:
-        across = LEFT + (one - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-        return f"{across:.1f},{_up(value, most):.1f}"
-
+    title: str,
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    *,
+    x_label: str,
+    y_label: str,
+    is_log: bool = False,
+) -> str:
+    """An SVG with one line for each series over the same x. The y axis begins at zero, unless both are logarithmic."""
+    across = _axis(x, LEFT, WIDTH - RIGHT, is_log)
+    values = [value for one in series.values() for value in one]
+    up = _axis(values if is_log else [0.0, *values], HEIGHT - BOTTOM, TOP, is_log)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
@@ -208,26 +211,37 @@ def line_chart(
         f'<text x="{LEFT}" y="{HEIGHT - 10}">{escape(x_label)}</text>',
         f'<text x="14" y="{HEIGHT // 2}" transform="rotate(-90 14 {HEIGHT // 2})">{escape(y_label)}</text>',
     ]
-    for i in range(NUM_LINES + 1):
-        value = most * i / NUM_LINES
-        y = _up(value, most)
+    for value in _ticks(values, is_log=is_log):
+        y = up(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for one in x:
-        at = place(one, 0.0).partition(",")[0]
-        parts.append(f'<text x="{at}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{one:g}</text>')
-    for number, (name, values) in enumerate(series.items()):
+        place = f'<text x="{across(one):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+        parts.append(f"{place}{f'{one:g}' if one < 1e5 else f'{one:.0e}'}</text>")
+    for number, (name, line) in enumerate(series.items()):
         colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(place(one, value) for one, value in zip(x, values, strict=True))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        points = " ".join(f"{across(one):.1f},{up(value):.1f}" for one, value in zip(x, line, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         y = TOP + 20 * number
         parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 32}" y="{y + 10}">{escape(name)}</text>')
-    path.write_text("\n".join([*parts, "</svg>\n"]))
+    return "\n".join([*parts, "</svg>\n"])
 
 
-def _up(value: float, most: float) -> float:
-    return HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM)
+def _axis(values: Sequence[float], begin: float, end: float, is_log: bool) -> Callable[[float], float]:
+    """From a value to its place between two points of the picture."""
+    scale = math.log10 if is_log else float
+    low, high = scale(min(values, default=0.0)), scale(max(values, default=1.0))
+    span = (high - low) or 1.0
+    return lambda value: begin + (scale(value) - low) / span * (end - begin)
+
+
+def _ticks(values: Sequence[float], *, is_log: bool) -> list[float]:
+    most, least = max(values, default=1.0) or 1.0, min(values, default=1.0)
+    if not is_log:
+        return [most * i / NUM_LINES for i in range(NUM_LINES + 1)]
+    steps = range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1)
+    return [10.0**step for step in steps] or [least, most]
 
 
 PARTS = ("first-token", "stalled-reader", "by-turn", "restore")
@@ -380,7 +394,7 @@ def by_turn_medians(report: dict[str, Any]) -> dict[str, list[float]]:
 def plot_by_turn(path: Path, report: dict[str, Any]) -> None:
     medians = by_turn_medians(report)
     turns = list(range(1, len(report["history"]) + 1))
-    line_chart(path, "Time to the first token", turns, medians, x_label="turn", y_label="seconds")
+    path.write_text(line_chart("Time to the first token", turns, medians, x_label="turn", y_label="seconds"))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -389,7 +403,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--parts", nargs="+", default=["first-token", "stalled-reader"], choices=PARTS, help="measurements"
     )
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="backend")
     parser.add_argument("--turns", type=int, default=12, help="turns per session")
     parser.add_argument("--tokens", type=int, default=100, help="input tokens, and output tokens, per turn")
     parser.add_argument("--readers", type=int, default=32, help="concurrent readers")

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.backends.library import DEFAULT_MODEL
 from tokenmill.bench import bench_parser
 from tokenmill.bench.contenders import prompt
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.params import SamplingParams
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32, help="tokens per prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="generated tokens per request")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "llamacpp"], help="backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="backend")
     parser.add_argument("--dtype", default="auto", help="data type of the weights")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.backends.library import DEFAULT_MODEL
+from tokenmill.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
@@ -52,10 +52,10 @@ Seed = Annotated[
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string: the answer ends before this text (repeatable).")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.", show_default="none")]
-Backend = Annotated[str, typer.Option(help="Backend: torch, llamacpp, or auto (by model format).")]
+Backend = Annotated[str, typer.Option(help="Backend: cpu, torch, llamacpp, or auto (by model format and device).")]
 Extra = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="Backend-specific option; see docs/llamacpp.md (repeatable)."),
+    typer.Option(metavar="NAME=VALUE", help="Backend option; see docs/kernels.md and docs/llamacpp.md (repeatable)."),
 ]
 Dtype = Annotated[
     str, typer.Option(help="Data type of the weights: auto, float32, bfloat16, float16; on the CPU also int8, int4.")
@@ -74,6 +74,13 @@ LoadFormat = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Number of CPU threads; use fewer on a busy machine.", show_default="all cores"),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Smaller model with the same vocabulary that drafts tokens for speculation (name or path).",
+        show_default="none",
+    ),
 ]
 Workers = Annotated[
     int,

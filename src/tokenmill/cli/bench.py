@@ -11,6 +11,7 @@ BENCHMARKS = {
     "serve": "Load test for any OpenAI-compatible server; metrics as in `vllm bench serve`.",
     "throughput": "Offline throughput by number of concurrent requests (tok/s).",
     "sessions": "TTFT per turn with and without sessions; cost of a stalled reader; KV restore against replay.",
+    "report": "All benchmarks of this machine, next to peers and with each optimization off: JSON and an HTML page.",
     "compare": "Throughput next to llama.cpp and transformers on the same model file, interleaved.",
 }
 IN_THE_REPOSITORY = ("agreement", "engine", "events", "flood", "http", "llamacpp", "memory")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,11 +21,8 @@ from tokenmill.cli import arguments as shared
 from tokenmill.errors import ConfigError, InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tokenmill.backends.torch.config import DecoderConfig
-    from tokenmill.backends.torch.rope import Rope
     from tokenmill.contract import ModelHandle
+    from tokenmill.contract.backend import FloatArray
     from tokenmill.text.model_text import ModelText
 
 PROMPTS = (
@@ -79,7 +75,7 @@ class Answers:
 
     prompts: list[list[int]]
     """Ids, shortened where the context is short."""
-    logits: list[Tensor]
+    logits: list[FloatArray]
     """[rows, vocab] of each prompt's last tokens."""
     greedy: list[list[int]]
     """Each prompt's ids with its answer."""
@@ -132,23 +128,25 @@ def _route(model: str, options: dict[str, Any]) -> tuple[Path, str, dict[str, An
     """Where the model is, which code runs it and why, and the options to open it with."""
     import importlib.util
 
+    from tokenmill.backends.checkpoints import read_config
+    from tokenmill.backends.families import choose_family
     from tokenmill.backends.library import find_model
-    from tokenmill.backends.loading import choose_backend
-    from tokenmill.backends.torch.loader import check_directory, choose_for
+    from tokenmill.backends.loading import check_directory, choose_backend
+    from tokenmill.contract.backend import LoadOptions
 
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("check requires transformers: pip install 'tokenmill[transformers]'")
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        raise ConfigError("check requires torch and transformers: pip install 'tokenmill[transformers]'")
     path = find_model(model, check=check_directory)
     if path is None:
         raise ModelNotFound(f"no model {model!r}: not a directory, a .gguf file or a model name")
-    choice = choose_backend(path, options["backend"])
+    if options["dtype"] == "auto" and options["backend"] != "cpu":
+        options = {**options, "dtype": "float32"}
+    choice = choose_backend(path, LoadOptions(**options))
     if choice.backend == "llamacpp":
         return path, f"llama.cpp ({choice.why})", options
-    if options["dtype"] == "auto":
-        options = {**options, "dtype": "float32"}
     if not path.is_dir():
         return path, f"native family ({choice.why})", options
-    family = choose_for(path, options["extra"].get("model_impl", "auto"))
+    family = choose_family(read_config(path), options["extra"].get("model_impl", "auto"))
     return path, f"{'transformers adapter' if family.family is None else 'native family'} ({family.why})", options
 
 
@@ -175,7 +173,7 @@ def _compare(path: Path, options: dict[str, Any], num_tokens: int) -> Iterator[C
 
 
 def _answers(handle: ModelHandle, text: ModelText, num_tokens: int) -> Answers:
-    import torch
+    import numpy as np
 
     from tokenmill.contract import BackendLimits, BatchBuilder, Output
 
@@ -192,8 +190,8 @@ def _answers(handle: ModelHandle, text: ModelText, num_tokens: int) -> Answers:
         for pos, token in enumerate(ids):
             batch.add(token, pos, seq, Output.LOGITS if pos >= len(ids) - NUM_ROWS else Output.NONE)
     with handle.new_backend(limits) as backend:
-        logits = torch.from_numpy(backend.decode(batch.build()).logits)
-    rows = torch.split(logits, [min(len(ids), NUM_ROWS) for ids in prompts])
+        logits = backend.decode(batch.build()).logits
+    rows = np.split(logits, np.cumsum([min(len(ids), NUM_ROWS) for ids in prompts])[:-1])
     return Answers(prompts, list(rows), _greedy(handle, limits, prompts, num_tokens))
 
 
@@ -219,13 +217,6 @@ def _greedy(handle: ModelHandle, limits: Any, prompts: Sequence[list[int]], num_
 # -- transformers' side -----------------------------------------------------------------------------------------------
 
 
-def _files(path: Path) -> dict[str, Any]:
-    """Arguments of transformers' `from_pretrained` for a directory or a GGUF file: no downloads, no code of others."""
-    where = {"pretrained_model_name_or_path": path if path.is_dir() else path.parent}
-    gguf = {} if path.is_dir() else {"gguf_file": path.name}
-    return {**where, **gguf, "local_files_only": True, "trust_remote_code": False}
-
-
 def _reference(load: Callable[[], Any]) -> tuple[Any, str]:
     """What transformers loads, or why it can't: then there is nothing to compare with."""
     from tokenmill.backends.torch.transformers_adapter import quiet
@@ -241,7 +232,9 @@ def _reference(load: Callable[[], Any]) -> tuple[Any, str]:
 def _compare_text(path: Path, text: ModelText) -> Iterator[Comparison]:
     import transformers
 
-    tokenizer, why = _reference(lambda: transformers.AutoTokenizer.from_pretrained(**_files(path)))
+    from tokenmill.backends.torch.reference import files_of
+
+    tokenizer, why = _reference(lambda: transformers.AutoTokenizer.from_pretrained(**files_of(path)))
     with_original = _compare_with_original(path, text)
     if tokenizer is None:
         yield with_original or Comparison("tokenizer ids", 0, note=why)
@@ -316,107 +309,33 @@ def _first_difference(prompt: str, ours: list[int], wanted: list[int], whose: st
 def _compare_numbers(
     path: Path, answers: Answers, dtype: str, device: str, tolerance: Tolerance
 ) -> Iterator[Comparison]:
-    import torch
-    import transformers
+    from tokenmill.backends.torch.reference import load_reference
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def load() -> Any:
-        if not path.is_dir():
-            return _from_gguf(path, getattr(torch, dtype))
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            **_files(path), dtype=getattr(torch, dtype), attn_implementation="eager", use_safetensors=True
-        )
-
-    model, why = _reference(load)
-    if model is None:
+    logits_of, why = _reference(lambda: load_reference(path, dtype, device))
+    if logits_of is None:
         yield Comparison("logits", 0, note=why)
         yield Comparison("greedy ids", 0, note=why)
         return
-    model = model.to(device).eval()
-
-    @torch.inference_mode()
-    def logits_of(ids: list[int]) -> Tensor:
-        found: Tensor = model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu()
-        return found
-
     yield _compare_logits(answers, logits_of, tolerance)
     yield _compare_greedy(answers, logits_of, tolerance)
 
 
-def _from_gguf(path: Path, dtype: Any) -> Any:
-    """The model and metadata as transformers reads them, the tensors as we do: its own reader needs accelerate."""
-    import transformers
+def _compare_logits(answers: Answers, logits_of: Callable[[list[int]], FloatArray], tolerance: Tolerance) -> Comparison:
+    import numpy as np
 
-    from tokenmill.backends.gguf_file import TORCH_ARCHITECTURES, GGUFFile
-    from tokenmill.backends.torch.families import family_of
-    from tokenmill.backends.torch.families.names import GGUF_NAMES, in_file, is_norm, shapes
-    from tokenmill.backends.torch.sources import GGUFSource, config_of
-
-    file = GGUFFile(path)
-    if file.get("general.architecture") not in TORCH_ARCHITECTURES:
-        return transformers.AutoModelForCausalLM.from_pretrained(**_files(path), dtype=dtype)
-    config = config_of(file)
-    source = GGUFSource(file, config)
-    parsed = transformers.AutoConfig.from_pretrained(**_files(path))
-    # The sizes that only the tensors say, and a token that matters in training alone.
-    parsed.update({"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "pad_token_id": None})
-    family = family_of(parsed.to_dict())
-    as_parsed = family.read(parsed.to_dict())
-    different = _different_settings(config, as_parsed)
-    if different:
-        raise ConfigError(f"it does not read these settings of the file: {', '.join(different)}")
-    model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation="eager")
-    tensors = {
-        in_file(own, family.names): source.load(in_file(own, GGUF_NAMES)) - as_parsed.norm_offset * is_norm(own)
-        for own in shapes(config)
-    }
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    if unexpected or set(missing) - {family.names["head"]}:
-        raise ConfigError(f"other tensors than transformers': {[*missing, *unexpected][:3]}")
-    return model
-
-
-def _different_settings(config: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """Names of the settings in which two readings of a model differ."""
-    names = {name for name in ("embed_scale", "logit_scale", "logit_softcap") if _differs(config, other, name)}
-    for one, two in zip(config.layers, other.layers, strict=True):
-        names |= {name for name in vars(one) if name != "rope" and _differs(one, two, name)}
-        if not _are_same_rotations(one.rope, two.rope):
-            names.add("rope")
-    return sorted(names)
-
-
-def _are_same_rotations(one: Rope | None, other: Rope | None) -> bool:
-    from tokenmill.backends.torch.rope import frequencies
-
-    if one is None or other is None:
-        return one is other
-    (first, scale), (second, other_scale) = frequencies(one), frequencies(other)
-    return first.shape == second.shape and bool(first.allclose(second)) and math.isclose(scale, other_scale)
-
-
-def _differs(one: Any, other: Any, name: str) -> bool:
-    first, second = getattr(one, name), getattr(other, name)
-    both_real = isinstance(first, float) and isinstance(second, float)
-    return not math.isclose(first, second, rel_tol=1e-6) if both_real else bool(first != second)
-
-
-def _compare_logits(answers: Answers, logits_of: Callable[[list[int]], Tensor], tolerance: Tolerance) -> Comparison:
     different, largest = [], 0.0
     for ids, ours in zip(answers.prompts, answers.logits, strict=True):
         wanted = logits_of(ids)[-len(ours) :]
         width = min(ours.shape[1], wanted.shape[1])  # either may be padded
         gap = ours[:, :width] - wanted[:, :width]
-        error = float(gap.square().mean().sqrt() / wanted.std())
-        largest = max(largest, float(gap.abs().max()))
+        error = float(np.sqrt(np.square(gap).mean()) / wanted.std())
+        largest = max(largest, float(np.abs(gap).max()))
         if not error <= tolerance.error:
             different.append(f"prompt of {len(ids)} tokens: relative error {error:.2g}, allowed: {tolerance.error:g}")
     return Comparison("logits", len(answers.prompts), different, f"largest difference {largest:.2g}")
 
 
-def _compare_greedy(answers: Answers, logits_of: Callable[[list[int]], Tensor], tolerance: Tolerance) -> Comparison:
+def _compare_greedy(answers: Answers, logits_of: Callable[[list[int]], FloatArray], tolerance: Tolerance) -> Comparison:
     different = []
     for ids, prompt in zip(answers.greedy, answers.prompts, strict=True):
         wanted = logits_of(ids[:-1])[len(prompt) - 1 :]

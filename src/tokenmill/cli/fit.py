@@ -22,6 +22,7 @@ def fit(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     workers: shared.Workers = 1,
+    draft_model: shared.DraftModel = None,
     memory_gb: Annotated[
         float | None, typer.Option(min=0, help="Available memory (GB).", show_default="free memory")
     ] = None,
@@ -43,12 +44,14 @@ def fit(
         dtype=dtype,
         device=device,
         workers=workers,
+        draft_model=draft_model,
     )
     if json_output:
         typer.echo(json.dumps({**asdict(found), "total": found.plan.total, "fits": found.fits}, indent=2))
         raise typer.Exit(0 if found.fits else 1)
     plan = found.plan
     on = f" on {workers} workers" if workers > 1 else ""
+    on += f" with draft model {draft_model}" if draft_model else ""
     typer.echo(f"{model} as {found.form}, {sessions} sessions of {found.context} tokens{on}:")
     for name, size in (
         ("weights", plan.weights),

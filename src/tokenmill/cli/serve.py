@@ -19,7 +19,9 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help=r"TOML file with [\[model]] tables; see docs/several-models.md.", dir_okay=False, show_default="none"
+            help=r"TOML file with [\[model]] tables, API keys and server settings; see docs/several-models.md.",
+            dir_okay=False,
+            show_default="none",
         ),
     ] = None,
     keep_alive: Annotated[
@@ -45,7 +47,7 @@ def serve(
     ] = None,
     ssl_keyfile: Annotated[
         Path | None,
-        typer.Option(help="Private key of the certificate (PEM).", show_default="in the file of the certificate"),
+        typer.Option(help="Private key of the certificate (PEM).", show_default="in --ssl-certfile"),
     ] = None,
     ssl_keyfile_password: Annotated[
         str | None,
@@ -56,8 +58,8 @@ def serve(
     forwarded_allow_ips: Annotated[
         str | None,
         typer.Option(
-            help="Proxies whose X-Forwarded-For and X-Forwarded-Proto headers are believed: addresses or networks, "
-            "separated by commas; '*' for all.",
+            help="Trust X-Forwarded-For and X-Forwarded-Proto headers from these proxies: comma-separated addresses or "
+            "networks; '*' for all.",
             show_default="none",
         ),
     ] = None,
@@ -75,7 +77,10 @@ def serve(
     ] = False,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="Name of MODEL in requests; '*' accepts any name.", show_default="file or directory name"),
+        typer.Option(
+            help="Name of MODEL in requests; '*' accepts any name.",
+            show_default="MODEL as given (Qwen/Qwen3-4B); of a path, its last part",
+        ),
     ] = None,
     default_model: Annotated[
         bool,
@@ -152,15 +157,17 @@ def serve(
         bool,
         typer.Option(
             "--forced-tokens/--no-forced-tokens",
-            help="Append tokens that a grammar leaves no choice about without drawing them.",
+            help="Append tokens forced by a grammar without sampling them.",
         ),
     ] = True,
     speculation: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Speculative decoding of requests that do not set it: off, auto or lookup. The output is the same."
+            help="Default speculative decoding of requests: auto, off, lookup or draft. The output is unchanged.",
+            show_default="auto on the CPU kernels or with a draft model, otherwise off",
         ),
-    ] = "off",
+    ] = None,
+    draft_model: shared.DraftModel = None,
     tokenizer_threads: Annotated[
         int, typer.Option(min=2, help="Tokenizer threads for long prompts; one is reserved for prompts up to 64 KiB.")
     ] = 2,
@@ -168,27 +175,50 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="Maximum total time of a request (s).")] = 600.0,
     hang_timeout: Annotated[
         float,
-        typer.Option(
-            help="Abandon an engine whose step has not returned for this long (s); an engine process is replaced."
-        ),
+        typer.Option(help="Abandon an engine when a step takes longer than this (s); an engine process is replaced."),
     ] = 60.0,
     exit_on_hang: Annotated[
         bool,
         typer.Option(
-            "--exit-on-hang", help="Exit with code 4 when an engine thread hangs, so that a service manager restarts."
+            "--exit-on-hang",
+            help="Exit with code 4 when an engine hangs or fails permanently, for a service manager to restart it.",
         ),
     ] = False,
     session_ttl: Annotated[float, typer.Option(help="End a session after this many idle seconds.")] = 86_400.0,
     store: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR",
-            help="Persist sessions in this directory.",
-            file_okay=False,
+            metavar="DIR|URL",
+            help="Persist sessions in this directory, or in a PostgreSQL database that several servers share "
+            "(postgresql://USER@HOST/DATABASE).",
             show_default="in memory only",
         ),
     ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Base URL under which other servers of the same database reach this one.",
+            show_default="the address that it binds to",
+        ),
+    ] = None,
+    lease: Annotated[
+        float, typer.Option(help="Time after which a stopped server loses the sessions that it is answering in (s).")
+    ] = 6.0,
+    metrics_alias: Annotated[
+        str | None,
+        typer.Option(
+            help="Export what routers read under vLLM's metric names, too: vllm.", show_default="own names only"
+        ),
+    ] = None,
     drain: Annotated[float, typer.Option(help="Grace period for running requests on shutdown (s).")] = 30.0,
+    drain_delay: Annotated[
+        float,
+        typer.Option(
+            help="Time for which requests are still admitted on shutdown while /health/ready is 503, for routers to "
+            "notice (s)."
+        ),
+    ] = 0.0,
     log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="Log format: text, or json for one object per line.")] = "text",
     otlp: Annotated[
@@ -215,7 +245,7 @@ def serve(
     """Serve models over HTTP: OpenAI-compatible API, sessions, web UI."""
     try:
         from tokenmill.server.app import serve as run
-        from tokenmill.server.config import ServerConfig, hash_key
+        from tokenmill.server.config import ServerConfig, as_store, hash_key, read_server_table
         from tokenmill.server.keys import has_keys
         from tokenmill.server.middleware import configure_logs
         from tokenmill.server.models import ANY_NAME, named, read_catalogue, short_name, spec
@@ -223,17 +253,21 @@ def serve(
         raise ConfigError(f"missing package {error.name}: pip install 'tokenmill[server]'") from None
 
     configure_logs(log_level, log_format)
+    proxies = [part.strip() for part in (forwarded_allow_ips or "").split(",") if part.strip()]
+    own: dict[str, Any] = {
+        "ssl_certfile": ssl_certfile,
+        "ssl_keyfile": ssl_keyfile,
+        "ssl_keyfile_password": ssl_keyfile_password,
+        "forwarded_allow_ips": tuple(proxies) if forwarded_allow_ips else None,
+    }
+    of_file = {} if config is None else read_server_table(config)
     settings = ServerConfig(
         host=host,
         port=port,
         ollama_port=ollama_port,
         key_hashes=tuple(hash_key(key) for key in api_key or ()),
         admin_key_hashes=tuple(hash_key(key) for key in admin_key or ()),
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        ssl_keyfile_password=ssl_keyfile_password,
-        forwarded_allow_ips=tuple(part.strip() for part in (forwarded_allow_ips or "").split(",") if part.strip()),
-        keys_file=config if keys_file is None and config is not None and has_keys(config) else keys_file,
+        keys_file=keys_file or (config if config is not None and has_keys(config) else None),
         insecure=insecure,
         allowed_hosts=frozenset(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -242,11 +276,16 @@ def serve(
         web=web,
         spans_url=otlp,
         session_ttl_s=session_ttl,
-        store=store,
+        store=as_store(store),
+        advertise=advertise,
+        lease_s=lease,
+        metrics_alias=metrics_alias,
         max_request_s=request_timeout,
         tokenizer_threads=tokenizer_threads,
         drain_s=drain,
+        drain_delay_s=drain_delay,
         exit_on_hang=exit_on_hang,
+        **{**of_file, **{name: value for name, value in own.items() if value is not None}},
     )
     options: dict[str, Any] = {
         "backend": backend,
@@ -271,6 +310,7 @@ def serve(
         "hang_timeout_s": hang_timeout,
         "forced_tokens": forced_tokens,
         "speculation": speculation,
+        "draft_model": draft_model,
         "num_threads": threads,
         "workers": workers,
     }

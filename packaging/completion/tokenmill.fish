@@ -1,0 +1,1 @@
+complete --command tokenmill --no-files --arguments "(env _TOKENMILL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) tokenmill)" --condition "env _TOKENMILL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) tokenmill"
