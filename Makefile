@@ -71,7 +71,8 @@ FAST := contract kv engine session sampling text test_imports.py test_public_nam
 test-fast: $(VENV)/.dev  ## run the fast tests of contract, engine, sessions, sampling and text: before each commit
 	@$(BIN)/python -m pytest $(TWO_CORES) -m "not slow" $(addprefix tests/,$(FAST)) $(ARGS)
 
-# A choice of what needs no torch, since all of it would take as long as the whole suite: ARGS takes other tests.
+# A choice of what needs no torch, since all of it would take as long as the whole suite: ARGS takes other tests. llama.cpp is
+# not part of a light install, so that its tests are skipped here even where CI requires them elsewhere.
 LIGHT := .venv-light
 LIGHT_TESTS := conformance/test_checks.py conformance/test_state_machine.py engine/test_properties.py session/test_properties.py \
     session/test_store.py session/test_kill.py native/test_reference_ids.py server/test_openai.py server/test_session_verbs.py web/test_chat.py
@@ -84,7 +85,7 @@ $(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@touch $@
 
 test-light: $(LIGHT)/.ready  ## run the tests that need no torch in an environment without it (.venv-light), on two cores
-	@$(LIGHT)/bin/python -m pytest $(TWO_CORES) $(or $(ARGS),$(addprefix tests/,$(LIGHT_TESTS)))
+	@TOKENMILL_REQUIRE_LLAMACPP= $(LIGHT)/bin/python -m pytest $(TWO_CORES) $(or $(ARGS),$(addprefix tests/,$(LIGHT_TESTS)))
 
 test-arm: $(VENV)/.dev  ## run the tests of the CPU kernels on ARM, under qemu
 	@PYTHON=$(BIN)/python sh tools/test_arm.sh $(ARGS)

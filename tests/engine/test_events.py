@@ -69,6 +69,31 @@ def test_the_phases_of_a_timeline_sum_to_the_wall_time(depth: int) -> None:
     assert preempted > 0
 
 
+@pytest.mark.req("B4")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_timeline_tells_the_prompts_of_others_from_its_own_steps(depth: int) -> None:
+    """A token takes 1 ms and nothing else takes time, so that a timeline can be told to the token."""
+    clock = SimulatedClock()
+    config = FakeConfig(vocab_size=64, num_cells=512, block_size=4, max_context=256, max_seqs=4, depth=depth)
+    backend = TimedBackend(config, clock, (0.0, 0.001, 0.0))
+    engine = EngineCore(backend, FakeModel(config).info, EngineConfig(max_num_seqs=2, prefill_chunk=16), clock)
+    timelines = Timelines()
+    engine.events.subscribe(timelines)
+    talks = request("talks", (1, 2, 3, 4), max_new_tokens=40)
+    long = request("long", tuple(range(5, 60)) * 2, max_new_tokens=2)
+    engine.add(talks)
+    while len(talks.tokens) < 8:
+        engine.step()
+    engine.add(long)
+    run(engine)
+    one, other = timelines.get("talks"), timelines.get("long")
+    assert one is not None
+    assert other is not None
+    assert one.parts(clock.now)["neighbours_prefill"] == pytest.approx(0.001 * 110, rel=0.05)
+    assert one.parts(clock.now)["prefill"] == pytest.approx(0.001 * 4, rel=0.05)
+    assert other.parts(clock.now)["neighbours_prefill"] == 0, "its prompt is its own"
+
+
 @pytest.mark.req("R19")
 def test_the_table_of_transitions() -> None:
     assert [state.value for state in RequestState] == [

@@ -101,7 +101,6 @@ def test_a_long_neighbour_is_named() -> None:
             assert (talking.result().status, long.result().status) == (200, 200)
         one = generation(server, "talks")
         assert causes(one)[0] == "long_neighbour"
-        assert one["parts"]["neighbours_prefill"] > one["parts"]["decode"] * 0.5
         assert "long_neighbour" not in causes(generation(server, "long")), "its prompt is its own"
 
 
