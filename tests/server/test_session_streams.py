@@ -144,7 +144,7 @@ def test_n13_cut_again_and_again_and_read_by_two(server: Running) -> None:
 
 @pytest.mark.req("R36")
 def test_n13_a_place_in_an_older_answer_is_a_conflict(server: Running) -> None:
-    talk = converse(server)
+    talk = begin(server, "letters")
     old = slow_events(talk)
     assert [event.data["finish_reason"] for event in resumed(talk, old[0].id)][-1] == "length"
     new = events_in(talk.post("regenerate").body)
