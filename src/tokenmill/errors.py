@@ -114,7 +114,7 @@ class SessionElsewhere(TokenmillError):
         self.address = address
         """That server's base URL; empty if it does not tell."""
         self.is_there = is_there
-        """Is it still so? Asks the store."""
+        """Is that server still alive? Asks the store."""
         self.retry_s = retry_s
         """How often that is worth asking."""
 

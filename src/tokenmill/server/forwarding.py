@@ -1,12 +1,14 @@
 """Requests that belong to another server, where their session is being answered: passed on over HTTP, and back.
 
-Bytes go through as they are, so a stream is a stream. A server that dies meanwhile is one that hangs up: before its
-response has begun the request is looked at once more, afterwards the client's connection breaks, too.
+Bytes go through as they are, so a stream is a stream. A server that dies meanwhile is one that hangs up. Before its
+response has begun, a read is repeated; a write is not, since the other server may have carried it out, and the client
+gets an error. Afterwards the client's connection breaks, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +34,8 @@ RETRY_S = 0.1
 MAX_WAIT_S = 30.0
 """For a server that does not answer: longer than any lease that it may have."""
 READ_BYTES = 1 << 16
+KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""Seconds until the first probe of a silent connection, between two, and probes without an answer that end it."""
 
 
 async def follow(
@@ -53,9 +57,9 @@ async def follow(
 
 
 async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | None:
-    """The other server's response, once its head is there; None if there is none.
+    """The other server's response, once its head is there; None if the request was not carried out.
 
-    A server that hangs keeps its connections open, but not its lease: the session is looked for again after a while.
+    A server that hangs keeps its connections open, but not its lease.
     """
     where = urlsplit(elsewhere.address)
     if where.hostname is None:
@@ -67,6 +71,7 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
             reader, writer = await asyncio.open_connection(where.hostname, port, ssl=context)
     except (OSError, TimeoutError):
         return None
+    _keep_alive(writer.get_extra_info("socket"))
     parsed, is_kept = _Parsed(), False
     try:
         writer.write(_head(http, where.netloc, body := await http.body()) + body)
@@ -77,10 +82,10 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
                     data = await reader.read(READ_BYTES)
             except TimeoutError:
                 if not await asyncio.to_thread(elsewhere.is_there):
-                    return None
+                    return _lost(http)
                 continue
             if not data:
-                return None
+                return _lost(http)
             parsed.feed(data)
         if parsed.status == 503:  # it does not have the session either, or is going down
             return None
@@ -89,10 +94,25 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
         is_kept = True
         return response
     except OSError:
-        return None
+        return _lost(http)
     finally:
         if not is_kept:
             writer.close()
+
+
+def _lost(http: Request) -> None:
+    """The other server has died with the request: only a read can be looked at once more."""
+    if http.method not in ("GET", "HEAD"):
+        what = "the server of the session has failed; the request may have been carried out: read the session's turns"
+        raise unavailable(what, "session_server_lost", {})
+
+
+def _keep_alive(wire: socket.socket) -> None:
+    """Have the kernel find a machine that was switched off and on again, which closes no connection."""
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _Parsed:
