@@ -33,14 +33,13 @@ def request(method: str) -> Any:
 class Owner:
     """The server of the session. It reads what it is sent, and then answers or hangs up."""
 
-    def __init__(self, answer: bytes, alive: int = 1 << 20) -> None:
+    def __init__(self, answer: bytes, *, is_alive: bool = True) -> None:
         self.num_requests = self.num_looks = 0
-        self._answer, self._alive = answer, alive
-        self._looked = asyncio.Event()
+        self._answer, self._is_alive = answer, is_alive
 
     def is_there(self) -> bool:
         self.num_looks += 1
-        return self.num_looks <= self._alive
+        return self._is_alive
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"{}")
@@ -85,6 +84,14 @@ def test_only_a_read_is_repeated_when_the_server_of_the_session_hangs_up(
         owner = Owner(b"")
         assert await passed_on(method, owner, monkeypatch) == wanted
         assert owner.num_requests == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.req("B3")
+def test_a_write_is_not_repeated_when_the_lease_of_a_silent_server_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        assert await passed_on("POST", Owner(ANSWER, is_alive=False), monkeypatch) == "session_server_lost"
 
     asyncio.run(run())
 

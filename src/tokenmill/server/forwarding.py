@@ -82,10 +82,10 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
                     data = await reader.read(READ_BYTES)
             except TimeoutError:
                 if not await asyncio.to_thread(elsewhere.is_there):
-                    return _lost(http)
+                    return _unless_a_write(http)
                 continue
             if not data:
-                return _lost(http)
+                return _unless_a_write(http)
             parsed.feed(data)
         if parsed.status == 503:  # it does not have the session either, or is going down
             return None
@@ -94,17 +94,18 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
         is_kept = True
         return response
     except OSError:
-        return _lost(http)
+        return _unless_a_write(http)
     finally:
         if not is_kept:
             writer.close()
 
 
-def _lost(http: Request) -> None:
-    """The other server has died with the request: only a read can be looked at once more."""
-    if http.method not in ("GET", "HEAD"):
-        what = "the server of the session has failed; the request may have been carried out: read the session's turns"
-        raise unavailable(what, "session_server_lost", {})
+def _unless_a_write(http: Request) -> Response | None:
+    """None, for a request that can be repeated although the server that it was sent to has failed."""
+    if http.method in ("GET", "HEAD"):
+        return None
+    what = "the server of the session has failed; the request may have been carried out: read the session's turns"
+    raise unavailable(what, "session_server_lost", {})
 
 
 def _keep_alive(wire: socket.socket) -> None:
