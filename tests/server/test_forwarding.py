@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ class Owner:
 
     def __init__(self, answer: bytes, *, is_alive: bool = True) -> None:
         self.num_requests = self.num_looks = 0
+        self.is_done = asyncio.Event()
         self._answer, self._is_alive = answer, is_alive
 
     def is_there(self) -> bool:
@@ -44,10 +46,15 @@ class Owner:
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"{}")
         self.num_requests += 1
-        while self._answer == ANSWER and self.num_looks < 2:  # until it was taken for slow, twice
+        if not self._is_alive:
+            await reader.read()  # silent, until it is given up
+        while self._answer == ANSWER and self._is_alive and self.num_looks < 2:  # until it was taken for slow, twice
             await asyncio.sleep(0)
         writer.write(self._answer)
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        self.is_done.set()
 
 
 async def passed_on(method: str, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -68,6 +75,8 @@ async def passed_on(method: str, owner: Owner, monkeypatch: pytest.MonkeyPatch) 
             response = await follow(request(method), handle, elsewhere)
         except ApiError as error:
             return error.code
+        finally:
+            await owner.is_done.wait()
         if response.body_iterator is None:
             return "handled here"
         return b"".join([piece async for piece in response.body_iterator])
