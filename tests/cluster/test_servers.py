@@ -20,8 +20,8 @@ from tokenmill.session.store import Scope
 
 ANSWER = 6
 """Tokens of an answer."""
-MOST_TURNS = 80
-"""Of a conversation: more of them do not fit into its context."""
+MOST_TURNS = 50
+"""Of a conversation: about 60 fit into its context, and an answer that ends there is shorter."""
 PACE_S = 0.02
 """Between two questions of a client."""
 
@@ -73,7 +73,7 @@ def converse(talks: list[Talk], servers: list[Node], chance: random.Random, unti
     number = 0
     while not until.is_set():
         number += 1
-        talk = chance.choice([one for one in talks if len(one.said) < MOST_TURNS] or talks)
+        talk = chance.choice([one for one in talks if len(one.said) + len(one.unsure) < MOST_TURNS])
         text = f"question {number} of {talks[0].session}"
         try:
             reply = chance.choice(servers).ask(talk.session, text)
@@ -91,7 +91,7 @@ def converse(talks: list[Talk], servers: list[Node], chance: random.Random, unti
 class Load:
     """Clients at work, each with sessions of its own."""
 
-    def __init__(self, servers: list[Node], num_clients: int = 6, num_sessions: int = 20, seed: int = 1) -> None:
+    def __init__(self, servers: list[Node], num_clients: int = 6, num_sessions: int = 60, seed: int = 1) -> None:
         self.until = threading.Event()
         self.talks = [[Talk(servers[0].create()) for _ in range(num_sessions)] for _ in range(num_clients)]
         self.threads = [
