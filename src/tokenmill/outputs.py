@@ -1,4 +1,4 @@
-"""What comes out of the engine: step results, the deltas of text made of them, and whole outputs, their sums."""
+"""Engine outputs: step results, text deltas made of them, and whole outputs, the sums of deltas."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class FinishReason(Enum):
 
 
 ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS})
-"""The reasons of a complete answer; all others are failures of some kind."""
+"""Reasons of complete answers; all others are failures."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities under the model's own distribution: of the token drawn, and of the likeliest ones."""
+    """Log-probabilities under the model's own distribution: of the drawn token and of the top alternatives."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability), likeliest first."""
+    """(token, log-probability), most likely first."""
 
 
 class End(NamedTuple):
@@ -42,7 +42,7 @@ class End(NamedTuple):
 
 
 class GeneratedToken(NamedTuple):
-    """One row of a step result. The last one has a finish reason, and no token where the end came without one."""
+    """One row of a step result. The last row of a request has a finish reason, and no token if it ended without one."""
 
     request_id: str
     token_id: int | None
@@ -57,32 +57,32 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens and endings of one engine step for all its requests, by column: what crosses threads and processes."""
+    """Tokens and endings of one engine step for all its requests, in columns: crosses threads and processes."""
 
     request_ids: list[str]
     token_ids: list[int | None]
     """None: the request ended without a token."""
     logprobs: list[TokenLogprobs | None] | None
-    """None: no request of the step asked for them."""
+    """None if no request of the step asked for them."""
     ends: dict[int, End]
-    """By place in the columns."""
+    """By row index."""
 
     @classmethod
     def of_end(cls, request_id: str, finish_reason: FinishReason, error: str | None = None) -> StepResult:
-        """A request has ended outside any step."""
+        """The end of a request outside any step."""
         return cls([request_id], [None], None, {0: End(finish_reason, error)})
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[GeneratedToken]:
-        """Row by row."""
+        """Iterate over the rows."""
         for place, (name, token) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
             reason, error = self.ends.get(place, _GOES_ON)
             yield GeneratedToken(name, token, reason, error, None if self.logprobs is None else self.logprobs[place])
 
     def select(self, places: Sequence[int]) -> StepResult:
-        """Some of its rows."""
+        """A subset of the rows."""
         return StepResult(
             [self.request_ids[place] for place in places],
             [self.token_ids[place] for place in places],
@@ -96,116 +96,116 @@ _GOES_ON = (None, None)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens served from cached KV."""
     reasoning_tokens: int = 0
-    """Of the completion's tokens, those of the model's thinking."""
+    """Completion tokens that are reasoning."""
     accepted_prediction_tokens: int = 0
-    """Tokens that speculation proposed and that were drawn as proposed..."""
+    """Proposed tokens that were accepted..."""
     rejected_prediction_tokens: int = 0
-    """...and those that were not: computed, and no part of the completion."""
+    """...and rejected: computed, but not part of the completion."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a prompt and KV that was there begin to differ."""
+    """The first difference between a prompt and the cached KV closest to it."""
 
     at: int
-    """Tokens that are the same."""
+    """Length of the common prefix."""
     held: tuple[int, ...]
-    """Some ids of what was there, from the first that differs on..."""
+    """A few ids of the cached tokens from the divergence on..."""
     asked: tuple[int, ...]
     """...and of the prompt."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """KV of a session that was given up before the session came back for it."""
+    """KV of a session that was evicted before the session's next request."""
 
     at: float
-    """When, by the engine's clock."""
+    """Time of the eviction, by the engine's clock."""
     reason: str
-    """`room`: others needed it; `weights`: they were replaced; `failure`: a step failed."""
+    """`room`: evicted for another request; `weights`: they were replaced; `failure`: a step failed."""
     by: str | None
-    """The request that room was made for, if it was one, and..."""
+    """The request it was evicted for, if any..."""
     by_key: str
-    """...whose that is."""
+    """...and its API key."""
     num_tokens: int
-    """What is left of it is so much less."""
+    """Tokens evicted."""
 
 
 @dataclass(frozen=True)
 class CacheVerdict:
-    """How much of a prompt did not have to be computed, and why not more."""
+    """How much of a prompt was cached, and why not more."""
 
     num_cached: int
     divergence: Divergence | None = None
-    """From the KV that has most in common with the prompt, if that goes on otherwise."""
+    """From the KV that shares the longest prefix with the prompt, if they diverge."""
     loss: Loss | None = None
-    """The latest of its session, since its last answer."""
+    """The session's latest eviction since its last answer."""
     core_since: float = 0.0
-    """Since when the engine core is there: it knows of nothing before."""
+    """Start time of the engine core, which knows of nothing before."""
     is_found: bool = True
-    """Is KV found wherever it is? Not without prefix caching, nor where a sequence can only be had as a whole."""
+    """Whether KV is found wherever it is: not without prefix caching, nor if sequences can only be reused whole."""
 
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class TurnPart(NamedTuple):
-    """What an answer with reasoning or tool calls has grown by."""
+    """An increment of an answer with reasoning or tool calls."""
 
     kind: PartKind
     text: str = ""
-    """Of content, reasoning, or of a call's arguments (JSON)."""
+    """Of content, reasoning, or a call's arguments (JSON)."""
     call: int = 0
-    """Which call, from 0 on..."""
+    """Index of the call..."""
     call_id: str = ""
-    """...and with the part that begins it, its id..."""
+    """...and, in the part that opens it, its id..."""
     name: str = ""
     """...and the function's name."""
 
 
 class OutputDelta(NamedTuple):
-    """What one choice of a request has grown by. Its text is that of its tokens; neither is taken back later."""
+    """An increment of one choice. Its text is exactly that of its tokens; neither is retracted later."""
 
     index: int = 0  # type: ignore[assignment]  # in place of tuple's method
     """Of the choice."""
     text: str = ""
     token_ids: Sequence[int] = ()
     offset: int = 0
-    """Tokens of the choice before these: where to resume after a lost connection is `offset + len(token_ids)`."""
+    """Tokens of the choice before this delta: a lost stream is resumed at `offset + len(token_ids)`."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of the tokens, if they were asked for."""
+    """One per token, if requested."""
     finish_reason: str | None = None
-    """Of the last delta of a choice; the fields below belong to it, too."""
+    """Set in the last delta of a choice, as are the fields below."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it, if one did."""
+    """The stop string or stop token that matched, if any."""
     error: str | None = None
     usage: Usage | None = None
     """Of the request, once all its choices have ended."""
     durable: bool | None = None
-    """Of a session's answer: is the turn in the store? None: there is no store."""
+    """For a session's answer: whether the turn is in the store. None without a store."""
     parts: Sequence[TurnPart] | None = None
-    """The same text as content, reasoning and tool calls; None: it is content alone."""
+    """The same text as content, reasoning and tool calls; None if it is content alone."""
 
     @property
     def is_complete(self) -> bool:
-        """Has the choice ended as its request wanted it to?"""
+        """Whether the choice ended with a complete answer."""
         return self.finish_reason is not None and FinishReason(self.finish_reason) in ENDED_WELL
 
     @property
     def is_failure(self) -> bool:
-        """Has the choice ended in any other way?"""
+        """Whether the choice ended with a failure."""
         return self.finish_reason is not None and FinishReason(self.finish_reason) not in ENDED_WELL
 
 
 def joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Consecutive deltas of one choice as one."""
+    """Consecutive deltas of one choice, joined."""
     if len(deltas) == 1:
         return deltas[0]
     first, last = deltas[0], deltas[-1]
@@ -220,22 +220,22 @@ def joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
 
 @dataclass
 class CompletionOutput:
-    """One choice of a request. Under vLLM's names."""
+    """One choice of a request. Fields are named as in vLLM."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it, if one did."""
+    """The stop string or stop token that matched, if any."""
     logprobs: list[TokenLogprobs] | None = None
     parts: list[TurnPart] | None = None
-    """The text as content, reasoning and tool calls; None: it is content alone."""
+    """The text as content, reasoning and tool calls; None if it is content alone."""
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """An embedding. Under vLLM's names, as the next one."""
+    """An embedding. Fields are named as in vLLM."""
 
     embedding: list[float]
 
@@ -252,7 +252,7 @@ class EmbeddingRequestOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what it has said so far. Under vLLM's names."""
+    """A request and its output so far. Fields are named as in vLLM."""
 
     request_id: str
     prompt: str | None
@@ -262,7 +262,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each prompt token, None for the first, if they were asked for; there from the first token on, or from the
-    end on if the engine is another process."""
+    """One per prompt token, None for the first, if requested; available from the first output token on, or at the
+    end if the engine runs in its own process."""
     cache: CacheVerdict | None = None
-    """Why so much of the prompt was computed; None before it has started, or if the engine is another process."""
+    """Cache statistics of the prompt; None before the request has started, or if the engine runs in its own process."""

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request is sampled, under vLLM's field names. Checked when it is made."""
+"""`SamplingParams`: sampling parameters of one request, named as in vLLM. Validated on construction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SEED = (1 << 63) - 1
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_BIAS = 1e6
 MAX_GRAMMAR_BYTES = 256 << 10
-"""Of a schema, an expression or a grammar: a longer one would take too long to compile."""
+"""Maximum size of a schema, expression or grammar: a larger one would take too long to compile."""
 MAX_CHOICES = 4096
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
@@ -33,7 +33,7 @@ SPECULATION = ("auto", "off", "lookup", "draft")
 
 
 class Pooling(Enum):
-    """How the hidden states of a text become its embedding."""
+    """How hidden states are pooled into an embedding."""
 
     LAST = "last"
     MEAN = "mean"
@@ -44,12 +44,12 @@ CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must look like, under vLLM's field names. Exactly one of the first six is given.
+    """Constraint on an output, with vLLM's field names. Exactly one of the first six is given.
 
     The constraint covers the whole output, from its first token to its end-of-sequence token: a request ends with
     `stop` once it is satisfied and nothing may follow, or with `length` before. A value is hashable and small: it
-    travels with the request, and whoever computes compiles it (`tokenmill.text.grammar`). The shape is checked here;
-    `GrammarCompiler.compile` finds out whether it can be enforced, and raises `InvalidRequest` if not.
+    travels with the request and is compiled where it is used (`tokenmill.text.grammar`). The shape is checked here;
+    `GrammarCompiler.compile` checks whether it can be enforced, and raises `InvalidRequest` if not.
     """
 
     json: str | dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the constraints it is."""
+        """Which of the constraints is set."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
 
@@ -103,7 +103,7 @@ def _invalid(text: str) -> InvalidRequest:
 
 
 def _json_text(name: str, value: Mapping[str, Any]) -> str:
-    """A schema's text, unless that would be too long: it is measured first, as writing it out takes a while."""
+    """A schema as text, unless it is too large: the size is bounded first, since serializing takes time."""
     if min_json_chars(value, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
         raise _too_long(name)
     try:
@@ -113,9 +113,9 @@ def _json_text(name: str, value: Mapping[str, Any]) -> str:
 
 
 def min_json_chars(value: Any, enough: int, ignored: Collection[str] = ()) -> int:
-    """A lower bound on the length of a value's JSON text; counting stops beyond `enough`.
+    """A lower bound on the size of a value's JSON text; stops counting beyond `enough`.
 
-    Members of objects with one of the `ignored` keys count as nothing.
+    Members of objects with one of the `ignored` keys are not counted.
     """
     count, stack = 0, [value]
     while stack and count <= enough:
@@ -163,62 +163,62 @@ def _too_long(name: str) -> InvalidRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Sampling of one request. The defaults sample from the model's own distribution.
+    """Sampling parameters of one request. By default, samples from the model's own distribution.
 
-    A token is drawn in this order: bias and bans, penalties (repetition, presence, frequency, DRY), temperature,
+    Order of operations: bias and bans, penalties (repetition, presence, frequency, DRY), temperature,
     typical_p, top_k, top_p, min_p, XTC, draw.
     """
 
     n: int = 1
-    """Choices; choice i is the same whatever n is."""
+    """Number of choices; choice i does not depend on n."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 for greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1: all tokens."""
+    """0 or -1 for all tokens."""
     min_p: float = 0.0
     typical_p: float = 1.0
     seed: int | None = None
-    """None: one is drawn when the request is admitted, and told."""
+    """None to draw one at admission; it is reported."""
     attempt: int = 0
-    """Another draw for the same seed: `regenerate` counts it up."""
+    """Draws another sample for the same seed; incremented by `regenerate`."""
     max_tokens: int | None = 16
-    """None: as many as the context allows."""
+    """None for as many as the context allows."""
     min_tokens: int = 0
-    """Stop tokens can't be drawn before."""
+    """Stop tokens cannot be drawn before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; not part of it unless `include_stop_str_in_output`."""
+    """Strings that end the text; excluded from it unless `include_stop_str_in_output`."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     repetition_penalty: float = 1.0
-    """Over 1: tokens of prompt and output become less likely."""
+    """Above 1, tokens of prompt and output become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0
-    """Over 0: tokens that would continue a repetition become less likely (DRY)."""
+    """Above 0, tokens that would continue a repetition become less likely (DRY)."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_range: int = 0
-    """Tokens looked back; 0: all."""
+    """Tokens to look back; 0 for all."""
     xtc_probability: float = 0.0
-    """How often all but the least likely of the tokens above `xtc_threshold` are excluded (XTC)."""
+    """Probability of excluding all but the least likely of the tokens above `xtc_threshold` (XTC)."""
     xtc_threshold: float = 0.1
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
-    """Log-probabilities of the drawn token and so many likeliest ones, before any of the above."""
+    """Number of top log-probabilities to return beside the drawn token's, before any of the above."""
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
-    """What the output must look like: a JSON schema, an expression, a grammar."""
+    """Constrain the output to a JSON schema, a regular expression or a grammar."""
     speculation: str | None = None
-    """Who proposes tokens to verify several at a time: `auto`, `off`, `lookup` or `draft`.
+    """Proposer for speculative decoding: `auto`, `off`, `lookup` or `draft`.
 
-    None: the engine's setting."""
+    None for the engine's setting."""
     prediction_token_ids: tuple[int, ...] = ()
-    """What the output is expected to say: speculation proposes it."""
+    """The expected output, used as a draft by speculation."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -229,7 +229,7 @@ class SamplingParams:
             raise InvalidRequest(f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}", param="min_tokens")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` if a token that is named here is none of the model's."""
+        """Raise `InvalidRequest` if a token id given here is not in the model's vocabulary."""
         for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias", "prediction_token_ids"):
             ids = getattr(self, name)
             if ids and max(ids) >= vocab_size:
@@ -241,7 +241,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Does the next draw depend on the tokens drawn before it (beyond what the model sees)?"""
+        """Whether the next draw depends on earlier tokens (beyond what the model sees)."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -252,7 +252,7 @@ class SamplingParams:
 
 
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
-"""These are valid: only values that differ are checked."""
+"""Defaults are valid: only changed values are checked."""
 _RANGES: dict[str, tuple[float, float, bool]] = {
     # name: (lowest, highest, may it be the lowest itself)
     "temperature": (0, 100, True),
@@ -284,7 +284,7 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "all
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A parameter's value in its own form; `InvalidRequest` if it can't be one."""
+    """Convert a parameter to its own type; `InvalidRequest` if that is not possible."""
     if value is None and name in _OPTIONAL:
         return None
     if name in _RANGES:
@@ -317,7 +317,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _structured_outputs(value: Any) -> StructuredOutputs:
-    """As it is, or from its fields, as a record has them."""
+    """As given, or constructed from a dict of its fields."""
     if isinstance(value, Mapping):
         unknown = [name for name in value if name not in StructuredOutputs.__dataclass_fields__]
         if unknown:
@@ -329,10 +329,10 @@ def _structured_outputs(value: Any) -> StructuredOutputs:
 
 
 def shown(value: Any) -> str:
-    """A value that somebody gave, for an error: long ones are cut before they are written out."""
+    """A value for an error message; long ones are truncated before they are formatted."""
     try:
         return f"{_BRIEF.repr(value):.60}"
-    except ValueError:  # Python does not write out numbers of thousands of digits
+    except ValueError:  # Python refuses to format integers of thousands of digits
         return "a number of that size"
 
 
@@ -352,9 +352,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """Token ids as plain whole numbers, from any sequence of such; `InvalidRequest` for anything else."""
+    """Token ids as plain integers, from any sequence of integers; `InvalidRequest` otherwise."""
     try:
-        # Without a line of Python for each: prompts have many thousands.
+        # Without a line of Python per id: prompts may have many thousands.
         numbers = tuple(map(operator.index, ids))
         is_plain = not isinstance(ids, (str, bytes)) and bool not in set(map(type, ids))
     except (TypeError, ValueError):
@@ -369,14 +369,14 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
 
 
 def id_array(name: str, ids: Any) -> NDArray[np.int32]:
-    """`token_ids` as an array: a long prompt is looked through once."""
+    """`token_ids` as an array, validated in one pass."""
     if isinstance(ids, (list, tuple)):
         try:
             numbers = np.frombuffer(array("i", ids), dtype=np.int32)
         except (TypeError, OverflowError):
             pass
         else:
-            # Of what became numbers, only these may be booleans.
+            # Of the values that were converted, only these may be booleans.
             kinds = {type(ids[place]) for place in np.flatnonzero(numbers <= 1).tolist()}
             if bool not in kinds and (not len(numbers) or numbers.min() >= 0):
                 return numbers
@@ -384,14 +384,14 @@ def id_array(name: str, ids: Any) -> NDArray[np.int32]:
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise `InvalidRequest` if one of them is none of the model's tokens."""
+    """Raise `InvalidRequest` if one of them is not in the model's vocabulary."""
     most = max(ids, default=0)
     if most >= vocab_size:
         raise InvalidRequest(f"{name}: token {most} is outside the vocabulary of {vocab_size}", param=name)
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
-    """Token id -> finite number; as JSON has it, ids may be strings of digits."""
+    """Token id -> finite number; ids may be strings of digits, as in JSON."""
     if bias is None:
         return {}
     if not isinstance(bias, dict):

@@ -1,4 +1,4 @@
-"""`Backend`: two launches and one wait, so that a device never waits for Python.
+"""`Backend`: two asynchronous launches and one wait, so that the device never idles while Python runs.
 
     forward(batch) ──> Forward ──┐                          (launch: returns at once)
                                  ├─ sample(forward, rows) ──> Sampling     (launch: returns at once)
@@ -26,34 +26,34 @@ from tokenmill.contract.kv import Capabilities, KVMemory, LayerKV
 from tokenmill.errors import ConfigError, InvalidOperation
 
 KV_SHARE = 0.25
-"""Of the memory that is free, how much KV may take by default."""
+"""Default KV budget, as a fraction of free memory."""
 LEAST_SEQS, MOST_SEQS = 256, 4096
 CELLS_PER_SEQ = 64
-"""Cells for each sequence id: a short conversation has as many that no other one shares."""
+"""Cells per sequence id: roughly the unshared part of a short conversation."""
 UNKNOWN_FREE_BYTES = 2 << 30
-"""Taken for free where the system does not tell."""
+"""Assumed free memory on systems that do not report it."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, when everything is in use."""
+    """Planned memory in bytes, at full load."""
 
     weights: int
     kv: int
     activations: int
-    """What a step needs while it runs."""
+    """Temporary buffers of a step."""
     other: int = 0
-    """Tokenizer, tables, code: what is there whatever the settings are."""
+    """Fixed overhead: tokenizer, tables, code."""
     loading: int = 0
-    """What reading the weights takes on the way, while nothing of the rest is there yet."""
+    """Peak while weights are being read, before KV memory and buffers are allocated."""
 
     @property
     def total(self) -> int:
-        """At the most."""
+        """Peak memory."""
         return self.weights + max(self.kv + self.activations + self.other, self.loading)
 
     def with_draft(self, draft: MemoryPlan) -> MemoryPlan:
-        """With a draft model beside it, loaded after it."""
+        """The plan including a draft model, which is loaded second."""
         return MemoryPlan(
             weights=self.weights + draft.weights,
             kv=self.kv + draft.kv,
@@ -63,36 +63,36 @@ class MemoryPlan:
         )
 
     def times(self, workers: int) -> MemoryPlan:
-        """For so many backends on the same weights: each has KV and activations of its own."""
+        """The plan for this many backends on shared weights; KV memory and activations are per backend."""
         return replace(self, kv=workers * self.kv, activations=workers * self.activations)
 
 
 def cells_for(num_seqs: int, context: int, block_size: int) -> int:
-    """KV cells with which so many requests of this length run at the same time.
+    """KV cells needed to run this many requests of this length concurrently.
 
-    Each has whole blocks; two more are kept, so that the last one always finds room.
+    Requests are rounded up to whole blocks; two spare blocks keep the last one from running out.
     """
     blocks = -(-(context + 1) // block_size)
     return (num_seqs * blocks + 2) * block_size
 
 
 def seqs_for(num_cells: int, num_running: int) -> int:
-    """Sequence ids for so many cells, so that cells run out before ids do: parked KV needs an id, too."""
+    """Sequence ids for this many cells; enough that cells run out first, since parked KV needs an id, too."""
     return max(LEAST_SEQS, 2 * num_running, min(num_cells // CELLS_PER_SEQ, MOST_SEQS))
 
 
 def num_processors() -> int:
-    """Processors that this process may use."""
+    """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_host_bytes() -> int:
-    """Host memory that can be had: with what the kernel would drop from its caches, where it says how much that is."""
+    """Available host memory, including reclaimable page cache where the kernel reports it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not know the name
+    with contextlib.suppress(OSError, ValueError):  # ValueError: unknown sysconf name
         num_pages = os.sysconf("SC_AVPHYS_PAGES")
         if num_pages > 0:
             return num_pages * os.sysconf("SC_PAGE_SIZE")
@@ -100,9 +100,9 @@ def free_host_bytes() -> int:
 
 
 def trim_host_memory() -> None:
-    """Give memory that was freed back to the operating system, after work that took much of it for a while.
+    """Return freed memory to the operating system, after a phase with high temporary usage.
 
-    The C library keeps it, for each thread: after a model was loaded that is tens of megabytes that are not used again.
+    glibc keeps freed memory in per-thread arenas: tens of megabytes after a model was loaded.
     """
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -110,15 +110,15 @@ def trim_host_memory() -> None:
 
 FloatArray = NDArray[np.float32]
 Mask = NDArray[np.uint32]
-"""[rows, ceil(vocab / 32)] bits, lowest bit first; a set bit allows the token. The layout grammar engines write."""
+"""[rows, ceil(vocab / 32)] bits, lowest bit first; a set bit allows the token. The layout that llguidance writes."""
 
 BAD_ROW = -1
-"""The id a `Sampler` gives for a row with a NaN, or whose best allowed logit is infinite: its request has failed."""
+"""Returned by a `Sampler` for a row with a NaN or without a finite allowed logit: the request fails."""
 
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """What the flagged tokens of a batch gave, on the host."""
+    """Results of a batch's output rows, on the host."""
 
     logits: FloatArray
     """[k, vocab]: row k belongs to batch index `output_ids[k]`."""
@@ -130,9 +130,9 @@ class DecodeOutput:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token id per sampled row, `BAD_ROW` where none can be had; logprobs and the like in `extras`.
+    """One token id per sampled row, `BAD_ROW` if sampling failed; logprobs and the like in `extras`.
 
-    Inside the backend the arrays are its own (numpy or torch); `collect` gives numpy ones.
+    Inside a backend the arrays are its own kind (numpy or torch); `collect` returns numpy arrays.
     """
 
     ids: Any
@@ -140,29 +140,29 @@ class Sampled:
 
 
 class Sampler(Protocol):
-    """Turns logits into ids where the logits are. The sampling layer implements it; the backend only calls it."""
+    """Samples token ids where the logits live. Implemented by the sampling layer, called by the backend."""
 
     def __call__(self, logits: Any, mask: Any | None, threads: Any | None = None) -> Sampled:
-        """`logits`: [rows, vocab], of numpy or on the device; `mask`: a `Mask`, on the host.
+        """`logits`: [rows, vocab], a numpy array or a device tensor; `mask`: a `Mask`, on the host.
 
-        threads: a `backends.cpu.bindings.Pool` that has nothing else to do meanwhile.
+        threads: a `backends.cpu.bindings.Pool` that is idle during the call.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Which rows of a forward's logits to sample, and where the backend remembers each id."""
+    """The rows of a forward's logits to sample, and where to store each id on the device."""
 
     logits_row: IntArray
-    """Row k of the forward's logits."""
+    """Indices into the rows of the forward's logits."""
     table_row: IntArray
-    """Row of the backend's token table, no row twice: a later batch names this id as `last_sampled(table_row)`.
+    """Row of the backend's token table, each at most once: a later batch names this id as `last_sampled(table_row)`.
 
-    May be shorter than `logits_row`: the ids of the logits rows beyond it are returned, not remembered.
+    May be shorter than `logits_row`; ids of the remaining rows are returned but not stored.
     """
     sampler: Sampler | None = None
-    """None takes the largest logit."""
+    """None for greedy."""
 
 
 class Forward(Protocol):
@@ -182,7 +182,7 @@ class Sampling(Protocol):
 
 
 class Backend(Protocol):
-    """Compute behind the contract. `docs/contract.md` explains each rule; the conformance suite checks it."""
+    """A compute backend. `docs/contract.md` explains the rules; the conformance suite checks them."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -191,15 +191,15 @@ class Backend(Protocol):
     def kv(self) -> KVMemory: ...
 
     def forward(self, batch: Batch) -> Forward:
-        """Launch one pass over the batch, all or nothing.
+        """Launch one forward pass over the batch, all or nothing.
 
-        Raises `InvalidBatch`, `OutOfKV` or `ForwardFailed` with KV memory exactly as it was; `StaleKV` if the weights
-        were replaced since memory was filled, until it is empty.
+        Raises `InvalidBatch`, `OutOfKV` or `ForwardFailed` with KV memory unchanged; `StaleKV` while memory holds KV of
+        replaced weights.
         """
         ...
 
     def sample(self, forward: Forward, rows: SampleRows, mask: Mask | None = None) -> Sampling:
-        """Launch the sampling of some logits rows, before the next forward; their ids go to the token table."""
+        """Launch sampling of some logits rows, before the next forward; ids are stored in the token table."""
         ...
 
     @overload
@@ -207,19 +207,19 @@ class Backend(Protocol):
     @overload
     def collect(self, handle: Sampling) -> Sampled: ...
     def collect(self, handle: Forward | Sampling) -> DecodeOutput | Sampled:
-        """Wait for a handle and bring its results to the host. Steps are collected in the order they were submitted.
+        """Wait for a handle and copy its results to the host. Steps are collected in submission order.
 
-        A failure found only now raises `ForwardFailed`: the cells written by that step and by every later one are
-        gone from every sequence, and the later steps' handles fail too.
+        A failure that surfaces only here raises `ForwardFailed`: cells written by that step and all later ones are
+        dropped from every sequence, and the later handles fail as well.
         """
         ...
 
     def close(self) -> None:
-        """Free everything. Explicit and idempotent; never left to the garbage collector."""
+        """Free all resources. Explicit and idempotent; never left to the garbage collector."""
         ...
 
     def decode(self, batch: Batch) -> DecodeOutput:
-        """Run a batch and wait for its logits and hidden rows."""
+        """Run a batch and wait for its logits and hidden states."""
         return self.collect(self.forward(batch))
 
     def __enter__(self) -> Self:
@@ -231,18 +231,18 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the engine needs to know of a model, whatever its family."""
+    """Model properties that the engine needs, independent of the family."""
 
     name: str
     vocab_size: int
     hidden_size: int
     max_context: int
-    """Positions are numbered below this."""
+    """Maximum number of positions."""
     layers: tuple[LayerKV, ...]
     form: str = ""
-    """How weights and KV are held: KV bytes of another form are of no use."""
+    """Format of weights and KV: exported KV of another form cannot be imported."""
     deterministic: bool = False
-    """Is what it computes bit-identical in any batch?"""
+    """Whether results are bit-identical in any batch."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -251,23 +251,23 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class BackendLimits:
-    """The memory one engine core gives to its backend."""
+    """Resource limits of one engine core's backend."""
 
     num_cells: int = 4096
     max_seqs: int = 256
     ubatch_size: int = 2048
-    """Tokens computed at once inside one forward; the result does not depend on it."""
+    """Tokens computed at once inside one forward; does not affect results."""
     max_context: int | None = None
-    """Positions that a sequence may have; None: as many as the model knows."""
+    """Maximum positions of a sequence; None for the model's limit."""
     num_running: int | None = None
-    """Sequences that run at the same time; None: not known."""
+    """Maximum running sequences; None if unknown."""
     num_threads: int | None = None
-    """Processor threads one forward may use; None leaves it to the backend."""
+    """Threads per forward pass; None for the backend's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """Settings of an engine that suit a model where it is: how large steps are, how long. None: the engine's own."""
+    """Engine defaults for a model on its device; None for the engine's own default."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -275,9 +275,9 @@ class StepSizes:
     min_prefill_chunk: int | None = None
     target_tick_ms: float | None = None
     offline_tick_ms: float | None = None
-    """Replaces `target_tick_ms` in offline use (`LLM`), where inter-token latency does not matter."""
+    """Replaces `target_tick_ms` for offline use (`LLM`), where inter-token latency does not matter."""
     max_step_ms: float | None = None
-    """Not applied in offline use."""
+    """Not applied to offline use."""
     max_queue: int | None = None
     speculation: str | None = None
 
@@ -288,18 +288,18 @@ LOAD_FORMATS = ("auto", "dummy")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is to be loaded. What only one kind of model knows is in `extra`."""
+    """How to load a model. Backend-specific options are in `extra`."""
 
     backend: str = "auto"
-    """`auto` takes what suits the model's files."""
+    """`auto` selects by file format."""
     dtype: str = "auto"
     """Of weights and activations."""
     device: str = "auto"
-    """`auto` takes CUDA where there is one."""
+    """`auto` selects CUDA if available."""
     deterministic: bool = False
     """Batch-invariant arithmetic: bit-identical results in any batch."""
     load_format: str = "auto"
-    """`dummy`: random weights from the configuration alone, for benchmarks of a model's shape."""
+    """`dummy`: random weights from the configuration alone, to benchmark a model's shape."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -311,59 +311,59 @@ class LoadOptions:
 
 
 class Model(Protocol):
-    """What is known of a loaded model wherever its weights are: in this process or in an engine's own."""
+    """A loaded model, whether its weights are in this process or in an engine process."""
 
     @property
     def info(self) -> ModelInfo: ...
 
     @property
     def path(self) -> Path | None:
-        """Where its files are, the tokenizer among them; None if it has none."""
+        """Directory or file of the model and its tokenizer; None if there is none."""
         ...
 
     @property
     def weights_version(self) -> int:
-        """Grows when a weight is replaced; KV computed under another version is worthless."""
+        """Incremented when a weight is replaced, which invalidates all KV."""
         ...
 
     def close(self) -> None: ...
 
 
 class ModelHandle(Model, Protocol):
-    """A loaded model: weights once, shared by the backends of all engine cores."""
+    """A loaded model: one copy of the weights, shared by the backends of all engine cores."""
 
     @property
     def kv_budget_bytes(self) -> int:
-        """What KV memory may take by default, of the memory that is free now."""
+        """Default KV budget, given the memory that is free now."""
         ...
 
     @property
     def free_bytes(self) -> int:
-        """Memory that is free now, where the model is."""
+        """Free memory on the model's device."""
         ...
 
     @property
     def block_size(self) -> int:
-        """KV cells that are handed out together."""
+        """KV cells per block."""
         ...
 
     @property
     def step_sizes(self) -> StepSizes:
-        """Defaults of an engine's step sizes and speculation."""
+        """Defaults for step sizes and speculation."""
         ...
 
     def memory(self, limits: BackendLimits, num_rows: int) -> MemoryPlan:
-        """What weights and a backend with these limits take; so many rows of logits are wanted in a step."""
+        """Memory plan of a backend with these limits and up to `num_rows` logits rows per step."""
         ...
 
     def new_backend(self, limits: BackendLimits) -> Backend:
-        """A backend with KV memory of its own, over the shared weights."""
+        """A backend with its own KV memory on the shared weights."""
         ...
 
     def replace_weight(self, name: str, value: Any) -> None:
-        """New values for one tensor. Waits for running steps; KV of the old weights is invalid from then on.
+        """Replace the values of one tensor. Waits for running steps; invalidates all KV.
 
-        `InvalidOperation` if there is no such tensor, or if the value does not fit; nothing has changed then.
+        `InvalidOperation`, with nothing changed, if the tensor does not exist or the shape differs.
         """
         ...
 
@@ -383,7 +383,7 @@ def unpack_mask(mask: Mask, vocab: int) -> NDArray[np.bool_]:
 
 
 def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mask: Mask | None) -> None:
-    """Raise `InvalidOperation` unless the rows and the mask fit the logits. For backends."""
+    """Raise `InvalidOperation` unless rows and mask fit the logits. Called by backends."""
     count = len(rows.logits_row)
     if len(rows.table_row) > count:
         raise InvalidOperation(f"{count} logits rows, but {len(rows.table_row)} rows of the token table")
@@ -401,12 +401,12 @@ def check_rows(rows: SampleRows, num_logits: int, max_rows: int, vocab: int, mas
 
 
 def greedy(logits: FloatArray, mask: Mask | None) -> Sampled:
-    """The `Sampler` of numpy backends when a request asks for none: the largest logit, the first of equal ones."""
-    ids = logits.argmax(axis=1).astype(np.int32)  # to it, a NaN is larger than everything
+    """The default `Sampler` of numpy backends: argmax, the lowest id among equals."""
+    ids = logits.argmax(axis=1).astype(np.int32)  # argmax prefers NaN
     best = logits[np.arange(len(ids)), ids]
     if mask is not None:
         is_allowed = (mask[np.arange(len(ids)), ids // 32] >> (ids % 32).astype(np.uint32)) & 1
-        # Only rows whose largest logit is ruled out are looked at again.
+        # Only rows whose argmax is masked out need a second look.
         again = np.flatnonzero((is_allowed == 0) & ~np.isnan(best))
         if len(again):
             allowed = np.where(unpack_mask(mask[again], logits.shape[1]), logits[again], np.float32(-np.inf))

@@ -1,8 +1,7 @@
 """`Batch`: the tokens of one forward pass, as a structure of arrays.
 
-Prefill and decode tokens stand side by side; the difference between them is only how many tokens a sequence has in
-the batch. A batch checks its own shape here; what depends on memory (positions, sequence limits, room) is checked by
-the backend that runs it.
+Prefill and decode tokens are mixed; they differ only in how many tokens of a sequence a batch has. A batch validates
+its own shape here; what depends on memory (positions, sequence limits, room) is validated by the backend that runs it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from tokenmill.errors import InvalidBatch
 IntArray = NDArray[np.int32]
 
 NO_SEQ = -1
-"""Padding in `Batch.seq_ids` for tokens that belong to fewer sequences than the widest one."""
+"""Padding in `Batch.seq_ids` for tokens that belong to fewer sequences than the batch's width."""
 
 
 class Output(IntFlag):
-    """What the backend keeps for a token after the forward pass."""
+    """What the backend returns for a token after the forward pass."""
 
     NONE = 0
     LOGITS = 1
@@ -31,9 +30,9 @@ class Output(IntFlag):
 
 
 def last_sampled(row: int) -> int:
-    """The token value that stands for "whatever was last sampled in this row", resolved by the backend.
+    """The token value that refers to the last id sampled in this row; resolved by the backend.
 
-    It lets step t+1 be submitted before the ids of step t have reached the host.
+    Lets step t+1 be submitted before the ids of step t have reached the host.
     """
     if row < 0:
         raise InvalidBatch(f"rows must be non-negative, not {row}")
@@ -42,10 +41,10 @@ def last_sampled(row: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """The tokens of one forward pass. Entry i of every array speaks of token i.
+    """The tokens of one forward pass. Index i of every array describes token i.
 
-    The arrays are the batch's until `forward` has returned; a backend that needs them longer copies them. Fields are
-    given by name only, so that input embeddings, adapters and multi-axis positions can join later.
+    The arrays must not change until `forward` returns; a backend that needs them longer copies them. Fields are
+    keyword-only, so that input embeddings, adapters and multi-axis positions can be added.
     """
 
     token: IntArray
@@ -53,9 +52,9 @@ class Batch:
     pos: IntArray
     """Position of the token in its sequences."""
     seq_ids: IntArray
-    """[n, width]: the sequences the token belongs to, padded at the end with `NO_SEQ`. Width 1 is the common case."""
+    """[n, width]: the sequences of each token, padded with `NO_SEQ`. Usually of width 1."""
     output: NDArray[np.uint8]
-    """What to keep of this token: an `Output`."""
+    """What to return for each token: an `Output`."""
 
     def __post_init__(self) -> None:
         for name, dtype, ndim in _LAYOUT:
@@ -93,11 +92,11 @@ class Batch:
         return len(self.token)
 
     def rows(self, kind: Output) -> IntArray:
-        """Batch indices of the tokens that ask for `kind`, in order."""
+        """Batch indices of the tokens with this output kind, in order."""
         return asking_for(self.output, kind)
 
     def sequences_of(self, index: int) -> list[int]:
-        """The sequences that token `index` belongs to."""
+        """The sequences of token `index`."""
         ids = self.seq_ids[index]
         return [int(seq) for seq in ids if seq >= 0]
 
@@ -107,21 +106,21 @@ _LAYOUT = (("token", _INT, 1), ("pos", _INT, 1), ("seq_ids", _INT, 2), ("output"
 
 
 _BIT = {kind: np.uint8(kind) for kind in (Output.NONE, Output.LOGITS, Output.HIDDEN, Output.LOGITS | Output.HIDDEN)}
-"""As numpy wants it: to make one of an `Output` takes longer than all that is done with it."""
+"""Enum members as numpy integers: converting one takes longer than the operations that use it."""
 
 
 def num_asking_for(output: NDArray[np.uint8], kind: Output) -> int:
-    """How often in a batch's `output` this kind is asked for."""
+    """Number of tokens with this output kind."""
     return int(np.count_nonzero(output & _BIT[kind]))
 
 
 def asking_for(output: NDArray[np.uint8], kind: Output) -> IntArray:
-    """Where in a batch's `output` this kind is asked for."""
+    """Indices of tokens with this output kind."""
     return (output & _BIT[kind]).nonzero()[0].astype(np.int32)
 
 
 class BatchBuilder:
-    """Collects tokens one run at a time. The engine's hot path fills arrays itself; this is for all other callers."""
+    """Builds a batch one run of tokens at a time. The engine's hot path fills arrays directly."""
 
     def __init__(self) -> None:
         self._token: list[int] = []
@@ -130,7 +129,7 @@ class BatchBuilder:
         self._output: list[int] = []
 
     def add(self, token: int, pos: int, seq_ids: int | Iterable[int], output: int = Output.NONE) -> BatchBuilder:
-        """Append one token of one or several sequences."""
+        """Append one token that belongs to one or more sequences."""
         self._token.append(token)
         self._pos.append(pos)
         self._seq_ids.append(_as_tuple(seq_ids))
@@ -140,7 +139,7 @@ class BatchBuilder:
     def add_run(
         self, tokens: Sequence[int], start: int, seq_ids: int | Iterable[int], last_output: int = Output.LOGITS
     ) -> BatchBuilder:
-        """Append consecutive tokens from position `start`; only the last one asks for output."""
+        """Append consecutive tokens from position `start`; only the last one has an output."""
         shared = _as_tuple(seq_ids)
         for offset, token in enumerate(tokens):
             is_last = offset == len(tokens) - 1

@@ -1,8 +1,8 @@
-"""`CellTable`: the contract's KV rules as a program, written to be read, not to be fast.
+"""`CellTable`: the contract's KV rules as an executable specification, written for clarity, not for speed.
 
-Every cell has a position and a column of flags saying which sequences hold it. There is no other state: whatever a
-sequence can see is read off the flags. Real memories keep block tables and reference counts instead and must agree
-with this one; the conformance suite compares them operation by operation.
+Every cell has a position and a column of flags: the sequences that hold it. There is no other state; what a
+sequence sees follows from the flags. Real memories use block tables and reference counts instead and must agree
+with this one: the conformance suite compares them operation by operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CellCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class CellPlan:
-    """Where a batch goes: `cells[i]` for token i, what is copied on the way, how many free cells that takes."""
+    """Placement of a batch: `cells[i]` for token i, copies to make, and the number of free cells it takes."""
 
     batch: Batch
     cells: IntArray
@@ -48,7 +48,7 @@ class _Undo:
 
 
 class CellTable:
-    """KV bookkeeping with llama.cpp's semantics; `block_size` adds copy-on-write blocks to them."""
+    """KV bookkeeping with llama.cpp's semantics, plus copy-on-write blocks of `block_size` cells."""
 
     def __init__(
         self, num_cells: int, max_context: int, block_size: int = 1, capabilities: Capabilities = Capabilities()
@@ -69,15 +69,15 @@ class CellTable:
         self._free_before = self._free_blocks()
         self._num_taken = 0
 
-    # -- what a sequence holds ----------------------------------------------------------------------------------------
+    # -- contents of a sequence ---------------------------------------------------------------------------------------
 
     def cells_of(self, seq: int) -> NDArray[np.intp]:
-        """The cells a sequence holds, by position."""
+        """The cells of a sequence, by position."""
         cells = np.flatnonzero(self.held[seq])
         return cells[np.argsort(self.pos[cells])]
 
     def visible(self, seqs: list[int], pos: int, window: int | None = None) -> NDArray[np.intp]:
-        """The cells a token of these sequences at `pos` can see: sets intersect, position causal and in the window."""
+        """Cells visible to a token of these sequences at `pos`: sets intersect, causal, and inside the window."""
         seen = self.held[seqs].any(axis=0) & (self.pos <= pos)
         if window is not None:
             seen &= self.pos > pos - window
@@ -161,7 +161,7 @@ class CellTable:
     # -- running a batch: prepare -> apply -> rollback if it fails ----------------------------------------------------
 
     def needed(self, batch: Batch) -> int:
-        """Cells the batch would take, also when there are not that many: tries it on a memory with room enough."""
+        """Cells the batch would allocate, even if there are not enough: planned on a memory with enough room."""
         spare = 2 * len(batch) * self.block_size
         roomy = CellTable(len(self.pos) + spare, self.max_context, self.block_size, self.capabilities)
         roomy.pos[: len(self.pos)] = self.pos
@@ -169,7 +169,7 @@ class CellTable:
         return roomy.prepare(batch).needed
 
     def prepare(self, batch: Batch) -> CellPlan:
-        """Find a cell for every token, or raise; nothing changes."""
+        """Find a cell for every token, or raise; changes nothing."""
         try:
             cells = self._place_all(batch)
         except OutOfKV:
@@ -179,7 +179,7 @@ class CellTable:
         return plan
 
     def apply(self, plan: CellPlan) -> int:
-        """Take the cells of a plan; returns the number of the step, for `forget`."""
+        """Apply a plan; returns the number of the step, for `forget`."""
         self.step += 1
         placed = self._place_all(plan.batch)
         self.step_of_cell[placed] = self.step
@@ -193,21 +193,21 @@ class CellTable:
         self._undo.clear()
 
     def update(self) -> dict[int, int]:
-        """The shift that each cell's data still lacks, cell -> delta; done before the next forward, then forgotten."""
+        """The pending shift of each cell's data, cell -> delta; the caller applies it before the next forward."""
         cells = np.flatnonzero(self.pending_shift)
         shifts = {int(cell): int(self.pending_shift[cell]) for cell in cells}
         self.pending_shift[:] = 0
         return shifts
 
     def forget(self, step: int) -> None:
-        """A step was found to have failed after others followed it: drop what it and they wrote, wherever held."""
+        """A step failed after later ones were applied: drop the cells that it and they wrote from all sequences."""
         self.held[:, self.step_of_cell >= step] = False
         self._release()
 
     def _place_all(self, batch: Batch) -> IntArray:
         self._undo.clear()
         self._copies.clear()
-        # A failing batch must be undone, so what was held when it began is not overwritten before it ends.
+        # A failed batch must be undone, so cells held when it began are not overwritten before it ends.
         self._held_before, self._free_before = self.held.copy(), self._free_blocks()
         self._num_taken = 0
         cells = np.empty(len(batch), dtype=np.int32)
@@ -239,9 +239,9 @@ class CellTable:
             raise InvalidBatch(f"position {pos} is outside the context of {self.max_context} tokens")
 
     def _next_cell(self, index: int, seqs: list[int]) -> int:
-        """The cell after the sequence's last one, in a block where it disturbs nobody.
+        """The cell after the sequence's last one, in a block that can be written without affecting other sequences.
 
-        A copy is made if another sequence has cells in the block, or had some from here on when the batch began.
+        Copies the block if another sequence has cells in it, or had some from here on when the batch began.
         """
         held = self.cells_of(seqs[0])
         if len(held) == 0 or (held[-1] + 1) % self.block_size == 0:

@@ -1,6 +1,6 @@
-"""`Request`: a token log with an aim; its states, the transitions between them, and what each ending means outside.
+"""`Request`: a token log with a target length; its states, their transitions, and what each ending means to clients.
 
-How much of the log is computed is the running rows' knowledge (`rows.py`).
+How much of the log is computed is tracked by the running rows (`rows.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenmill.text.grammar import GrammarState
 class RequestState(Enum):
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
-    """Reserved for KV that comes from another machine; nothing enters it yet."""
+    """Reserved for KV transferred from another machine; unused."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED_STOPPED = "finished_stopped"
@@ -64,7 +64,7 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
             RequestState.FINISHED_ABORTED,
         }
     ),
-    # A stop string may be found in the text of a request that has just been preempted.
+    # A stop string may be found in the text of a request that was just preempted.
     RequestState.PREEMPTED: frozenset(
         {RequestState.RUNNING, RequestState.FINISHED_STOPPED, RequestState.FINISHED_ABORTED}
     ),
@@ -79,11 +79,11 @@ def check_transition(old: RequestState, new: RequestState) -> None:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a finish reason means: the state it leaves, OpenAI's word for it, the status of an HTTP answer."""
+    """What a finish reason maps to: the final state, OpenAI's literal, the HTTP status."""
 
     state: RequestState
     openai: str | None
-    """OpenAI's `finish_reason`; None where the answer is an error."""
+    """OpenAI's `finish_reason`; None if the response is an error."""
     http_status: int
 
 
@@ -102,23 +102,23 @@ ENDINGS: dict[FinishReason, Ending] = {
 
 NO_ROW = -1
 BACKGROUND = 101
-"""Priorities from here on are background: such requests run in the time that others leave."""
+"""Priorities from here on are background: such requests run in otherwise idle time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a request ends, and how much of the engine it may take."""
+    """When a request ends, and its share of the engine."""
 
     max_new_tokens: int = 16
     min_new_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the request; the token itself is part of its log."""
+    """Tokens that end the request; the stop token itself is part of the log."""
     max_context: int | None = None
-    """Prompt and output together: this request's own context quota."""
+    """Maximum tokens of prompt and output."""
     max_tokens_per_step: int | None = None
-    """Tokens in one step: this request's own quota."""
+    """Maximum tokens per step."""
     timeout_s: float | None = None
-    """From arrival to end."""
+    """From arrival to the end."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_context", "max_tokens_per_step"):
@@ -133,18 +133,18 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """How much of the engine a caller may use; None: no limit of its own."""
+    """Limits of a caller; None for no limit of its own."""
 
     max_context: int | None = None
-    """Prompt and output of a request together."""
+    """Maximum tokens of prompt and output, per request."""
     max_tokens_per_step: int | None = None
-    """Tokens of a request in one step."""
+    """Maximum tokens per step, per request."""
     max_rows: int | None = None
-    """Running requests of its key, on all cores of the engine."""
+    """Running requests of the key, on all cores of the engine."""
     max_queued: int | None = None
-    """Queued requests of its key, on all cores of the engine."""
+    """Queued requests of the key, on all cores of the engine."""
     yields_rows: bool = False
-    """May lose its row to another key's request, while its own key has more rows than that one."""
+    """May be preempted for another key's request, while its own key has more rows than the other."""
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_tokens_per_step", "max_rows", "max_queued"):
@@ -155,18 +155,18 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """Whose request it is, and what it may share."""
+    """The owner of a request, and what it may share."""
 
     priority: int = 0
-    """Smaller goes first."""
+    """Lower values are scheduled first."""
     key: str = ""
-    """Tokens are shared out fairly between keys (an API key, a user)."""
+    """Tokens are divided fairly between keys (an API key, a user)."""
     owner: str | None = None
-    """The session that the KV belongs to: evicted after that of plain requests."""
+    """The session that owns the KV: evicted after that of plain requests."""
     namespace: Hashable = None
-    """KV is shared only inside a namespace: weights version, adapter, cache salt."""
+    """KV is shared within a namespace only: weights version, adapter, cache salt."""
     fork_of: str | None = None
-    """A request of which this one is a continuation; its KV is shared while it runs."""
+    """The request that this one continues; its KV is shared while it runs."""
     quota: Quota = Quota()
 
     @property
@@ -184,19 +184,19 @@ class Hints:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How a request's tokens are drawn, and under which key. The same key at the same position draws the same token."""
+    """Parameters and key of a request's draws. The same key at the same position draws the same token."""
 
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     choice: int = 0
-    """Which of a request's n choices this is."""
+    """Index among the request's n choices."""
 
 
 GREEDY = Draw(seed=0)
 
 
 class Request:
-    """One generation. Owned by the thread of its engine core."""
+    """One generation. Owned by its engine core's thread."""
 
     __slots__ = (
         "_array",
@@ -243,7 +243,7 @@ class Request:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
         self.request_id = request_id
         self.tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
-        """The log: prompt and generated ids, never tokenised anew."""
+        """The log: prompt and generated ids, never retokenized."""
         self.num_prompt = len(self.tokens)
         self.limits = limits
         self.stop_ids = limits.stop_ids
@@ -252,40 +252,40 @@ class Request:
         self.state = RequestState.WAITING
         self.row = NO_ROW
         self.arrival = 0
-        """Place in the order of arrival; kept when preempted."""
+        """Arrival order; kept when preempted."""
         self.arrived_at = 0.0
-        """When it was submitted; 0 before. Timeouts count from here, so time in a core's inbox is part of them."""
+        """Submission time, 0 before. Timeouts count from here, so they include time in a core's inbox."""
         self.last_progress = 0
         """The tick of its arrival or of its latest tokens."""
         self.num_cached = 0
-        """Prompt tokens it did not have to compute when it first started."""
+        """Prompt tokens that were cached when it first started."""
         self.verdict: CacheVerdict | None = None
-        """Why it is not more."""
+        """Why there were not more."""
         self.num_preemptions = 0
         self.num_proposed = 0
-        """Tokens that were proposed by speculation, and computed..."""
+        """Tokens proposed by speculation and computed..."""
         self.num_agreed = 0
-        """...and those of them that were drawn as proposed."""
+        """...and those accepted."""
         self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of the second prompt token on, if they were asked for."""
+        """From the second prompt token on, if requested."""
         self.pooling = pooling
-        """Set: the request is for its prompt's embedding, and no token is drawn."""
+        """Set if the request is for its prompt's embedding: no token is drawn."""
         self.pooled: NDArray[np.float64] | None = None
-        """Sum of the hidden states so far, of `num_pooled` tokens."""
+        """Sum of the hidden states of the first `num_pooled` tokens."""
         self.num_pooled = 0
         self.embedding: list[float] = []
         self.grammar = grammar
-        """Where its output is in the grammar of `draw.params.structured_outputs`; it follows the log."""
+        """State of the grammar in `draw.params.structured_outputs`; follows the log."""
         self.waits_on: Entry | None = None
-        """A running neighbour that is computing this request's prefix..."""
+        """A running request that is computing this request's prefix..."""
         self.waits_until = 0
-        """...and how far it has to get."""
+        """...and the position it has to reach."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self._array = _checked_array(request_id, prompt)
 
     def token_array(self) -> IntArray:
-        """The log as an array. Only what is new in it is converted: most of a long prompt never changes."""
+        """The log as an array. Converts new tokens only."""
         known = len(self._array)
         if known < len(self.tokens):
             self._array = np.concatenate([self._array, np.array(self.tokens[known:], dtype=np.int32)])
@@ -297,18 +297,18 @@ class Request:
 
     @property
     def wants_scores(self) -> bool:
-        """Are log-probabilities of its prompt asked for, and not complete yet?"""
+        """Whether prompt log-probabilities are requested and incomplete."""
         asked = self.draw.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def computes_all(self) -> bool:
-        """Is something wanted of every prompt token? Then it reads no KV of others."""
+        """Whether every prompt token needs an output, so that no KV of others can be reused."""
         return self.wants_scores or self.pooling is Pooling.MEAN
 
     @property
     def takes_proposals(self) -> bool:
-        """May tokens be appended that were not drawn? Not where log-probabilities are asked for, or tokens banned."""
+        """Whether tokens may be appended without being drawn: not with log-probabilities or banned tokens."""
         params = self.draw.params
         is_edited = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
         return self.grammar is not None and params.logprobs is None and not is_edited
@@ -318,7 +318,7 @@ class Request:
         return self.finish_reason is not None
 
     def max_tokens(self, max_model_len: int) -> int:
-        """The length its log can reach. Of an embedding it is never reached: no token is drawn."""
+        """Maximum length of the log. Never reached by an embedding request, which draws no token."""
         if self.pooling is not None:
             return self.num_prompt + 1
         quota = min(max_model_len, self.limits.max_context or max_model_len)
@@ -338,7 +338,7 @@ class Request:
 
 
 def check_request(request: Request, model: ModelInfo, max_model_len: int) -> None:
-    """Raise `InvalidRequest` unless the prompt is the model's and leaves room for a token. Safe on any thread."""
+    """Raise `InvalidRequest` unless the prompt is valid for the model and leaves room for a token. Thread-safe."""
     longest = min(max_model_len, request.limits.max_context or max_model_len)
     room = 0 if request.pooling is not None else 1
     if request.num_prompt + room > longest:
@@ -351,15 +351,15 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
 
 
 def check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` if the output is to be constrained by a grammar that was not compiled."""
+    """Raise `InvalidRequest` if a grammar is required but was not compiled."""
     if request.draw.params.structured_outputs is not None and request.grammar is None:
         raise InvalidRequest(f"request {request.request_id}: its structured_outputs have not been compiled")
 
 
 def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: bool = True) -> str:
-    """Clients look for the first six words; the rest says which of the two numbers is too large, and by how much.
+    """The error for a prompt that does not fit. Clients match its first six words; the rest says by how much.
 
-    Unless it `is_exact`, the prompt has at least so many tokens.
+    Unless `is_exact`, the prompt has at least this many tokens.
     """
     least = "" if is_exact else "at least "
     wanted = f"{num_prompt} of the prompt and {num_new} to be generated" if num_new else f"{num_prompt} of the prompt"
@@ -374,7 +374,7 @@ def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: b
 
 
 def _checked_array(request_id: str, tokens: Sequence[int] | IntArray) -> IntArray:
-    """The prompt as an array, if its ids are ids: a negative one would name another request's last token."""
+    """The prompt as an array; rejects negative ids, which would refer to another request's last token."""
     try:
         array = np.array(tokens, dtype=np.int32)
     except (OverflowError, TypeError, ValueError) as error:

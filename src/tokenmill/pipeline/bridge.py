@@ -1,10 +1,10 @@
-"""From the engine's threads to an event loop: each step result crosses once, with one wakeup for all its requests.
+"""From engine threads to an event loop: each step result crosses once, with one wakeup for all its requests.
 
-`StepBridge.submit` is for an event loop; a request's rows are handed to its consumer on that loop, for stateless
-requests and for the answers of sessions alike. The client behind it may have its engine on threads or in a process.
+`StepBridge.submit` runs on an event loop; a request's rows are passed to its consumer on that loop, for stateless
+requests and for answers of sessions alike. The engine may run on threads or in its own process.
 
-Deadlines and cancels take effect here, on the event loop: the consumer gets its end at once, and the engine is told. An
-engine inside a long or hung step catches up later; rows of a request that has ended here go nowhere.
+Deadlines and cancels take effect here, on the event loop: the consumer gets its end at once, and the engine is told.
+An engine inside a long or hung step catches up later; rows of requests that have ended here are discarded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenmill.pipeline.output import Consumer, Generation, deliver
 
 
 class _LoopEnd:
-    """The bridge's end on one event loop."""
+    """The bridge's state for one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: EngineClient, queue_timeout_s: float | None) -> None:
         self.consumers: dict[str, Consumer] = {}
@@ -33,28 +33,28 @@ class _LoopEnd:
         self._queue_timeout_s = queue_timeout_s
         self._deadlines = Deadlines(lambda request: request.request_id not in self.consumers)
         self._alarm: asyncio.TimerHandle | None = None
-        """For the earliest deadline of all requests: there is one timer, not one per request."""
+        """One timer for the earliest deadline of all requests."""
         self._results: deque[StepResult] = deque()
         self._is_scheduled = False
-        """Is the loop going to deliver what is there?"""
+        """Whether `_deliver` has been scheduled on the loop."""
 
     def put(self, result: StepResult) -> None:
-        """On a thread of the engine."""
+        """Called on engine threads."""
         self._results.append(result)
         if not self._is_scheduled:
             self._is_scheduled = True
-            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with suppress(RuntimeError):  # the loop is closed: there are no readers left
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_scheduled = False  # first: what comes from now on is scheduled again
-        for _ in range(len(self._results)):  # what comes meanwhile has its own turn: the loop has more to do
+        self._is_scheduled = False  # first, so that results that arrive from now on schedule another call
+        for _ in range(len(self._results)):  # later arrivals wait for the next call, so that the loop is not blocked
             deliver(self._results.popleft(), self.consumers)
 
     # -- endings that do not wait for the engine ----------------------------------------------------------------------
 
     def watch(self, request: Request | None = None) -> None:
-        """Enforce this request's deadlines, counted from now, beside those of the others."""
+        """Add the deadlines of a request, which count from now, and set the timer for the earliest one."""
         if request is not None:
             self._deadlines.watch(request, self._loop.time(), self._queue_timeout_s)
         at = self._deadlines.next_at
@@ -68,13 +68,13 @@ class _LoopEnd:
         self._alarm = None
         for request, error in self._deadlines.expired(self._loop.time(), self._queue_timeout_s):
             self._end(request.request_id, FinishReason.TIMEOUT, error)
-            with suppress(EngineDead):  # then it has no requests any more
+            with suppress(EngineDead):  # the engine has no requests left
                 self._client.cancel(request.request_id, FinishReason.TIMEOUT)
         self.watch()
 
     def end_soon(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """On any thread: end a request after what has come for it, but not inside its own consumer."""
-        with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        """Thread-safe: end a request after the results already delivered, but not inside its own consumer."""
+        with suppress(RuntimeError):  # the loop is closed: there are no readers left
             self._loop.call_soon_threadsafe(self._end, request_id, reason, error)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
@@ -82,7 +82,7 @@ class _LoopEnd:
 
 
 class StepBridge:
-    """An engine's requests, for any number of event loops."""
+    """Connects an engine's requests to any number of event loops."""
 
     def __init__(self, client: EngineClient, queue_timeout_s: float | None = None) -> None:
         self._client = client
@@ -107,7 +107,7 @@ class StepBridge:
         end.watch(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request for its consumer, and tell the engine."""
+        """End a request for its consumer, and notify the engine."""
         check_cancel(reason)
         for end in list(self._ends.values()):
             if request_id in end.consumers:
@@ -115,7 +115,7 @@ class StepBridge:
         self._client.cancel(request_id, reason)
 
     def end_all(self) -> None:
-        """The engine is being closed: end what runs, without waiting for the step in flight."""
+        """End all requests without waiting for the step in flight: the engine is being closed."""
         for end in list(self._ends.values()):
             for request_id in list(end.consumers):
                 end.end_soon(request_id, FinishReason.SHUTDOWN, "the engine was closed")
@@ -125,20 +125,20 @@ class StepBridge:
 
 
 class EngineStream:
-    """Generations that one reader follows together; they start when it reads. For one event loop."""
+    """Generations read together by one reader; started by its first read. For one event loop."""
 
     def __init__(self, bridge: StepBridge, generations: Sequence[Generation]) -> None:
         self.generations = generations
         self._bridge = bridge
         self._deltas: list[OutputDelta] = []
-        """Those that the reader has not taken yet."""
+        """Not yet taken by the reader."""
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The reader's, once it reads. Kept, as asking for the running one is a system call on Python 3.11."""
+        """The reader's loop. Cached, since `get_running_loop` is a system call on Python 3.11."""
         self._num_left = sum(len(generation.choices) for generation in generations)
 
     async def take(self) -> list[OutputDelta]:
-        """What is new, at most one delta for each choice; nothing once all of them have ended."""
+        """New deltas, at most one per choice; empty once all choices have ended."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             for generation in self.generations:
@@ -169,7 +169,7 @@ class EngineStream:
 
 
 def _merged(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """One delta for each choice."""
+    """One delta per choice."""
     by_choice: dict[int, list[OutputDelta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.index, []).append(delta)

@@ -1,8 +1,8 @@
-"""From step results to deltas of text: the only way from token ids to text there is.
+"""From step results to text deltas: the only path from token ids to text.
 
-token ids -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> `OutputDelta`, and where a request has tools
-or its model reasons, -> `TurnParser`, which adds the parts. A whole output is the sum of its deltas, so streaming and
-non-streaming answers can't differ. Everything here runs on the thread that reads: an event
+token ids -> characters (`Detokenizer`) -> stop strings (`StopStrings`) -> `OutputDelta`, and for requests with tools
+or a reasoning model, -> `TurnParser`, which adds the parts. A whole output is the sum of its deltas, so streaming and
+non-streaming answers cannot differ. Everything here runs on the reader's thread: an event
 loop's, or that of `LLM`'s caller.
 """
 
@@ -39,11 +39,11 @@ from tokenmill.text.turn_parser import HarmonyParser, TurnParser, TurnPlan
 log = logging.getLogger(__name__)
 
 Consumer = Callable[[int | None, End | None, TokenLogprobs | None], None]
-"""Takes one request's row of a step result."""
+"""Receives one request's row of a step result."""
 
 
 class Engine(Protocol):
-    """Where a generation's requests run, with their consumers called on the reader's thread."""
+    """Where a generation's requests run; calls their consumers on the reader's thread."""
 
     def submit(self, request: Request, consumer: Consumer, core: int | None = None) -> None: ...
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 def deliver(result: StepResult, consumers: dict[str, Consumer]) -> None:
-    """Hand the rows of a step result to the consumers of their requests; one that has ended is removed."""
+    """Pass the rows of a step result to their requests' consumers; removes the consumer of a request that has ended."""
     ends, logprobs = result.ends, result.logprobs
     for place, (request_id, token_id) in enumerate(zip(result.request_ids, result.token_ids, strict=True)):
         end = ends.get(place) if ends else None
@@ -62,12 +62,12 @@ def deliver(result: StepResult, consumers: dict[str, Consumer]) -> None:
             continue
         try:
             consumer(token_id, end, None if logprobs is None else logprobs[place])
-        except Exception:  # a bug, but the others of this step are not to suffer from it
+        except Exception:  # a bug, but it must not affect the step's other requests
             log.exception("the consumer of request %s failed", request_id)
 
 
 class DirectEngine:
-    """An engine whose step results are delivered on the thread that runs it."""
+    """An engine that runs on the reader's thread and delivers each step's results there."""
 
     def __init__(self, client: RequestClient) -> None:
         self._client = client
@@ -88,7 +88,7 @@ class DirectEngine:
 
 
 class TextStage:
-    """The text of one choice: detokenizes it and finds its stop strings. A token leaves it when all its text does."""
+    """The text of one choice: detokenizes and matches stop strings. A token is emitted when all its text is."""
 
     def __init__(
         self,
@@ -103,35 +103,35 @@ class TextStage:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skips and plan is None)
         self._hidden_ids = plan.hidden_ids(tokenizer) if plan is not None and skips else frozenset()
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
-        """Without stop strings, text is given out as soon as it is complete."""
+        """Without stop strings, text is emitted as soon as it is complete."""
         self._stop_ids = stop_ids
         self._index = index
         self.num_settled = 0
-        """Tokens that were given out."""
+        """Tokens emitted."""
         self.has_ended = False
         self.stop_string: str | None = None
-        """The stop string that ended it, if one did."""
+        """The stop string that matched, if any."""
         self.ends: list[int] = []
-        """For each token with complete text, the number of characters up to its end."""
+        """For each token with complete text, its end as a number of characters."""
         self._ids: list[int] = []
-        """Tokens that were not given out yet..."""
+        """Tokens not emitted yet..."""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._text = ""
-        """...and text that can't be part of a stop string, but belongs to them."""
+        """...and their text that cannot be part of a stop string."""
         self._num_given = 0
-        """Characters given out."""
+        """Characters emitted."""
         self._num_chars = 0
-        """Characters that came out of the detokenizer..."""
+        """Characters out of the detokenizer..."""
         self._num_texts = 0
-        """...and tokens that went into it."""
+        """...and tokens into it."""
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None = None) -> OutputDelta | None:
-        """What a token or the end of its request adds; None if that is nothing yet."""
+        """What a token or the end of its request adds; None if nothing yet."""
         if token_id is not None:
             self._ids.append(token_id)
             if self._logprobs is not None and logprobs is not None:
                 self._logprobs.append(logprobs)
-            # The stop token itself is not text.
+            # The stop token itself is not part of the text.
             if end is None or end.finish_reason is not FinishReason.STOP or token_id not in self._stop_ids:
                 text = "" if token_id in self._hidden_ids else self._detokenizer.push(token_id)
                 self._num_texts += 1
@@ -141,7 +141,7 @@ class TextStage:
                     and self._detokenizer.is_whole
                     and (self._stops is None or self._stops.passes(text))
                 ):
-                    # As most tokens: no other one waits, and no stop string can take this one back.
+                    # The common case: no other token is pending, and no stop string can take this one back.
                     self._num_chars += len(text)
                     self._num_given = self._num_chars
                     self.ends.append(self._num_chars)
@@ -163,12 +163,12 @@ class TextStage:
         return self._give(settled, self.ends[settled - 1] - self._num_given) if settled > self.num_settled else None
 
     def fail(self, error: str) -> OutputDelta:
-        """It can't go on: what was given out stays, and the rest is lost."""
+        """Abort: what was emitted stays, pending text is dropped."""
         self.has_ended = True
         return OutputDelta(self._index, offset=self.num_settled, finish_reason=FinishReason.ERROR.value, error=error)
 
     def _take(self, text: str) -> None:
-        """New text: note where tokens end in it, and show what can't be part of a stop string."""
+        """Take new text: record where tokens end in it, and release what cannot be part of a stop string."""
         self._num_chars += len(text)
         num_complete = self._num_texts - (0 if self._detokenizer.is_whole else self._detokenizer.num_open)
         self.ends += [self._num_chars] * (num_complete - len(self.ends))
@@ -179,13 +179,13 @@ class TextStage:
             self.stop_string = self._stops.found
 
     def _num_visible(self) -> int:
-        """Tokens whose text can all be seen."""
+        """Tokens whose text has been released completely."""
         return bisect.bisect_right(self.ends, self._num_given + len(self._text))
 
     def _give(
         self, num_tokens: int, num_chars: int, end: End | None = None, stop_reason: str | int | None = None
     ) -> OutputDelta:
-        """The tokens up to this one, and so many more characters; the last ones, if it has ended."""
+        """Emit the tokens up to this one, plus this many characters; all of them at the end."""
         count, offset = num_tokens - self.num_settled, self.num_settled
         text, self._text = self._text[:num_chars], self._text[num_chars:]
         ids, self._ids = self._ids[:count], self._ids[count:]
@@ -202,20 +202,20 @@ class TextStage:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a generation: the engine's request and the stage that its tokens go through."""
+    """One choice of a generation: an engine request and its text stage."""
 
     generation: Generation
     request: Request
     stage: TextStage
     parser: TurnParser | HarmonyParser | None = None
-    """None: its text is content alone."""
+    """None if its text is content alone."""
     is_released: bool = False
-    """Has the engine let go of the request? After a stop string that is some steps later than its end."""
+    """Whether the engine has released the request: after a stop string, some steps later than its end."""
     num_reasoning: int = 0
-    """Tokens of its thinking."""
+    """Tokens of its reasoning."""
 
     def push(self, token_id: int | None, end: End | None, logprobs: TokenLogprobs | None) -> None:
-        """The request's row of a step result."""
+        """Consume the request's row of a step result."""
         generation, stage = self.generation, self.stage
         self.is_released = end is not None
         if not stage.has_ended:
@@ -223,7 +223,7 @@ class Choice:
                 generation.num_generated += 1
             try:
                 delta = stage.push(token_id, end, logprobs)
-            except Exception as error:  # a tokenizer that can't decode what the model says
+            except Exception as error:  # a tokenizer that cannot decode the model's ids
                 log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
                 delta = stage.fail(f"{type(error).__name__}: {error}")
                 generation.cancel(FinishReason.ERROR)
@@ -237,7 +237,7 @@ class Choice:
             generation.release()
 
     def _parsed(self, parser: TurnParser | HarmonyParser, delta: OutputDelta) -> OutputDelta:
-        """The delta with its text taken apart. An answer that ends with calls ends because of them."""
+        """The delta with its text parsed. An answer that ends with calls has the finish reason `tool_calls`."""
         was_reasoning, reason = parser.in_reasoning, delta.finish_reason
         parts = parser.push(delta.text)
         if was_reasoning or parser.in_reasoning:
@@ -250,7 +250,7 @@ class Choice:
 
 
 class Generation:
-    """A user's request: n engine requests, from their start until the engine has let go of the last one."""
+    """A user's request: n engine requests, from their start until the engine has released the last one."""
 
     def __init__(
         self,
@@ -272,14 +272,14 @@ class Generation:
         said: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
-        """Its caller's name for it; those of the engine's requests are longer."""
+        """The caller's request id; those of the engine's requests are longer."""
         self.prompt = prompt
         self.params = params
         self.plan = plan
-        """How its answers are read; None: they are content alone."""
+        """How its answers are parsed; None if they are content alone."""
         self.first_index = first_index
-        """Of its choices, where several generations answer one call."""
-        # A tokenizer may know ends that the model has no logit for.
+        """Index of its first choice, if several generations answer one call."""
+        # A tokenizer may define end tokens that the model has no logit for.
         ends = () if params.ignore_eos else (i for i in tokenizer.eos_ids if i < vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *ends))
         limits = Limits(
@@ -307,14 +307,14 @@ class Generation:
             for i in range(params.n)
         ]
         self.num_generated = 0
-        """Tokens that were computed; a stop string takes some of them out of the output again."""
+        """Computed tokens; a stop string removes some of them from the output."""
         self.is_finished = False
-        """Have all choices ended?"""
+        """Whether all choices have ended."""
         self._engine: Engine | None = None
         self.on_delta: Callable[[OutputDelta], None]
         self.on_release: Callable[[], None] | None = None
 
-    # -- its life -----------------------------------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -323,22 +323,22 @@ class Generation:
         on_release: Callable[[], None] | None = None,
         core: int | None = None,
     ) -> None:
-        """Submit its requests. `on_release` is called once, when the engine has let go of all of them."""
+        """Submit its requests. `on_release` is called once, when the engine has released all of them."""
         self._engine, self.on_delta, self.on_release = engine, on_delta, on_release
         for choice in self.choices:
             engine.submit(choice.request, choice.push, core)
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End what has not ended; the last deltas come when the engine has let go of it."""
+        """Cancel the running choices; their last deltas follow when the engine has released them."""
         if self._engine is None:
             return
         for choice in self.choices:
             if not choice.is_released:
-                with suppress(EngineDead):  # it is closing: the request has ended or is about to
+                with suppress(EngineDead):  # the engine is closing: the request has ended or is about to
                     self._engine.cancel(choice.request.request_id, reason)
 
     def finish(self, choice: Choice, delta: OutputDelta) -> None:
-        """The last delta of a choice. If a stop string has ended it, the engine is told to finish its request."""
+        """Emit the last delta of a choice. After a stop string, the engine is told to finish its request."""
         if self._engine is not None and choice.stage.stop_string is not None and not choice.is_released:
             with suppress(EngineDead):
                 self._engine.finish(choice.request.request_id, choice.stage.num_settled)
@@ -346,11 +346,11 @@ class Generation:
         self.on_delta(delta._replace(usage=self.usage) if self.is_finished else delta)
 
     def release(self) -> None:
-        """The engine has let go of a request."""
+        """The engine has released a request."""
         if self.on_release is not None and all(choice.is_released for choice in self.choices):
             self.on_release()
 
-    # -- what is known of it ------------------------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------------------------------------------
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -361,7 +361,7 @@ class Generation:
     def usage(self) -> Usage:
         first = self.choices[0].request
         num_reasoning = 0 if self.plan is None else sum(choice.num_reasoning for choice in self.choices)
-        # A prefix hit may go on into what a grammar forces the output to begin with.
+        # A prefix hit may extend into tokens that a grammar forces at the start of the output.
         num_cached = min(first.num_cached, first.num_prompt)
         num_agreed = num_rejected = 0
         for choice in self.choices:
@@ -371,22 +371,22 @@ class Generation:
 
     @property
     def cache(self) -> CacheVerdict | None:
-        """Why so much of the prompt was computed; None before it has started, or if the engine is another process."""
+        """Cache statistics; None before the request has started, or if the engine runs in its own process."""
         return self.choices[0].request.verdict
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """One for each prompt token, None for the first; None while they are not complete, or if nobody asked."""
+        """One per prompt token, None for the first; None if not requested or incomplete."""
         request = self.choices[0].request
         is_asked = self.params.prompt_logprobs is not None
         if is_asked and (self.is_finished or len(request.prompt_logprobs) == request.num_prompt - 1):
             return [None, *request.prompt_logprobs]
         return None
 
-    # -- as one output that grows -------------------------------------------------------------------------------------
+    # -- the accumulated output ---------------------------------------------------------------------------------------
 
     def new_output(self) -> RequestOutput:
-        """An output to fold its deltas into."""
+        """An empty output to accumulate its deltas in."""
         outputs = [
             CompletionOutput(i, logprobs=self._no_logprobs(), parts=None if self.plan is None else [])
             for i in range(len(self.choices))
@@ -413,7 +413,7 @@ class Generation:
             self.note_usage(output)
 
     def note_usage(self, output: RequestOutput) -> None:
-        """What is known by now beside the text: for readers of an output that is not finished, too."""
+        """Update the fields beside the text, also for readers of an unfinished output."""
         output.usage, output.cache = self.usage, self.cache
         if output.prompt_logprobs is None:
             output.prompt_logprobs = self.prompt_logprobs

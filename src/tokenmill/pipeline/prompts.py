@@ -1,4 +1,4 @@
-"""From what a user asks to the engine's requests: prompts to ids, parameters to limits, n choices to n requests."""
+"""From API calls to engine requests: prompts to ids, parameters to limits, n choices to n requests."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from tokenmill.text.tool_grammar import ToolUse, plan_turn
 from tokenmill.text.turn_parser import TurnPlan
 
 Prompt = str | Sequence[int] | IntArray | Mapping[str, Any]
-"""A text, token ids, or as in vLLM: {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, token ids, or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 ID_SEPARATOR = "~"
-"""Between the caller's request id and the engine's own suffix.
+"""Separates the caller's request id from the engine's suffix.
 
-The suffix makes it unique: a caller's id can be used again, or twice at a time."""
+The suffix makes it unique: a caller's id may be reused, even concurrently."""
 
 
 def callers_name(request_id: str) -> str:
-    """What its caller called a request of the engine; all of it, if that said nothing."""
+    """The caller's id of an engine request; the whole id if the caller gave none."""
     name, is_named, _ = request_id.rpartition(ID_SEPARATOR)
     return name if is_named else request_id
 
 
 class Intake:
-    """Turns what users ask into requests, and refuses what can never run. One for each entry point; any thread."""
+    """Turns API calls into requests, and rejects those that can never run. One per entry point; thread-safe."""
 
     def __init__(self, prefix: str, text: ModelText, model: ModelInfo, max_model_len: int, seed: int | None) -> None:
         self.text = text
         self._model = model
         self._max_model_len = max_model_len
         self._prefix = f"{prefix}-{secrets.token_hex(4)}"
-        """Of its names for requests: entry points may share an engine."""
+        """Distinguishes request ids of entry points that share an engine."""
         self._numbers = itertools.count()
         self.grammars = text.grammars(model.vocab_size)
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
@@ -63,10 +63,10 @@ class Intake:
         plan: TurnPlan | None = None,
         said: Sequence[int] = (),
     ) -> Generation:
-        """A request for the tokens that follow a prompt; without parameters, the model's own.
+        """A request to continue a prompt; without parameters, with the model's own.
 
-        `said`: tokens at the prompt's end that belong to the output, where that was cut short: a grammar goes on after
-        them. Blocks while `structured_outputs` are compiled: an event loop awaits `prepare` first.
+        `said`: tokens at the prompt's end that belong to an interrupted output: a grammar continues after
+        them. Blocks while `structured_outputs` are compiled: on an event loop, await `prepare` first.
         """
         params = self.text.sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -94,25 +94,25 @@ class Intake:
         return generation
 
     async def prepare(self, params: SamplingParams | None) -> None:
-        """Compile what the parameters ask for, off the event loop; `InvalidRequest` if that can't be."""
-        # Whatever else is given as parameters is rejected where they are used.
+        """Compile the structured outputs off the event loop; `InvalidRequest` if that is not possible."""
+        # Parameters of any other type are rejected where they are used.
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await self.compile(params.structured_outputs)
 
     async def compile(self, outputs: StructuredOutputs) -> None:
-        """Compile them off the event loop, unless they are known."""
+        """Compile them off the event loop, unless they are cached."""
         if self.grammars.cached(outputs) is None:
             await asyncio.to_thread(self.grammars.compile, outputs)
 
     async def prepare_plan(self, params: SamplingParams, use: ToolUse, thinking_budget: int | None) -> None:
-        """Wait for the grammar compiler's tokenizer off the event loop, if `plan` will ask for it."""
+        """Wait for the grammar compiler's tokenizer off the event loop, if `plan` will need it."""
         if use.tools or thinking_budget is not None or params.structured_outputs is not None:
             tokenizer = self.grammars.warm()
             if not tokenizer.done():
                 await asyncio.to_thread(tokenizer.exception)  # `plan` raises it
 
     def is_prepared(self, params: SamplingParams | None) -> bool:
-        """Does `generation` not have to compile anything?"""
+        """Whether `generation` has nothing to compile."""
         outputs = params.structured_outputs if isinstance(params, SamplingParams) else None
         return outputs is None or self.grammars.cached(outputs) is not None
 
@@ -124,7 +124,7 @@ class Intake:
         hints: Hints = Hints(),
         timeout_s: float | None = None,
     ) -> Request:
-        """A request for the embedding of a text."""
+        """An embedding request for a text."""
         try:
             kind = Pooling(pooling)
         except ValueError:
@@ -145,7 +145,7 @@ class Intake:
         return request
 
     def chat_ids(self, messages: Sequence[Message], chat_template: str | None = None, /, **options: Any) -> list[int]:
-        """The prompt of a conversation, as the model's template (or the caller's) writes it."""
+        """The prompt of a conversation, rendered by the model's template (or the caller's)."""
         template = self.text.chat_template(chat_template)
         try:
             return template.encode(messages, self._max_model_len, **options)
@@ -155,9 +155,9 @@ class Intake:
     def plan(
         self, prompt: Sequence[int] | IntArray, params: SamplingParams, use: ToolUse, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
-        """How the answer to a chat is constrained and read, from the end of its prompt. Without a plan, it is text.
+        """How the answer to a chat is constrained and parsed, given the end of its prompt. None if it is plain text.
 
-        Blocks while the grammar compiler's tokenizer is built: an event loop awaits `prepare_plan` first.
+        Blocks while the grammar compiler's tokenizer is built: on an event loop, await `prepare_plan` first.
         """
         form = self.text.chat_template().turn_format
         if not form.reasons and not use.tools:
@@ -165,7 +165,7 @@ class Intake:
         return plan_turn(form, self.text.tokenizer, prompt, params, use, thinking_budget, self.grammars.markers)
 
     def prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | IntArray]:
-        """A prompt's text, if it has one, and its ids, as they came or were made: a long prompt is converted once."""
+        """A prompt's text, if any, and its ids: a long prompt is converted once."""
         if isinstance(prompt, Mapping):
             prompt = _from_mapping(prompt)
         if isinstance(prompt, str):
@@ -175,7 +175,7 @@ class Intake:
                 raise self._overflow(error) from None
         elif isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1:
             ids = prompt  # of a session's log
-        elif isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is looked at
+        elif isinstance(prompt, Sequence) and len(prompt) > self._max_model_len:  # before each of them is checked
             raise ContextOverflow(context_overflow(self._max_model_len, len(prompt), 1))
         else:
             ids = id_array("prompt", prompt)
@@ -184,7 +184,7 @@ class Intake:
         return prompt if isinstance(prompt, str) else None, ids
 
     def _overflow(self, error: TooManyTokens) -> ContextOverflow:
-        """A prompt that is longer than any may be is refused as soon as that is known."""
+        """Tokenize, but reject a prompt as soon as it is known to exceed the context."""
         return ContextOverflow(context_overflow(self._max_model_len, error.at_least, 1, is_exact=False))
 
 
@@ -199,7 +199,7 @@ def pair_params(num_prompts: int, params: Any) -> list[SamplingParams | None]:
 
 
 def embedding_output(request: Request, end: End, *, normalize: bool) -> EmbeddingRequestOutput:
-    """What an embedding request came to; `RequestFailed` if it failed."""
+    """The result of an embedding request; `RequestFailed` if it failed."""
     if end.finish_reason not in ENDED_WELL:
         reason = end.finish_reason.value
         raise RequestFailed(f"{request.request_id}: {end.error or reason}", finish_reason=reason)
