@@ -97,6 +97,8 @@ def test_fork_rewind_edit_regenerate() -> None:
         earlier = await service.fork(name, at_turn=2)
         middle = await service.fork(name, at_token=len(log) - 3)
         assert stats()[0].tick == ticks  # type: ignore[union-attr]
+        (grandchild,) = await service.fork(children[0], n=1)
+        assert {one.partition(".")[0] for one in (*children, earlier, middle, grandchild)} == {name}, "of one root"
         assert all(tokens_of(service, child) == log for child in children)
         assert len(service.get(earlier).turns) == 2
         assert tokens_of(service, middle) == log[:-3]

@@ -357,7 +357,8 @@ class SessionManager:
         """A session that continues another one, or a turn or token of it, on the same engine core. It is added."""
         self.budget.check(session.options.key, num_new=int(session.options.is_kept))
         options = session.options.for_fork(session.num_forks + 1)
-        child = Session(new_name(), session.core, options, session.system, asyncio.get_running_loop().time())
+        name = f"{session.session_id.partition('.')[0]}.{new_name()}"  # routers keep it on its root's server
+        child = Session(name, session.core, options, session.system, asyncio.get_running_loop().time())
         child.restore(session.snapshot())
         child.mark = session.mark
         child.title, child.metadata = session.title, session.metadata
