@@ -1,4 +1,4 @@
-"""`EngineClient`: the same verbs whether the engine runs in the caller's thread or on threads of its own."""
+"""`EngineClient`: one interface for an engine on the caller's thread and on threads of its own."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from tokenmill.outputs import FinishReason, StepResult
 T = TypeVar("T")
 
 INTERRUPT_S = 0.1
-"""How long Ctrl-C may go unnoticed while a caller waits for results."""
+"""How long a waiting caller may take to notice Ctrl-C."""
 
 
 class RequestClient(Protocol):
-    """The verbs of a request. Step results, with the one ending of each request, go to its sink."""
+    """Operations on requests. Step results, including each request's one ending, go to its sink."""
 
     def submit(self, request: Request, sink: Sink, core: int | None = None) -> None:
-        """Start a request, on the least loaded core unless told; `InvalidRequest` if it can never run."""
+        """Start a request, on the least loaded core by default; `InvalidRequest` if it can never run."""
         ...
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its sink hears it."""
+        """End a request; its sink receives the ending."""
         ...
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        """A stop string was found: end the request and keep so many of its generated tokens."""
+        """A stop string matched: end the request, keeping this many of its generated tokens."""
         ...
 
 
 class EngineClient(RequestClient, Protocol):
-    """What entry points ask of an engine."""
+    """The engine interface that entry points use."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -54,30 +54,30 @@ class EngineClient(RequestClient, Protocol):
 
     @property
     def cores_alive(self) -> list[int]:
-        """The cores that take requests."""
+        """The cores that accept requests."""
         ...
 
     @property
     def seconds_silent(self) -> float:
-        """How long all cores that take requests have been inside one step; 0 when one is idle. Grows when all hang."""
+        """How long all accepting cores have been inside one step; 0 if one is idle. Grows if all of them hang."""
         ...
 
     @property
     def is_hung(self) -> bool:
-        """Was a core abandoned that can't be replaced here? Its step may still use the model, which must stay open."""
+        """Whether a core was abandoned that cannot be replaced here. Its step may still use the model: keep it open."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Is no core left, and will none come? They hang, or were given up after too many failures."""
+        """Whether all cores are gone for good: hung, or given up after too many failures."""
         ...
 
     def release(self, owner: str) -> None:
-        """A session has ended: KV that is parked for it is free."""
+        """A session has ended: free the KV parked for it."""
         ...
 
     def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
-        """KV that is parked for a session: its tokens and its bytes, when the core has nothing else to do."""
+        """Tokens and KV bytes parked for a session, exported when the core is idle."""
         ...
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
@@ -87,25 +87,25 @@ class EngineClient(RequestClient, Protocol):
     def stats(self) -> list[CoreStats | None]: ...
 
     def snapshots(self) -> list[CoreSnapshot | None]:
-        """What each core is doing right now; None for one that is gone."""
+        """What each core is doing now; None for a core that is gone."""
         ...
 
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
-        """Hear a core's events, on a thread of the client, from a snapshot on; returns the call that ends it."""
+        """Subscribe to a core's events, on the client's thread, from a snapshot on; returns the call to unsubscribe."""
         ...
 
     def close(self) -> None: ...
 
 
 def done(result: T) -> Future[T]:
-    """A future that is done."""
+    """A completed future."""
     future: Future[T] = Future()
     future.set_result(result)
     return future
 
 
 class InlineClient:
-    """The engine in the caller's thread: it advances only inside `run`."""
+    """An engine on the caller's thread: it advances only inside `run`."""
 
     def __init__(
         self, model: ModelHandle, config: EngineConfig, limits: BackendLimits, draft: DraftModel | None = None
@@ -172,11 +172,11 @@ class InlineClient:
             return self.core.events.subscribe(make(self.core.snapshot()))
 
     def is_open(self, request_id: str) -> bool:
-        """Is somebody still to be told how this request ended?"""
+        """Whether the request's ending has not been delivered yet."""
         return request_id in self._sinks
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Step until `is_done` or until there is nothing left to do. Ctrl-C takes effect between two steps."""
+        """Step until `is_done` or idle. Ctrl-C takes effect between two steps."""
         with deferred_interrupts() as interrupts:
             while not interrupts.is_pending and not is_done() and self.core.has_work:
                 self._dispatch(self.core.step())
@@ -191,7 +191,7 @@ class InlineClient:
 
 
 class QueuedClient:
-    """An engine that runs elsewhere, for a caller that wants to hear of it in its own thread: while it calls `run`."""
+    """An engine that runs elsewhere, with results delivered on the caller's thread while it calls `run`."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -218,11 +218,11 @@ class QueuedClient:
         self._client.finish(request_id, keep_tokens)
 
     def is_open(self, request_id: str) -> bool:
-        """Is somebody still to be told how this request ended?"""
+        """Whether the request's ending has not been delivered yet."""
         return request_id in self._sinks
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Hand out results until `is_done` or until nothing runs. Ctrl-C takes effect between two of them."""
+        """Deliver results until `is_done` or idle. Ctrl-C takes effect between two of them."""
         with deferred_interrupts() as interrupts:
             while not interrupts.is_pending and not is_done() and len(self._sinks):
                 with suppress(queue.Empty):
@@ -238,7 +238,7 @@ class QueuedClient:
 
 
 class ThreadClient:
-    """The engine on threads of its own, one a core. Sinks are called there and must not block."""
+    """An engine on threads of its own, one per core. Sinks are called there and must not block."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class ThreadClient:
         num_cores: int = 1,
     ) -> None:
         self._core_of: dict[str, int] = {}
-        """Where each request runs. Any thread; the core's own removes an entry."""
+        """The core of each request. Read on any thread; the core's own thread removes entries."""
         self.pool = EnginePool(model, config, limits, num_cores=num_cores, draft=draft, on_end=self._forget)
 
     @property
@@ -321,11 +321,11 @@ class ThreadClient:
         self.pool.close()
 
 
-# -- Ctrl-C between steps, never inside one: an engine interrupted half-way through its bookkeeping is lost ------------
+# -- Ctrl-C between steps, never inside one: an interrupted step would leave inconsistent bookkeeping -----------------
 
 
 class Interrupts:
-    """What came in while interrupts were deferred."""
+    """Interrupts received while they are deferred."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -336,7 +336,7 @@ class Interrupts:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Interrupts]:
-    """Inside, Ctrl-C is only noted; it is raised on leaving. The caller looks at `is_pending` where it may stop.
+    """Defers Ctrl-C until the end of the block. The caller polls `is_pending` where it may stop.
 
     Only where Ctrl-C would raise: on the main thread, with Python's own handler.
     """

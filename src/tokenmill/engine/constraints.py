@@ -1,13 +1,13 @@
-"""`Constraints`: grammars of the running requests: masks for a step's draws, proposals where there is no choice.
+"""`Constraints`: grammars of the running requests: masks for a step's draws, forced tokens where only one is allowed.
 
-A grammar state belongs to its request and follows its log, so it survives whatever the row does not: preemption, a lost
-step, a restart of the engine (where it is made anew from the log). It is up to date when a step has been collected. The
-forward pass of the next one may be on its way by then; its draw is not: it is launched with the masks, which are
-computed while the device is busy.
+A grammar state belongs to its request and follows its log, so it survives preemption, lost steps and a restart of the
+engine (where it is rebuilt from the log). It is up to date once a step has been collected. The forward pass of the next
+step may be in flight by then, but not its draw, which is launched with the masks; these are computed while the device
+is busy.
 
-A proposal is a run of tokens appended to a log without being drawn. The next step computes all of them in one chunk, by
-the scheduler's one rule, and draws what follows the last. A grammar's proposals are certain, so nothing is left to be
-verified. Those of speculation are not: they are verified by the draws of their step, for which there are masks, too.
+Forced tokens are appended to a log without being drawn. The next step computes all of them in one chunk, by
+the scheduler's one rule, and draws what follows the last one. Forced tokens are certain and need no
+verification. Those proposed by speculation are verified by the draws of their step, for which there are masks, too.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ NO_TOKENS: tuple[int, ...] = ()
 
 
 class Course(Enum):
-    """How an output goes on after a token."""
+    """How an output continues after a token."""
 
     OPEN = "open"
     COMPLETE = "complete"
-    """Its grammar allows nothing more, and no end-of-sequence token is to be drawn."""
+    """The grammar is complete, and no end-of-sequence token is to be drawn."""
     BROKEN = "broken"
-    """Its grammar can't be followed any more."""
+    """The grammar has failed."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What a token means to the grammar of its request."""
+    """The effect of a token on its request's grammar."""
 
     course: Course = Course.OPEN
     proposal: Sequence[int] = NO_TOKENS
-    """Tokens that follow in any case."""
+    """Forced tokens that follow."""
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class StepMasks:
-    """The masks of a step's draws, and the requests whose grammar has failed meanwhile."""
+    """Masks for a step's draws, and the requests whose grammar has failed."""
 
     masks: Mask | None = None
-    """None: nothing is constrained."""
+    """None if no row is constrained."""
     failed: tuple[tuple[Request, str], ...] = ()
 
 
 class Constraints:
-    """Owned by the thread of its engine core, as the rows are."""
+    """Owned by the engine core's thread, like the rows."""
 
     def __init__(self, rows: RunningRows, vocab_size: int, *, proposes: bool) -> None:
         self._rows = rows
         self._proposes = proposes
-        """Otherwise forced tokens are drawn, one a step, from masks that leave nothing else: for comparison."""
+        """If off, forced tokens are drawn one per step from masks that allow nothing else: for comparison."""
         self._writer = MaskWriter(vocab_size)
 
     def begin(self, request: Request, longest: int) -> list[int]:
-        """What the output of a new request begins with in any case; never all of it, up to a log of this length."""
+        """Forced tokens at the start of a new request's output; never all of it, up to a log of this length."""
         if request.grammar is None or not self._may_propose(request):
             return []
         room = longest - 1 - len(request.tokens)
@@ -87,12 +87,12 @@ class Constraints:
         return Followed(proposal=state.forced()) if self._may_propose(request) else Followed()
 
     def _complete(self, request: Request, state: GrammarState) -> Followed:
-        """Only an end-of-sequence token may follow: drawn among several, proposed if there is one, else not needed.
+        """Only an end-of-sequence token may follow: drawn if there are several, forced if there is one, else omitted.
 
-        Where none of them may be drawn, by the request's own parameters, the output ends without.
+        If the request's own parameters rule all of them out, the output ends without one.
 
-        A session's is drawn in any case: the step that draws it computes what the grammar has forced before it, which
-        the next turn would have to do otherwise.
+        A session always draws it: the step that does so computes the forced tokens before it, which
+        the next turn would have to compute otherwise.
         """
         params = request.draw.params
         ends = (state.eos_ids & request.stop_ids).difference(params.banned_token_ids)
@@ -107,11 +107,11 @@ class Constraints:
         return self._proposes and request.takes_proposals
 
     def are_on(self, plan: StepPlan) -> bool:
-        """Does the plan draw for a request that is constrained?"""
+        """Whether the plan draws for a constrained request."""
         return bool(self._rows.is_constrained[plan.sampled_rows].any())
 
     def masks(self, plan: StepPlan) -> StepMasks:
-        """What each of the plan's draws may be; all is allowed for requests that are not constrained, or have left."""
+        """The mask of each of the plan's draws; all ones for requests that are unconstrained or have ended."""
         rows = plan.sampled_rows
         is_held = self._rows.is_constrained[rows] & (self._rows.lease[rows] == plan.sampled_leases)
         drawn = [
@@ -134,7 +134,7 @@ class Constraints:
         return StepMasks(masks, tuple(failed))
 
     def _after_proposals(self, plan: StepPlan) -> list[tuple[int, Request, GrammarState]]:
-        """The draws after proposed tokens, and the grammar's state in each; none after a token that it rules out."""
+        """The draws after proposed tokens, with each one's grammar state; none after a token the grammar rejects."""
         drawn = []
         for one in plan.verifications:
             request = self._rows.requests[one.row]
@@ -144,7 +144,7 @@ class Constraints:
             for i, token in enumerate(one.tokens):
                 state = state.fork()
                 if not state.advance((token,)):
-                    break  # the draw before it is another token
+                    break  # the draw before it differs
                 drawn.append((first + i, request, state))
         return drawn
 

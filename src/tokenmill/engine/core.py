@@ -2,8 +2,8 @@
 
     add / cancel ──> Scheduler ──StepPlan──> Executor ──Sampled──> Results ──> StepResult
 
-At depth 1 a step is submitted before the one before it is collected, so that planning and bookkeeping happen while the
-device computes. A step that fails is undone, and its requests are run alone, one by one, to find
+At depth 1 a step is submitted before the previous one is collected, so that planning and bookkeeping overlap with
+the device's work. A failed step is undone, and its requests are rerun alone, one by one, to find
 the one that makes it fail (`Isolation`).
 """
 
@@ -69,23 +69,23 @@ NOTHING_PROPOSED: Mapping[int, Sequence[int]] = {}
 
 @dataclass(frozen=True)
 class Submitted:
-    """A step on its way."""
+    """A step in flight."""
 
     plan: StepPlan
     forward: Forward
     sampling: Sampling | None = None
-    """None before it is drawn, and where no row of the step gets a token."""
+    """None before it is drawn, and if no row of the step draws a token."""
 
 
 class Executor:
-    """Runs plans on a backend: two launches, one wait. The sampler reads the state of the plan's rows at launch."""
+    """Runs plans on a backend: two launches, one wait. The sampler reads the rows' parameters at launch."""
 
     def __init__(self, backend: Backend, sampling: SamplingState) -> None:
         self.backend = backend
         self._sampling = sampling
         self._host = HostSampler()
         self.awaited: StepPlan | None = None
-        """The plan that the backend was last given, or asked for the results of."""
+        """The plan last submitted or collected."""
 
     def submit(self, plan: StepPlan) -> Submitted:
         """Launch the forward pass; returns at once. Raises what `Backend.forward` raises."""
@@ -95,13 +95,13 @@ class Executor:
     def draw(self, step: Submitted, plan: StepPlan, masks: Mask | None = None) -> Submitted:
         """Launch the sampling of the step's rows, before the next step is submitted; returns at once.
 
-        `plan`: the step's own, or what is left to be drawn of it.
+        `plan`: the step's own, or the part of it still to be drawn.
         """
         if not len(plan.sampled_rows):
             return Submitted(plan, step.forward)
         try:
             logits_rows = plan.logits_rows
-            if plan.verifications:  # what follows proposed tokens is never named by a later batch
+            if plan.verifications:  # draws after proposed tokens are never referred to by a later batch
                 logits_rows = np.concatenate([logits_rows, plan.more_logits_rows])
             rows = SampleRows(logits_rows, plan.sampled_rows, self._sampler(plan))
             return Submitted(plan, step.forward, self.backend.sample(step.forward, rows, masks))
@@ -119,16 +119,16 @@ class Executor:
     def sampler_for(
         self, rows: IntArray, positions: IntArray, proposed: Mapping[int, Sequence[int]] = NOTHING_PROPOSED
     ) -> Sampler | None:
-        """Draws the tokens of these rows at these positions; `proposed`: place in `rows` -> tokens before it.
+        """A sampler for these rows at these positions; `proposed`: index into `rows` -> tokens before the draw.
 
-        None where every row takes its largest logit, which a backend does by itself.
+        None if every row is greedy, which a backend does by itself.
         """
         if self._sampling.is_plain_greedy[rows].all():
             return None
         return StepSampler(self._sampling, rows, positions, proposed, self._host)
 
     def collect(self, step: Submitted) -> Sampled:
-        """Wait for what the step drew, one id for each of the plan's sampled rows."""
+        """Wait for the step's draws, one id per sampled row of the plan."""
         self.awaited = step.plan
         if step.sampling is None:
             self.backend.collect(step.forward)
@@ -144,19 +144,19 @@ class Executor:
 
 
 MAX_FAILURES_IN_A_ROW = 2
-"""Requests that may fail alone, one after the other, before the engine itself is given up."""
+"""Requests that may fail alone, one after the other, before the engine itself is considered broken."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A request of a step that failed, and how many tokens it had in it."""
+    """A request of a failed step, with its number of tokens in that step."""
 
     request: Request
     num_tokens: int
 
 
 class Isolation:
-    """Who is still to be run alone, and how many have failed that way in a row."""
+    """Requests still to be run alone, and how many in a row have failed that way."""
 
     def __init__(self) -> None:
         self.num_failed_steps = 0
@@ -164,7 +164,7 @@ class Isolation:
         self._failures_in_a_row = 0
 
     def suspect(self, plan: StepPlan, rows: RunningRows) -> None:
-        """A step failed: any of its requests may be the reason."""
+        """A step failed: any of its requests may be the cause."""
         self.num_failed_steps += 1
         for row, lease, count in zip(plan.rows, plan.leases, plan.counts, strict=True):
             request = rows.requests[row]
@@ -172,7 +172,7 @@ class Isolation:
                 self._suspects.append(Suspect(request, int(count)))
 
     def next(self) -> Suspect | None:
-        """The next one to run alone; those that have ended meanwhile are let go."""
+        """The next one to run alone; skips those that have ended meanwhile."""
         while self._suspects:
             suspect = self._suspects.popleft()
             if not suspect.request.is_finished:
@@ -183,7 +183,7 @@ class Isolation:
         self._failures_in_a_row = 0
 
     def note_failure(self, error: BackendError) -> None:
-        """A request failed alone. That is its own fault; two in a row are the engine's, and the error is raised."""
+        """A request failed alone: the request is at fault. Two in a row are the engine's fault, and raise the error."""
         if isinstance(error, ForwardFailed):
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
@@ -199,7 +199,7 @@ CALLERS_REASONS = frozenset({FinishReason.CANCELLED, FinishReason.TIMEOUT, Finis
 
 @dataclass(frozen=True)
 class InFlight:
-    """A submitted step and when it was handed over: some backends compute all of it before they come back."""
+    """A submitted step and its submission time: some backends compute all of it before they return."""
 
     step: Submitted
     handed_at: float
@@ -209,14 +209,14 @@ class InFlight:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A smaller model with the same vocabulary that proposes tokens, and the memory that one core gives to it."""
+    """A smaller model with the same vocabulary that proposes tokens, and its memory limits per core."""
 
     model: ModelHandle
     limits: BackendLimits
 
 
 class EngineCore:
-    """One engine. All methods are for the thread that owns it."""
+    """One engine. All methods belong to the thread that owns it."""
 
     def __init__(
         self,
@@ -269,15 +269,15 @@ class EngineCore:
         self.scheduler.speculation.use(drafter)
         return drafter
 
-    # -- verbs --------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a request in. `InvalidRequest` if it can never run; one too many for the queue ends with `overload`."""
+        """Queue a request. `InvalidRequest` if it can never run; one beyond the queue's limit ends with `overload`."""
         self._check_alive()
         self.scheduler.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> bool:
-        """End a request now, in whatever phase it is; its terminal token comes with the next `step`. Its KV stays."""
+        """End a request, in whatever phase it is; its last row comes with the next `step`. Its KV is kept."""
         check_cancel(reason)
         request = self.scheduler.requests.get(request_id)
         if request is not None:
@@ -286,7 +286,7 @@ class EngineCore:
         return request is not None
 
     def finish(self, request_id: str, keep_tokens: int) -> bool:
-        """End a request with `stop` after its first `keep_tokens` generated ones: its text held a stop string."""
+        """End a request with `stop` after its first `keep_tokens` generated tokens: its text matched a stop string."""
         request = self.scheduler.requests.get(request_id)
         if request is not None:
             if not 0 <= keep_tokens <= len(request.output):
@@ -297,12 +297,12 @@ class EngineCore:
         return request is not None
 
     def release(self, owner: str) -> None:
-        """A session has ended: KV that is parked for it is free."""
+        """A session has ended: free the KV parked for it."""
         self.kv.drop_owner(owner)
         self._tell_cells()
 
     def export_kv(self, owner: str) -> tuple[IntArray, bytes] | None:
-        """KV that is parked for a session: its tokens and its bytes, if there are any."""
+        """Tokens and KV bytes parked for a session, if any."""
         self._check_alive()
         return self.kv.export(owner)
 
@@ -329,7 +329,7 @@ class EngineCore:
         return child
 
     def step(self) -> StepResult:
-        """One tick: submit a step, collect the oldest one in flight. The tokens and endings it brought."""
+        """One tick: submit a step, collect the oldest one in flight. Returns its tokens and endings."""
         self._check_alive()
         try:
             suspect = self._isolation.next()
@@ -346,7 +346,7 @@ class EngineCore:
 
     @property
     def expected_step_s(self) -> float:
-        """How long the step that the backend was last given should take; 0 if that is not known. Safe on any thread."""
+        """Predicted duration of the step last submitted; 0 if unknown. Thread-safe."""
         plan = self._executor.awaited
         predicted = plan and self.scheduler.cost.predict(
             plan.num_tokens, plan.attention, plan.num_prefill, plan.num_proposed
@@ -355,13 +355,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Is there anything for `step` to do or to tell?"""
+        """Whether `step` has anything to do or to report."""
         return bool(self.scheduler.requests or self._in_flight or self.scheduler.results)
 
-    # -- sequences: the smallest way to use it ------------------------------------------------------------------------
+    # -- sequences: the smallest interface -----------------------------------------------------------------------------
 
     def add_sequence(self, prompt: Sequence[int], max_new_tokens: int = 16, eos_token_id: int | None = None) -> str:
-        """Add a prompt under a name of its own, which is returned. `run_until_complete` gives its output."""
+        """Add a prompt under a generated name, which is returned. `run_until_complete` gives its output."""
         stop_ids = frozenset() if eos_token_id is None else frozenset({eos_token_id})
         limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         request = Request(f"seq-{next(self._names)}", prompt, limits)
@@ -370,7 +370,7 @@ class EngineCore:
         return request.request_id
 
     def run_until_complete(self) -> list[list[int]]:
-        """Step until nothing is left; the generated ids of the sequences added since the last call, in that order.
+        """Step until idle; the generated ids of the sequences added since the last call, in that order.
 
         `RequestFailed` if one of them ended otherwise than by a stop token or its length.
         """
@@ -390,7 +390,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None and not self._submit(plan, began):
             return
-        # Masks need the tokens of the step before, which is collected while this one's forward pass runs.
+        # Masks need the tokens of the previous step, which is collected while this one's forward pass runs.
         waits = plan is not None and len(self._in_flight) > 1 and self.scheduler.constraints.are_on(plan)
         if plan is not None and not waits:
             self._draw()
@@ -400,7 +400,7 @@ class EngineCore:
             self._draw()
 
     def _submit(self, plan: StepPlan, began: float) -> bool:
-        """Submit a plan; if it fails, let what is in flight come home and suspect the plan's requests."""
+        """Submit a plan; if that fails, collect the steps in flight and suspect the plan's requests."""
         handed_at = self.events.clock()
         try:
             step = self._executor.submit(plan)
@@ -418,7 +418,7 @@ class EngineCore:
         return True
 
     def _draw(self) -> None:
-        """Launch the draws of the latest step; all steps before it have been drawn."""
+        """Launch the draws of the latest step; all earlier steps have been drawn."""
         self._in_flight.append(self._drawn(self._in_flight.pop()))
 
     def _drawn(self, flight: InFlight) -> InFlight:
@@ -436,7 +436,7 @@ class EngineCore:
         return replace(flight, step=step, mask_s=mask_s)
 
     def _collect(self) -> bool:
-        """Collect the oldest step. If it has failed, so have all after it: False."""
+        """Collect the oldest step. If it failed, all later ones have failed, too: returns False."""
         flight = self._in_flight.popleft()
         try:
             sampled = self._executor.collect(flight.step)
@@ -450,7 +450,7 @@ class EngineCore:
         return True
 
     def _take(self, flight: InFlight, sampled: Sampled) -> None:
-        """A step is home: learn from it, tell of it, hand out its tokens."""
+        """A step is collected: update the cost model, publish events, hand out tokens."""
         self._isolation.note_success()
         plan, now = flight.step.plan, self.events.clock()
         step_s, self._last_collect = now - max(flight.handed_at, self._last_collect), now
@@ -481,7 +481,7 @@ class EngineCore:
         )
 
     def _prefill_s(self, plan: StepPlan, step_s: float) -> float:
-        """What of a step its prefill tokens took: all that its decodes alone would not have."""
+        """The time that a step's prefill tokens took: beyond what its decodes alone would have."""
         if not plan.num_prefill or not plan.num_decode:
             return step_s if plan.num_prefill else 0.0
         alone = self.scheduler.cost.predict(plan.num_decode, plan.decode_attention)
@@ -490,7 +490,7 @@ class EngineCore:
         return max(0.0, step_s - alone)
 
     def _tell_cells(self) -> None:
-        """Tell how many cells are free if that is not known: steps are submitted, KV is parked and trimmed."""
+        """Publish the number of free cells if it has changed: steps are submitted, KV is parked and trimmed."""
         free = self.kv.free()
         if free != self._told_cells:
             self._told_cells = free
@@ -498,7 +498,7 @@ class EngineCore:
                 self.events.emit(CellsEvent(self.events.clock(), free))
 
     def tell_start(self) -> None:
-        """It has taken the place of a core that died; its subscribers are the same."""
+        """Announce a core that replaces one that died; its subscribers stay."""
         if self.events.is_heard:
             num_rows = len(self.scheduler.rows.requests)
             self.events.emit(StartEvent(self.events.clock(), num_rows, self.kv.num_cells))
@@ -506,7 +506,7 @@ class EngineCore:
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def _suspect(self, plan: StepPlan) -> None:
-        """The step failed: any of its requests may be the reason."""
+        """The step failed: any of its requests may be the cause."""
         self._isolation.suspect(plan, self.scheduler.rows)
         if self.events.is_heard:
             self.events.emit(FailedStepEvent(self.events.clock(), plan.tick, plan.num_tokens))
@@ -535,12 +535,12 @@ class EngineCore:
         self._take(flight, sampled)
 
     def die(self, error: BaseException) -> None:
-        """The engine is lost: every request ends with an error, nothing new is taken."""
+        """The engine is lost: every request ends with an error, and no more are accepted."""
         self.failure = error
         self._end_all(FinishReason.ERROR, f"the engine failed: {type(error).__name__}: {error}")
 
     def close(self) -> StepResult:
-        """Stop. Requests that were not done end with `shutdown`; returns what was left to tell."""
+        """Stop. Unfinished requests end with `shutdown`; returns the remaining results."""
         if not self.closed:
             self._end_all(FinishReason.SHUTDOWN, "the engine was closed")
             self.closed = True
@@ -578,11 +578,11 @@ class EngineCore:
         )
 
     def slots(self) -> list[SlotView]:
-        """What each row is doing right now."""
+        """What each row is doing now."""
         return self.scheduler.rows.views(flight.step.plan for flight in self._in_flight)
 
     def snapshot(self) -> CoreSnapshot:
-        """All that events tell of, as it is right now: where a view begins."""
+        """The state that events refer to: the start of a view."""
         return CoreSnapshot(
             tick=self._last_tick,
             slots=tuple(self.slots()),
@@ -594,7 +594,7 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if the books do not balance; when idle, nothing but parked KV may be left."""
+        """Raise `IntegrityError` if the bookkeeping is inconsistent; when idle, only parked KV may be left."""
         self.kv.check_integrity()
         if self._drafter is not None:
             self._drafter.check_integrity(is_idle=not self.has_work)
@@ -607,7 +607,7 @@ class EngineCore:
 
 
 def check_cancel(reason: FinishReason) -> None:
-    """Raise `InvalidRequest` unless a caller may end a request for this reason. Safe on any thread."""
+    """Raise `InvalidRequest` unless a caller may end a request for this reason. Thread-safe."""
     if reason not in CALLERS_REASONS:
         raise InvalidRequest(f"a request cannot be cancelled with reason {reason.value}")
 
@@ -618,7 +618,7 @@ def _raise_if_fatal(error: BackendError) -> None:
 
 
 def _longest_request(config: EngineConfig, max_context: int, kv: KVManager) -> int:
-    """The longest request that fits once all others are preempted: two blocks less than there are."""
+    """The longest request that fits once all others are preempted: all blocks but two."""
     fits = kv.num_cells - (2 * kv.kv.block_size if kv.kv.block_size > 1 else 0)
     longest = min(max_context, fits, config.max_model_len or max_context)
     if longest < 2:

@@ -1,10 +1,10 @@
-"""`KVManager`: whose KV is whose. The only caller of KV mutators, and the only place that knows `Capabilities`.
+"""`KVManager`: ownership of KV. The only caller of KV mutators, and the only place that knows `Capabilities`.
 
 A sequence id is *leased* to a running request, *parked* with the KV of a finished or preempted one, or free. Parked KV
-is a cache: it is indexed by its tokens for later requests, and evicted when cells or ids run short. Nothing is pinned.
+is a cache: indexed by its tokens for later requests, and evicted when cells or ids run short. Nothing is pinned.
 
-A session has at most one parked sequence, and so has a plain prompt: newer KV replaces it. KV that a longer parked
-sequence of plain requests begins with is not kept beside it.
+A session has at most one parked sequence, as has a plain prompt: newer KV replaces it. KV that is a prefix of a longer
+parked sequence of plain requests is not kept beside it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from tokenmill.errors import IntegrityError, InvalidOperation, OutOfKV
 from tokenmill.outputs import CacheVerdict, Divergence, Loss
 
 ROOM, WEIGHTS, FAILURE = "room", "weights", "failure"
-"""Why parked KV was given up."""
+"""Why parked KV was evicted."""
 NUM_SHOWN = 16
-"""Tokens that are told where a prompt leaves what is known."""
+"""Tokens reported from where a prompt diverges from cached KV."""
 MOST_LOSSES = 10_000
 FEW_VICTIMS = 8
-"""Parked sequences whose cells are counted first, then twice as many each time: bounds what a full cache costs."""
+"""Parked sequences whose cells are counted first, doubled each round: bounds the cost of a full cache."""
 MOST_CANDIDATES = 256
-"""Parked sequences, least recently used first, that are compared when an id is needed: bounds what a start costs."""
+"""Least recently used parked sequences compared when an id is needed: bounds the cost of starting a request."""
 
 
 @dataclass(eq=False, slots=True)
 class ParkedSequence:
-    """Cached KV of no running request: a sequence and the tokens it holds."""
+    """Cached KV without a running request: a sequence and its tokens."""
 
     entry: Entry
     key: str
     holder: Hashable
-    """What it is parked for, which has one parked sequence at most: a session, or the prompt of plain requests."""
+    """The owner, which has at most one parked sequence: a session, or the prompt of plain requests."""
     base: int
-    """`KVManager._base` when it was last of use."""
+    """`KVManager._base` when it was last used."""
 
     @property
     def seq(self) -> int:
@@ -49,19 +49,19 @@ class ParkedSequence:
 
     @property
     def owner(self) -> str | None:
-        """Its session; None: a plain request's."""
+        """The session, or None for a plain request."""
         return self.entry.owner
 
 
 class KVManager:
-    """Leases sequences, shares prefixes, parks, evicts. One thread owns it: the engine core's."""
+    """Leases sequences, shares prefixes, parks, evicts. Owned by the engine core's thread."""
 
     def __init__(self, kv: KVMemory, capabilities: Capabilities, events: EventBus, *, reuse: bool = True) -> None:
         self.kv = kv
         self.index = PrefixIndex()
         self.num_cells = kv.stats().num_cells
         self.num_evicted = 0
-        """Parked sequences given up to make room."""
+        """Parked sequences evicted for lack of room."""
         self._capabilities = capabilities
         self._events = events
         self._reuse = reuse
@@ -69,29 +69,29 @@ class KVManager:
         self._leased: dict[int, Entry | None] = {}
         self._plain: OrderedDict[int, ParkedSequence] = OrderedDict()
         self._sessions: OrderedDict[int, ParkedSequence] = OrderedDict()
-        """By least recent use, both."""
+        """Least recently used first, both."""
         self._held: dict[Hashable, ParkedSequence] = {}
-        """By holder."""
+        """By owner."""
         self._base = 0
-        """What the dearest parked sequence cost that was given up for its id: see `_cheapest`."""
+        """The highest cost paid for a sequence evicted for its id: see `_cheapest`."""
         self._losses: OrderedDict[str, Loss] = OrderedDict()
-        """What sessions have lost since they last ran, latest first to go."""
+        """What sessions have lost since they last ran; the most recent are dropped last."""
         self._since = events.clock()
 
-    # -- why ----------------------------------------------------------------------------------------------------------
+    # -- cache verdicts -----------------------------------------------------------------------------------------------
 
     def divergence(self, request: Request) -> Divergence | None:
-        """Where a request that is about to start leaves what is known."""
+        """Where the prompt of a starting request diverges from cached KV."""
         return self.index.divergence(request.token_array(), request.hints.namespace, NUM_SHOWN) if self._reuse else None
 
     def verdict(self, request: Request, num_cached: int, divergence: Divergence | None) -> CacheVerdict:
-        """Why a request that starts now has so much cached and not more."""
+        """Why a request that starts now has this much cached and not more."""
         loss = self._losses.pop(request.hints.owner or "", None)
         is_found = self._reuse and self._capabilities.partial_cp
         return CacheVerdict(num_cached, divergence, loss, self._since, is_found)
 
     def _note_loss(self, parked: ParkedSequence, num_tokens: int, reason: str, by: Request | None) -> None:
-        """Remember what a session lost, and to which request, if it made room for one."""
+        """Record what a session lost, and for which request, if any."""
         if parked.owner is None:
             return
         before = self._losses.pop(parked.owner, None)
@@ -104,7 +104,7 @@ class KVManager:
     # -- starting and ending ------------------------------------------------------------------------------------------
 
     def match(self, tokens: IntArray, hints: Hints) -> Match:
-        """What KV these tokens could start from. The last one is always computed: its logits are what is wanted."""
+        """The KV that these tokens can start from. The last token is always computed, since its logits are needed."""
         if not self._reuse:
             return Match()
         wanted, whole_only = tokens[:-1], not self._capabilities.partial_cp
@@ -117,7 +117,7 @@ class KVManager:
         return replace(match, entry=own.entry) if is_usable and length == match.length else match
 
     def start(self, match: Match, request: Request) -> tuple[int, int] | None:
-        """Lease a sequence that holds the match: (sequence, tokens it holds). None if no sequence id can be had."""
+        """Lease a sequence with the matched prefix: (sequence, its tokens). None if no sequence id is available."""
         leased = self._start(match, request)
         self._keep_few_parked(request)  # now, so that the new request gets their cells
         return leased
@@ -141,7 +141,7 @@ class KVManager:
         return seq, match.length
 
     def _leave_behind(self, match: Match, owner: str | None) -> None:
-        """Give up the KV that a session has parked if what it starts from holds all of that, and more."""
+        """Free a session's parked KV if what it starts from holds at least as much."""
         own = self._held.get(owner) if owner is not None else None
         if own is not None and match.entry is not None and own.entry is not match.entry:
             matched = match.entry.tokens[: match.length]
@@ -149,7 +149,7 @@ class KVManager:
                 self._give_up(own, ParkedChange.REPLACED)
 
     def _take_over(self, entry: Entry, length: int, change: ParkedChange, by: Request | None = None) -> tuple[int, int]:
-        """Go on with a parked sequence itself instead of a copy."""
+        """Continue a parked sequence itself instead of a copy."""
         self._unpark(entry.seq, change, by)
         self._leased[entry.seq] = None
         if not self._trim(entry.seq, length):
@@ -158,14 +158,14 @@ class KVManager:
         return entry.seq, length
 
     def announce(self, seq: int, tokens: IntArray, namespace: Namespace, num_computed: Callable[[], int]) -> None:
-        """Let others find the prompt of a running sequence, as far as it is computed."""
+        """Make the prompt of a running sequence available to others, as far as it is computed."""
         if self._reuse and len(tokens):
             entry = Entry(seq, tokens, namespace, num_computed, parked=False)
             self.index.insert(entry)
             self._leased[seq] = entry
 
     def fork(self, source: int, length: int, request: Request) -> int | None:
-        """Lease a sequence for a request that holds the first `length` tokens of a leased one. None: no id is left."""
+        """Lease a sequence with the first `length` tokens of a leased one. None if no id is left."""
         if not self._capabilities.partial_cp and length != self.length(source):
             return None
         seq = self._lease(request)
@@ -174,18 +174,18 @@ class KVManager:
         return seq
 
     def length(self, seq: int) -> int:
-        """How many tokens the sequence holds."""
+        """Tokens that the sequence holds."""
         return self.kv.seq_pos_max(seq) + 1
 
     def release(self, seq: int) -> None:
-        """The sequence and its KV are needed no more."""
+        """Free the sequence and its KV."""
         self._forget_lease(seq)
         self._free(seq)
 
     def park(self, seq: int, tokens: IntArray, num_prompt: int, hints: Hints) -> None:
-        """Keep the KV of a leased sequence as cache, trimmed to these tokens (the rest was surplus).
+        """Keep a leased sequence's KV as cache, trimmed to these tokens (the rest was surplus).
 
-        It replaces what its holder had parked. If that, or another plain request's KV, holds all of it, it is freed.
+        Replaces what its owner had parked. Freed instead if other parked KV holds all of it.
         """
         self._forget_lease(seq)
         keep = min(self.length(seq), len(tokens))
@@ -209,7 +209,7 @@ class KVManager:
         self._tell(parked, ParkedChange.PARKED)
 
     def _covering(self, entry: Entry, own: ParkedSequence | None = None) -> ParkedSequence | None:
-        """Parked KV that makes a parked entry superfluous: its holder's own, or of a plain one any plain request's."""
+        """Parked KV that makes an entry redundant: its owner's own, or for a plain one any plain request's."""
         if own is not None and own.entry.namespace == entry.namespace and self._covers(own.entry, entry):
             return own
         others = self.index.covering(entry.tokens, entry.namespace) if entry.owner is None else ()
@@ -219,7 +219,7 @@ class KVManager:
         return None
 
     def _replaced_by(self, entry: Entry, own: ParkedSequence | None) -> list[ParkedSequence]:
-        """Parked KV that a parked entry makes superfluous: its holder's, and of a plain one that of other prompts."""
+        """Parked KV that an entry makes redundant: its owner's, and for a plain one that of other prompts."""
         replaced = [own] if own is not None else []
         if entry.owner is None:
             others = self.index.covered(entry.tokens, entry.namespace)
@@ -228,19 +228,19 @@ class KVManager:
         return replaced
 
     def _covers(self, entry: Entry, other: Entry) -> bool:
-        """Can whatever starts from `other` start from `entry` as well?"""
+        """Whether anything that could start from `other` could start from `entry` as well."""
         is_same_length = len(entry.tokens) == len(other.tokens)
         return (is_same_length or self._capabilities.partial_cp) and _begins(entry.tokens, other.tokens)
 
     def export(self, owner: str) -> tuple[IntArray, bytes] | None:
-        """The KV that is parked for a session: its tokens and its bytes. None: there is none to be had."""
+        """Tokens and KV bytes parked for a session. None if there is nothing to export."""
         parked = self._held.get(owner)
         if parked is None or not self._capabilities.state_bytes:
             return None
         return parked.entry.tokens, self.kv.export(parked.seq)
 
     def import_(self, tokens: IntArray, state: bytes, hints: Hints) -> bool:
-        """Park bytes that were exported as the KV of these tokens, if they fit; parked KV of others may go for it."""
+        """Park exported bytes as the KV of these tokens, if they fit; may evict parked KV of others."""
         is_possible = self._reuse and self._capabilities.state_bytes
         if not is_possible or not self.make_room(self._cells(len(tokens)), by=None):
             return False
@@ -259,14 +259,14 @@ class KVManager:
         return True
 
     def drop_owner(self, owner: str) -> None:
-        """A session ended: its parked KV is free."""
+        """A session ended: free its parked KV."""
         self._losses.pop(owner, None)
         parked = self._held.get(owner)
         if parked is not None:
             self._give_up(parked, ParkedChange.RELEASED)
 
     def touch(self, entry: Entry) -> None:
-        """It was of use just now: evict it later."""
+        """Mark as recently used."""
         for shelf in (self._plain, self._sessions):
             if entry.seq in shelf:
                 shelf.move_to_end(entry.seq)
@@ -281,14 +281,14 @@ class KVManager:
         return self.kv.needed(batch)
 
     def cells_for(self, num_tokens: int) -> int:
-        """The most cells that `num_tokens` more tokens of one sequence can take, a copied block included."""
+        """Upper bound on the cells that `num_tokens` more tokens of one sequence take, including a copied block."""
         block = self.kv.block_size
         return (1 + -(-(num_tokens - 1) // block)) * block
 
     def make_room(self, cells: int, by: Request | None, keep: Entry | None = None) -> bool:
-        """Evict parked KV, but not `keep`, until that many cells are free; False if all of it would not be enough.
+        """Evict parked KV, except `keep`, until this many cells are free; False if evicting all of it is not enough.
 
-        `by` is the request that needs them, if one does; a session that loses KV is told.
+        `by` is the request that needs them, if any; recorded with sessions that lose KV.
         """
         missing = cells - self.kv.free()
         if missing <= 0:
@@ -303,7 +303,7 @@ class KVManager:
         return True
 
     def _can_free(self, cells: int, keep: Entry | None) -> bool:
-        """Would evicting all parked KV but `keep` free that many cells? Mostly the first few sequences tell."""
+        """Whether evicting all parked KV except `keep` frees that many cells. Usually a few sequences tell."""
         parked = (one.seq for one in self._all_parked() if one.entry is not keep)
         victims = list[int]()
         while more := list(itertools.islice(parked, max(FEW_VICTIMS, len(victims)))):
@@ -313,9 +313,9 @@ class KVManager:
         return False
 
     def _keep_few_parked(self, by: Request) -> None:
-        """Where parked KV slows all steps down, evict that of plain requests beyond a limit when a request starts.
+        """If parked KV slows down every step, evict that of plain requests beyond a limit when a request starts.
 
-        Sessions' stays: to compute a conversation again costs more than it slows the others down.
+        Sessions' KV stays: recomputing a conversation costs more than it slows the others down.
         """
         most = self._capabilities.parked_cells
         if most is None:
@@ -327,7 +327,7 @@ class KVManager:
         return -(-num_tokens // self.kv.block_size) * self.kv.block_size
 
     def _shorten(self, parked: ParkedSequence, cells: int, by: Request | None) -> None:
-        """Take cells off the end of parked KV, or all of it: its beginning is what others may share."""
+        """Remove cells from the end of parked KV, or all of it: others may share its beginning."""
         keep = len(parked.entry.tokens) - cells
         before = self.kv.free()
         if keep <= 0 or not self._trim(parked.seq, keep):
@@ -345,7 +345,7 @@ class KVManager:
             self._tell(parked, ParkedChange.SHORTENED, by)
 
     def _all_parked(self) -> Iterator[ParkedSequence]:
-        """In the order in which cells are taken from them: plain requests' first, each by least recent use."""
+        """Eviction order of cells: plain requests' first, each by least recent use."""
         yield from self._plain.values()
         yield from self._sessions.values()
 
@@ -353,10 +353,10 @@ class KVManager:
         return next((parked for parked in self._all_parked() if parked.entry is not keep), None)
 
     def _cheapest(self) -> tuple[ParkedSequence, int] | None:
-        """The parked sequence whose id is worth least, with its cost: the tokens that only it holds.
+        """The parked sequence with the least valuable id, and its cost: the tokens that it alone holds.
 
-        Those that others hold all of go first, then plain requests'. A cost counts from the highest one paid when the
-        KV was last of use (the GreedyDual rule), so that long KV that is of no use any more does not stay for ever.
+        Fully shared ones first, then plain requests'. Costs count from the highest one paid when the
+        KV was last used (GreedyDual), so that long KV that is no longer used does not stay forever.
         """
         first = itertools.islice(self._all_parked(), MOST_CANDIDATES)
         costs = [(one, self.index.num_exclusive(one.entry)) for one in first]
@@ -397,7 +397,7 @@ class KVManager:
     # -- sequence ids -------------------------------------------------------------------------------------------------
 
     def _lease(self, by: Request | None, unless: Entry | None = None) -> int | None:
-        """A sequence id, for which parked KV may go. None if there is none, or `unless` is the KV that would go."""
+        """Allocate a sequence id, evicting parked KV if needed. None if impossible, or if it would evict `unless`."""
         if not self._free_seqs:
             found = self._cheapest()
             if found is None:
@@ -433,7 +433,7 @@ class KVManager:
         return self.length(seq) == length or self.kv.seq_rm(seq, length)
 
     def trim(self, seq: int, length: int) -> None:
-        """Remove the KV of a leased sequence beyond its first `length` tokens: the rest was rejected."""
+        """Remove a leased sequence's KV beyond its first `length` tokens: the rest was rejected."""
         if not self._trim(seq, length):
             raise IntegrityError(f"sequence {seq} cannot be rolled back to {length} tokens")
 
@@ -444,7 +444,7 @@ class KVManager:
     # -- after a late failure, and checks -----------------------------------------------------------------------------
 
     def resync(self) -> None:
-        """Steps were lost after the fact: drop parked KV that no longer holds what it says."""
+        """Steps were lost after the fact: drop parked KV that is no longer complete."""
         for parked in list(self._all_parked()):
             if self.length(parked.seq) != len(parked.entry.tokens):
                 self._evict(parked, FAILURE, by=None)
@@ -471,12 +471,12 @@ class KVManager:
         return tuple(ParkedView(one.seq, len(one.entry.tokens), one.owner, one.key) for one in parked)
 
     def evict_all(self, reason: str = ROOM, by: Request | None = None) -> None:
-        """Give up all parked KV."""
+        """Evict all parked KV."""
         while (victim := self._oldest()) is not None:
             self._evict(victim, reason, by)
 
     def check_integrity(self) -> None:
-        """Every sequence id is free, leased or parked; parked KV is as long as its tokens, and none is superfluous."""
+        """Every sequence id is free, leased or parked; parked KV is as long as its tokens, and none is redundant."""
         self.index.check_integrity()
         used = [*self._leased, *self._plain, *self._sessions]
         if sorted([*self._free_seqs, *used]) != list(range(self._capabilities.max_seqs)):

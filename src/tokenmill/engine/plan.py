@@ -1,4 +1,4 @@
-"""`StepPlan`: everything one step computes, as arrays. Frozen, and free of requests: it could be sent anywhere."""
+"""`StepPlan`: everything one step computes, as arrays. Frozen, without references to requests."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ NO_ROWS: IntArray = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of a step's output that belong to the tokens of one prompt: logits to score it, hidden states to pool."""
+    """Output rows of a step that belong to one prompt: logits to score it, or hidden states to pool."""
 
     row: int
     lease: int
     position: int
-    """Of the token that the first of these rows belongs to."""
+    """Token index in the prompt of the first of these rows."""
     output: slice
-    """Of the step's logits or hidden rows."""
+    """Among the step's logits or hidden rows."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Batch composition of a step: which rows take part, and with how many tokens each."""
+    """Batch composition of a step: participating rows, and tokens per row."""
 
     tick: int
     rows: IntArray
-    """The rows that take part..."""
+    """The participating rows..."""
     counts: IntArray
-    """...and the tokens of each."""
+    """...and their numbers of tokens."""
     sampled_rows: IntArray
-    """The rows that get a token."""
+    """Rows that draw a token."""
     num_decode: int
-    """Rows that decode, the first of them: each has one token to give, and proposed ones behind it. Others prefill."""
+    """The first rows are decodes: one token each, plus proposed tokens behind it. Others prefill."""
     num_proposed: int = field(kw_only=True, default=0)
-    """Proposed tokens of the rows that decode, to be verified."""
+    """Proposed tokens of the decodes, to be verified."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,43 +52,43 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Verification:
-    """Proposed tokens of one row: computed before they are drawn, kept as far as they are what is drawn.
+    """Proposed tokens of one row: computed before they are drawn, kept as long as the draws agree.
 
-    The row's own draw decides about the first of them. For each of them there is one more draw, of what follows it.
+    The row's own draw verifies the first one. Each of them has one more draw, for the token after it.
     """
 
     row: int
     lease: int
     position: int
-    """Of the first one: the length of the log."""
+    """Position of the first one: the length of the log."""
     tokens: tuple[int, ...]
     first_draw: int
-    """Place of the draw after the first one among `StepPlan.more_rows`; the others follow it."""
+    """Index of the draw after the first one in `StepPlan.more_rows`; the others follow it."""
 
 
 @dataclass(frozen=True)
 class StepPlan(StepShape):
-    """One batch, with what the scheduler needs to make sense of the result."""
+    """One batch, and what the scheduler needs to interpret its results."""
 
     batch: Batch
     leases: NDArray[np.int64]
-    """Of each of the rows."""
+    """Per row."""
     logits_rows: IntArray
-    """Which row of the batch's logits each sampled row draws from; the next two arrays go along with it."""
+    """The logits row that each sampled row draws from; parallel to the next two arrays."""
     sampled_leases: NDArray[np.int64]
     positions: IntArray
-    """Where the new token of each sampled row will stand."""
+    """Position of each sampled row's new token."""
     scores: tuple[PromptRows, ...]
-    """Prompts whose log-probabilities are wanted."""
+    """Prompts that request log-probabilities."""
     pools: tuple[PromptRows, ...]
-    """Prompts whose embeddings are wanted."""
+    """Prompts that request embeddings."""
     attention: float
-    """Cells read by all tokens together: what attention costs."""
+    """Cells read by attention, over all tokens: its cost."""
     decode_attention: float = field(kw_only=True, default=0.0)
-    """Those of them that decodes read."""
+    """The part of it read by decodes."""
     verifications: tuple[Verification, ...] = field(kw_only=True, default=())
     more_rows: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
-    """Rows of the draws that follow proposed tokens, one entry a draw; the next two arrays go along with it."""
+    """The row of each draw after proposed tokens; parallel to the next two arrays."""
     more_logits_rows: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
     more_positions: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
 
@@ -97,7 +97,7 @@ class StepPlan(StepShape):
         return len(self.batch)
 
     def proposed_before(self) -> dict[int, tuple[int, ...]]:
-        """For each draw after proposed tokens, by its place among all draws: those between the log and the draw."""
+        """For each draw after proposed tokens, by index among all draws: the tokens between the log and the draw."""
         return {
             len(self.sampled_rows) + one.first_draw + i: one.tokens[: i + 1]
             for one in self.verifications
@@ -105,7 +105,7 @@ class StepPlan(StepShape):
         }
 
     def drawing(self, places: NDArray[np.bool_]) -> StepPlan:
-        """The same step with draws for these sampled rows only: the others have got their next token elsewhere."""
+        """The same step, drawing for these sampled rows only: the others have received their next token elsewhere."""
         return replace(
             self,
             sampled_rows=self.sampled_rows[places],
@@ -123,25 +123,25 @@ def num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass
 class Draft:
-    """A step in the making: rows that decode, chunks of prompts, and the cells promised to them."""
+    """A step under construction: decodes, prefill chunks, and the cells reserved for them."""
 
     budget: int
-    """Tokens that may still be given."""
+    """Remaining token budget."""
     cells: int = 0
     decodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     chunks: dict[int, int] = field(default_factory=dict)
     """Row -> tokens."""
     proposals: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Row that decodes -> tokens computed behind its own one, to be verified."""
+    """Decoding row -> proposed tokens computed behind its own, to be verified."""
     preempted: bool = False
     num_tokens: int = 0
     attention: float = 0.0
     decode_attention: float = 0.0
-    """That of the rows that decode alone."""
+    """Of the decodes alone."""
     background_s: float | None = None
-    """Seconds that are left for background requests; None: as many as for all others."""
+    """Seconds left for background requests; None if they are not bounded."""
     background_tokens: int = 0
-    """Tokens that are left for them, where the time is bounded."""
+    """Tokens left for them, if the time is bounded."""
 
     def give_decodes(self, rows: IntArray, cells: int, attention: float) -> None:
         self.decodes = rows
@@ -150,13 +150,13 @@ class Draft:
         self._give(len(rows), attention)
 
     def give_chunk(self, row: int, count: int, cells: int, num_computed: int) -> None:
-        """Give a row tokens from position `num_computed` on, beside what it was given before."""
+        """Give a row tokens from position `num_computed` on, in addition to what it has."""
         self.chunks[row] = self.chunks.get(row, 0) + count
         self.cells += cells
         self._give(count, count * (num_computed + count / 2))
 
     def give_proposal(self, row: int, tokens: tuple[int, ...], cells: int, num_computed: int) -> None:
-        """Let a row that decodes have proposed tokens behind its own one."""
+        """Give a decoding row proposed tokens behind its own."""
         self.proposals[row] = tokens
         self.cells += cells
         self._give(len(tokens), len(tokens) * (num_computed + 1 + len(tokens) / 2))

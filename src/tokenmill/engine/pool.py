@@ -1,11 +1,11 @@
 """`EnginePool`: N engine cores on one model, each owned by a thread of its own.
 
-Everybody else talks to a core through its inbox; step results go from the core's thread straight to the callers' sinks.
+Other threads talk to a core through its inbox; step results go from the core's thread straight to the callers' sinks.
 A sink is called on that thread and must not block: it may set an event or fill a queue. A request that is not bound to
 a core goes to the one that probably has its prefix in KV (`PrefixRoutes`), unless that one is much busier than another.
-When a core dies its requests get their terminal events, and the thread builds a new core on the same model. A core
+When a core dies, its requests get their terminal events, and the thread builds a new core on the same model. A core
 whose step does not return is abandoned by the pool's supervisor thread: its requests get their terminal events, and it
-takes no others. Requests of the other cores notice neither.
+accepts no others. Requests of other cores are not affected.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from tokenmill.outputs import FinishReason, StepResult
 log = logging.getLogger(__name__)
 
 Sink = Callable[[StepResult], None]
-"""Hears each step once, for all requests that were submitted with it; rows of others may be among them."""
+"""Called once per step, with the rows of all requests submitted with it; other rows may be among them."""
 Command = Callable[[EngineCore], None]
 MakeSubscriber = Callable[[CoreSnapshot], Subscriber]
-"""Makes the subscriber that goes on from a snapshot: `CoreView`, for one."""
+"""Makes the subscriber that continues from a snapshot: `CoreView`, for example."""
 T = TypeVar("T")
 
 BUSY_S = 1.0
-"""How long a command for an idle core waits for it to be idle: a busy server may never be."""
+"""How long a command that wants an idle core waits for that: a busy server may never be idle."""
 ANSWER_S = 10.0
-"""How long a core may take to answer: it does so between two steps."""
+"""How long a core may take to answer a command, which it does between two steps."""
 RESTART_WINDOW_S = 600.0
-"""Restarts of a core are counted over this long."""
+"""The window in which restarts of a core are counted."""
 HANGS_AFTER_S = 5.0
-"""A step that takes longer probably hangs: no request goes there that another core can take."""
+"""A step that takes longer probably hangs: its core gets no request that another one can take."""
 HANG_FACTOR = 10.0
-"""A step hangs when it takes this many times as long as predicted, and at least `hang_timeout_s`."""
+"""A step is hung after this many times its predicted duration, and at least `hang_timeout_s`."""
 MIN_LOOK_S = 0.02
-"""Between two looks of the supervisor at a core that is about to be abandoned."""
+"""Polling interval of the supervisor for a core that is about to be abandoned."""
 LOOKS, MIN_LOOKS = 8, 4
-"""Looks of the supervisor within the hang timeout, and how many must have found a core in the same step before it is
-abandoned: a process that was stopped, or got no processor, has not looked."""
+"""Supervisor polls within the hang timeout, and how many must have found a core in the same step before it is
+abandoned: a process that was stopped or starved has not polled."""
 CLOSED = "the engine was closed"
 ROUTE_BLOCK = 32
-"""Tokens of a prompt that are looked up together: a shorter common prefix does not matter for routing."""
+"""Tokens of a prompt that are looked up together: shorter common prefixes do not matter for routing."""
 ROUTE_SLACK = 2
-"""A core with the prefix of a request in KV may have this many requests more than the least loaded one."""
+"""A core with the request's prefix may have this many requests more than the least loaded one."""
 
 
 class Sinks:
-    """Which sink hears of which request. As a rule all requests share one, which is handed whole step results."""
+    """The sink of each request. Usually all requests share one, which receives whole step results."""
 
     def __init__(self) -> None:
         self._sink_of: dict[str, Sink] = {}
@@ -83,7 +83,7 @@ class Sinks:
         self._num_requests[sink] += 1
 
     def route(self, result: StepResult) -> list[tuple[Sink, StepResult]]:
-        """Who is to be told what. Requests that have ended are forgotten."""
+        """The sinks of a core's requests. Ended requests are removed."""
         if len(self._num_requests) == 1:
             parts = [(sink, result) for sink in self._num_requests]
         else:
@@ -97,7 +97,7 @@ class Sinks:
         return parts
 
     def each(self) -> list[tuple[str, Sink]]:
-        """All requests that have not ended, each with its sink."""
+        """All unfinished requests, each with its sink."""
         return list(self._sink_of.items())
 
     def drop(self, request_ids: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class Sinks:
 
 
 def tell(sink: Sink, result: StepResult) -> list[str]:
-    """Call a sink. If it raises, its requests have lost their listener: those that have not ended yet."""
+    """Call a sink. If it raises, its unfinished requests have lost their consumer."""
     try:
         sink(result)
     except Exception:
@@ -127,19 +127,19 @@ def tell(sink: Sink, result: StepResult) -> list[str]:
 
 
 def _ignore(result: StepResult) -> None:
-    """The sink of requests that have lost their listener."""
+    """The sink of requests that have lost their consumer."""
 
 
 def _ignore_wake(core: EngineCore) -> None:
-    """A command that does nothing: the core takes a step after it."""
+    """A no-op command: the core takes a step after it."""
 
 
 def _ignore_reason(why: str) -> None:
-    """Refuses a command without a waiting caller."""
+    """Refuses a command that has no waiting caller."""
 
 
 def stack_dump() -> str:
-    """The stacks of all threads. Works while a thread is inside native code, as long as that releases the GIL."""
+    """The stacks of all threads. Works while a thread is inside native code that has released the GIL."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -147,7 +147,7 @@ def stack_dump() -> str:
 
 
 class RestartLimit:
-    """At most so many restarts within a window, so that a failure of last week does not count against today's."""
+    """Limits restarts within a window, so that an old failure does not count forever."""
 
     def __init__(self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -156,7 +156,7 @@ class RestartLimit:
         self._times: deque[float] = deque()
 
     def take(self) -> bool:
-        """Is another restart allowed now? Then it is counted."""
+        """Whether another restart is allowed now; counts it if so."""
         now = self._clock()
         while self._times and self._times[0] <= now - self._window_s:
             self._times.popleft()
@@ -172,11 +172,11 @@ class _Posted:
 
     run: Command
     refuse: Callable[[str], None]
-    """Called instead, with the reason, if there is no core any more to run it."""
+    """Called with the reason if there is no core left to run the command."""
 
 
 class CoreThread:
-    """A thread, the core it owns, and the sinks of the core's requests."""
+    """A thread, its core, and the sinks of the core's requests."""
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ class CoreThread:
         on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_end = on_end
-        """Told the id of each request that has ended, before its sink is."""
+        """Called with the id of each ended request, before its sink is."""
         self._on_restart = on_restart
-        """Told that the core was built again, without the KV of the one before."""
+        """Called after the core was rebuilt, without its predecessor's KV."""
         self.events = events
         """Outlives the core: subscribers stay through a restart."""
         self.num_restarts = 0
@@ -199,28 +199,28 @@ class CoreThread:
         self._make_core = make_core
         self._restarts = restarts
         self._sinks = Sinks()
-        """Of all requests that have not ended, those in the inbox included. Under the lock."""
+        """All unfinished requests, including those in the inbox. Guarded by the lock."""
         self._idle_commands: deque[tuple[float, _Posted]] = deque()
-        """Commands to run while the core is idle, or at the latest at some time."""
+        """Commands to run when the core is idle, each with its latest time."""
         self._lock = threading.Lock()
         self._gone: str | None = None
-        """Why nothing can be posted any more. Set under the lock, so that nothing is posted after the last look."""
+        """Why no command is accepted any more. Set under the lock, so that nothing is posted after the last look."""
         self._busy_since: float | None = None
         """When it last began to run commands and a step; None while it waits for its inbox."""
         self.is_hung = False
-        """Was it abandoned? Set under the lock: from then on its thread delivers no results."""
+        """Whether it was abandoned. Set under the lock: from then on its thread delivers no results."""
         self._looked_at: float | None = None
-        """The beginning of the step that the supervisor last found it in, and how often it has."""
+        """Start of the step that the supervisor last found it in, and how often it has."""
         self._num_looks = 0
         self._stopped = threading.Event()
-        """The thread has ended, or was abandoned."""
+        """Set when the thread has ended or was abandoned."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # -- for any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hand a request over. `InvalidRequest` at once if it can't run; everything else comes through the sink."""
+        """Hand a request over. `InvalidRequest` at once if it cannot run; everything else goes to the sink."""
         check_request(request, self.core.model, self.core.max_model_len)
         request.arrived_at = self.events.clock()
         with self._lock:
@@ -244,13 +244,13 @@ class CoreThread:
         def command(core: EngineCore) -> None:
             try:
                 core.finish(request_id, keep_tokens)
-            except InvalidRequest as error:  # its caller's mistake, so nobody else's loss
+            except InvalidRequest as error:  # the caller's mistake, which affects no other request
                 core.cancel(request_id, FinishReason.ERROR, str(error))
 
         self.post(command)
 
     def call(self, question: Callable[[EngineCore], T], *, when_idle: bool = False) -> Future[T]:
-        """Ask the core something on its own thread, between two steps; `when_idle`: while it is idle, if it soon is."""
+        """Run a query on the core's thread between two steps; with `when_idle`, preferably while it is idle."""
         future: Future[T] = Future()
 
         def answer(core: EngineCore) -> None:
@@ -272,7 +272,7 @@ class CoreThread:
         return future
 
     def post(self, command: Command, refuse: Callable[[str], None] = _ignore_reason) -> None:
-        """Run a command on the core's thread, between two steps; or call `refuse` if the core is gone by then."""
+        """Run a command on the core's thread between two steps; call `refuse` if the core is gone by then."""
         with self._lock:
             self._check_alive()
             self._inbox.put(_Posted(command, refuse))
@@ -287,31 +287,31 @@ class CoreThread:
 
     @property
     def is_alive(self) -> bool:
-        """Does it take requests?"""
+        """Whether it accepts requests."""
         return self._gone is None
 
     @property
     def load(self) -> int:
-        """Requests in this core, those in its inbox included."""
+        """Requests of this core, including its inbox."""
         return len(self._sinks)
 
     def seconds_since_heartbeat(self) -> float:
-        """How long the core has been inside one step, or a command; 0 when it is idle. Grows when it hangs."""
+        """How long the core has been inside one step or command; 0 if idle. Grows if it hangs."""
         since = self._busy_since
         return 0.0 if since is None or self._stopped.is_set() else time.monotonic() - since
 
     @property
     def has_stopped(self) -> bool:
-        """Has its thread ended, or was it abandoned?"""
+        """Whether its thread has ended or was abandoned."""
         return self._stopped.is_set()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the step in flight; False if that takes longer than the timeout, or for ever."""
+        """Stop after the step in flight; False if that exceeds the timeout."""
         self.stop()
         return self._stopped.wait(timeout_s) and not self.is_hung
 
     def stop(self) -> None:
-        """Take nothing more, and stop after the step in flight; does not wait."""
+        """Accept nothing more, and stop after the step in flight; does not wait."""
         with self._lock:
             if self._gone is None:
                 self._gone = CLOSED
@@ -320,11 +320,11 @@ class CoreThread:
     # -- the supervisor -----------------------------------------------------------------------------------------------
 
     def supervise(self, hang_timeout_s: float) -> float:
-        """Abandon the core if its step hangs; returns the seconds after which to look again."""
+        """Abandon the core if its step hangs; returns the seconds until the next poll."""
         since, silent_s, bound_s = self._busy_since, self.seconds_since_heartbeat(), hang_timeout_s
         self._num_looks = self._num_looks + 1 if since == self._looked_at else 1
         self._looked_at = since
-        if silent_s >= bound_s:  # then its thread computes, and does not change what the cost model has learnt
+        if silent_s >= bound_s:  # its thread is computing, so the cost model is not being updated
             bound_s = max(bound_s, HANG_FACTOR * self.core.expected_step_s)
         if silent_s < bound_s:
             return max(MIN_LOOK_S, bound_s - silent_s)
@@ -333,11 +333,11 @@ class CoreThread:
         return max(MIN_LOOK_S, hang_timeout_s / LOOKS)
 
     def _abandon(self, silent_s: float) -> None:
-        """End all requests in the name of a core that does not answer. Its thread can't be stopped, so it is left."""
+        """End all requests on behalf of a core that does not answer. Its thread cannot be stopped and is left."""
         why = f"engine core {self._thread.name} hangs: a step has not returned for {silent_s:.1f} s"
         log.critical("%s; it is abandoned. Stacks of all threads:\n%s", why, stack_dump())
         with self._lock:
-            if self._stopped.is_set():  # it came back just now, and has ended
+            if self._stopped.is_set():  # the step has just returned, and the core has ended
                 return
             self.is_hung, self._gone = True, why
         self.core.scheduler.usage.close()
@@ -362,7 +362,7 @@ class CoreThread:
                 going = self._run_commands()
                 if going and self.core.has_work:
                     self._dispatch(self.core.step())
-            except Exception as error:  # a bug in a command or in the engine: nobody may be left waiting
+            except Exception as error:  # a bug in a command or in the engine: no caller may be left waiting
                 log.exception("engine core %s failed", self._thread.name)
                 self.core.die(error)
                 self._dispatch(self.core.scheduler.results.take())
@@ -381,7 +381,7 @@ class CoreThread:
         self._dispatch(ends)
 
     def _run_commands(self) -> bool:
-        """Run what is in the inbox now; waits for it when there is nothing else to do. False: time to stop."""
+        """Run the commands in the inbox; waits for one when there is nothing else to do. False: time to stop."""
         core, patience_s = self.core, None
         waits = (not core.has_work or core.is_blocked) and not self._idle_commands
         if waits and core.is_blocked and (at := core.scheduler.deadlines.next_at) is not None:
@@ -413,7 +413,7 @@ class CoreThread:
         if not result.request_ids:
             return
         with self._lock:
-            if self.is_hung:  # its requests have had their ends
+            if self.is_hung:  # its requests have had their endings
                 return
             parts = self._sinks.route(result)
         for place in result.ends:
@@ -426,7 +426,7 @@ class CoreThread:
                     self.core.cancel(request_id)
 
     def _restart(self) -> bool:
-        """Build a new core in place of a dead one. False if it died too often of late, or can't be built."""
+        """Replace a dead core by a new one. False if it died too often recently, or cannot be built."""
         failure = self.core.failure
         log.error("engine core %s died: %s", self._thread.name, failure)
         is_allowed = self._restarts.take()
@@ -446,13 +446,13 @@ class CoreThread:
         return False
 
     def _give_up(self, failure: BaseException | None) -> str:
-        """Take no more requests; returns the reason."""
+        """Accept no more requests; returns the reason."""
         with self._lock:
             self._gone = why = f"the engine failed: {failure}"
         return why
 
     def _refuse_all(self, reason: FinishReason, why: str) -> None:
-        """No core will come: refuse the commands that wait, and end the requests that have not ended."""
+        """No core will follow: refuse the waiting commands, and end the unfinished requests."""
         waiting = [posted for _, posted in self._idle_commands]
         with suppress(queue.Empty):
             while True:
@@ -469,11 +469,11 @@ class CoreThread:
 
 
 class PrefixRoutes:
-    """Which core has how much of a prompt in KV, judging by the prompts that each was given.
+    """Estimates how much of a prompt each core has in KV, from the prompts that it was given.
 
-    A core's `PrefixIndex` belongs to its thread, which is inside a step most of the time. This is a guess that needs no
-    answer from it: hashes of the blocks of prompts, as many for each core as its KV can hold, least recently used ones
-    forgotten first. A wrong guess costs recomputation.
+    A core's `PrefixIndex` belongs to its thread, which is inside a step most of the time. This estimate needs no
+    answer from it: hashes of prompt blocks, as many per core as its KV can hold, evicted in LRU order. A wrong estimate
+    costs recomputation.
     """
 
     def __init__(self, num_cores: int, num_cells: int) -> None:
@@ -482,7 +482,7 @@ class PrefixRoutes:
 
     @staticmethod
     def blocks_of(request: Request) -> list[int]:
-        """A hash for each whole block of its prompt, of everything up to the block's end."""
+        """One hash per whole block of its prompt, of everything up to the block's end."""
         prompt = request.token_array()
         found, before = [], hash(request.hints.namespace)
         for end in range(ROUTE_BLOCK, len(prompt) + 1, ROUTE_BLOCK):
@@ -491,14 +491,14 @@ class PrefixRoutes:
         return found
 
     def num_cached(self, core: int, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from the first on, this core was given before."""
+        """How many leading blocks of a prompt this core was given before."""
         known = self._blocks[core]
         return next((i for i, block in enumerate(blocks) if block not in known), len(blocks))
 
     def note(self, core: int, blocks: Sequence[int]) -> None:
         """The core is given a prompt."""
         known = self._blocks[core]
-        for block in reversed(blocks):  # the first ones are shared most, and forgotten last
+        for block in reversed(blocks):  # the first ones are shared most, so they are evicted last
             known[block] = None
             known.move_to_end(block)
         while len(known) > self._max_blocks:
@@ -510,7 +510,7 @@ class PrefixRoutes:
 
 
 class EnginePool:
-    """N cores on one `ModelHandle`: weights once, a KV memory and a thread each."""
+    """N cores on one `ModelHandle`: shared weights, one KV memory and thread each."""
 
     def __init__(
         self,
@@ -534,10 +534,10 @@ class EnginePool:
         self._routes = PrefixRoutes(num_cores, limits.num_cells) if num_cores > 1 and config.prefix_caching else None
         self._turns = itertools.count(1)
         self._latest_turn = [0] * num_cores
-        """When each core was last given a request. These three are used under the lock."""
+        """When each core was last given a request. Guarded by the lock, as are the next two."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        """The supervisor is not needed any more."""
+        """Tells the supervisor to end."""
         self._supervisor: threading.Thread | None = None
         self.is_closed = False
         try:
@@ -563,9 +563,9 @@ class EnginePool:
     def submit(
         self, request: Request, sink: Sink, core: int | None = None, on_core: Callable[[int], None] = lambda _: None
     ) -> int:
-        """Give the request to a core, chosen by prefix and load unless told; returns which.
+        """Give the request to a core, chosen by prefix and load by default; returns which.
 
-        `on_core` is told before the core has it: it may end before this returns.
+        `on_core` is called before the core has the request, which may end before this returns.
         """
         blocks = [] if self._routes is None else self._routes.blocks_of(request)
         with self._lock:
@@ -574,7 +574,7 @@ class EnginePool:
                 on_core(index)
                 try:
                     self.cores[index].submit(request, sink)
-                except EngineDead:  # just now, perhaps: then another one takes it
+                except EngineDead:  # it has just gone: another one takes the request
                     if core is not None or not any(one.is_alive for one in self.cores):
                         raise
                 else:
@@ -585,13 +585,13 @@ class EnginePool:
         return index
 
     def _choose(self, blocks: Sequence[int]) -> int:
-        """The core with the longest prefix in KV among those that are not much busier than the least loaded one.
+        """The core with the longest prefix in KV among those not much busier than the least loaded one.
 
-        Cores of which nothing else tells which to take go in turn, so that the KV of all of them is used.
+        Ties are broken round-robin, so that the KV of all cores is used.
         """
         alive = [i for i, core in enumerate(self.cores) if core.is_alive]
         if not alive:
-            return 0  # which says why
+            return 0  # raises the reason
         going = [i for i in alive if self.cores[i].seconds_since_heartbeat() < HANGS_AFTER_S]
         loads = {i: self.cores[i].load for i in going or alive}
         least = min(loads.values())
@@ -600,7 +600,7 @@ class EnginePool:
         return max(cores, key=lambda i: (cached[i], -loads[i], -self._latest_turn[i]))
 
     def _forget(self, core: int) -> None:
-        """On the thread of a core that was built again."""
+        """Called on the thread of a core that was rebuilt."""
         if self._routes is not None:
             with self._lock:
                 self._routes.forget(core)
@@ -609,23 +609,23 @@ class EnginePool:
         self.cores[core].cancel(request_id, reason)
 
     def release(self, owner: str) -> None:
-        """A session has ended: KV that is parked for it is free, on whatever core it is."""
+        """A session has ended: free the KV parked for it, on whatever core it is."""
         for core in self.cores:
-            with suppress(EngineDead):  # with it, its KV is gone
+            with suppress(EngineDead):  # its KV is gone with it
                 core.post(lambda engine: engine.release(owner))
 
     def finish(self, core: int, request_id: str, keep_tokens: int) -> None:
         self.cores[core].finish(request_id, keep_tokens)
 
     def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
-        """KV that a core has parked for a session, when it has nothing else to do: copying takes its time."""
+        """KV that a core has parked for a session, exported when it is idle: copying takes its time."""
         return self.cores[core].call(lambda engine: engine.export_kv(owner), when_idle=True)
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
         return self.cores[core].call(lambda engine: engine.import_kv(tokens, state, hints))
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Hear the events of all cores, each on its own thread; returns the call that ends it."""
+        """Subscribe to the events of all cores, each on its own thread; returns the call to unsubscribe."""
         endings = [core.events.subscribe(subscriber) for core in self.cores]
 
         def unsubscribe() -> None:
@@ -635,7 +635,7 @@ class EnginePool:
         return unsubscribe
 
     def stats(self, timeout_s: float | None = ANSWER_S) -> list[CoreStats | None]:
-        """The numbers of each core, taken between two of its steps; None for one that is gone."""
+        """Statistics of each core, taken between two of its steps; None for one that is gone."""
         return self._ask_each(lambda engine: engine.stats(), timeout_s)
 
     def snapshots(self, timeout_s: float | None = ANSWER_S) -> list[CoreSnapshot | None]:
@@ -643,7 +643,7 @@ class EnginePool:
         return self._ask_each(lambda engine: engine.snapshot(), timeout_s)
 
     def _ask_each(self, question: Callable[[EngineCore], T], timeout_s: float | None) -> list[T | None]:
-        """The answers of all cores, which may go while they are asked. `TimeoutError` if one takes too long."""
+        """The answers of all cores, any of which may go meanwhile. `TimeoutError` if one takes too long."""
         asked: list[Future[T] | None] = []
         for core in self.cores:
             try:
@@ -661,20 +661,20 @@ class EnginePool:
         return found
 
     def follow(self, core: int, make: MakeSubscriber, timeout_s: float | None = ANSWER_S) -> Callable[[], None]:
-        """Hear a core's events from a snapshot on, between which and the first of them nothing happens.
+        """Subscribe to a core's events from a snapshot on, without a gap between them.
 
-        Both are taken on the core's own thread, between two of its steps. Returns the call that ends it.
+        Both are done on the core's own thread, between two of its steps. Returns the call to unsubscribe.
         """
         following = self.cores[core].call(lambda engine: engine.events.subscribe(make(engine.snapshot())))
         try:
             return following.result(timeout_s)
         except TimeoutError:
-            if following.cancel():  # else it began at the last moment
+            if following.cancel():  # it began at the last moment
                 raise
             return following.result(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop all cores; requests that were not done end with `shutdown`. False if they did not stop in time."""
+        """Stop all cores; unfinished requests end with `shutdown`. False if they did not stop in time."""
         self.is_closed = True
         for core in self.cores:
             core.stop()
@@ -682,7 +682,7 @@ class EnginePool:
         stopped = [
             core.close(None if deadline is None else max(0.0, deadline - time.monotonic())) for core in self.cores
         ]
-        if all(core.has_stopped for core in self.cores):  # else the supervisor is still needed
+        if all(core.has_stopped for core in self.cores):  # the supervisor is still needed
             self._closed.set()
             if self._supervisor is not None:
                 self._supervisor.join()

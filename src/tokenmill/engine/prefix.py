@@ -1,10 +1,9 @@
-"""`PrefixIndex`: which sequence already holds the beginning of these tokens?
+"""`PrefixIndex`: which sequence already holds the longest prefix of these tokens.
 
-A radix tree over token ids, one root a namespace (KV of other weights, another adapter or another salt never matches).
-Every sequence with KV is an `Entry`: a path from the root that spells its tokens. Parked entries are computed as far as
-they go. Running ones may be behind: they know their prompt before they have computed it, which is what lets a request
-wait for a neighbour that is computing the same prefix. A lookup costs the length of the prompt, not the size of the
-tree.
+A radix tree over token ids, with one root per namespace (KV of other weights, adapters or salts never matches). Every
+sequence with KV is an `Entry`: a path from the root that spells its tokens. Parked entries are fully computed. Running
+ones may be behind: their prompt is indexed before it is computed, which lets a request wait for a running one that is
+computing the same prefix. A lookup costs the length of the prompt, not the size of the tree.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Namespace = Hashable
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A sequence in the index. `num_computed` is asked when it matters, so that a running one needs no updates."""
+    """A sequence in the index. `num_computed` is read when needed, so that a running one needs no updates."""
 
     seq: int
     tokens: IntArray
@@ -31,7 +30,7 @@ class Entry:
     num_computed: Callable[[], int]
     parked: bool
     owner: str | None = None
-    """The session that it is parked for."""
+    """The session it is parked for."""
     node: Node | None = field(default=None, repr=False)
 
     @property
@@ -41,14 +40,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest usable prefix, and the longest one that a running entry is on its way to."""
+    """The longest usable prefix, and the longest one that a running entry is computing."""
 
     length: int = 0
     entry: Entry | None = None
     coming: int = 0
-    """Tokens that will be usable once a running neighbour has computed its prompt; at least `length`."""
+    """Tokens that will be usable once a running request has computed its prompt; at least `length`."""
     neighbour: Entry | None = None
-    """That neighbour, if it is worth more than `entry`."""
+    """That request's entry, if it is worth more than `entry`."""
 
 
 class Node:
@@ -59,16 +58,16 @@ class Node:
     def __init__(self, tokens: IntArray, end: int, parent: Node | None) -> None:
         self.tokens = tokens
         self.end = end
-        """Number of tokens from the root to the end of this edge."""
+        """Tokens from the root to the end of this edge."""
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.entries: dict[Entry, None] = {}
         self.ending: dict[Entry, None] = {}
-        """Entries whose last token is the last one of this edge."""
+        """Entries that end at the end of this edge."""
         self.num_plain = 0
-        """Parked entries of plain requests, and..."""
+        """Among `entries`, parked ones of plain requests..."""
         self.num_owned = 0
-        """...of sessions, among `entries`."""
+        """...and of sessions."""
 
     @property
     def is_parked(self) -> bool:
@@ -76,7 +75,7 @@ class Node:
 
     @property
     def is_plain(self) -> bool:
-        """Do plain requests alone have it parked?"""
+        """Whether it is parked for plain requests only."""
         return self.num_plain > 0 and self.num_owned == 0
 
 
@@ -87,12 +86,12 @@ class PrefixIndex:
         self._roots: dict[Namespace, Node] = {}
         self.num_entries = 0
         self.num_parked_tokens = 0
-        """Tokens of parked entries; those that several of them share count once."""
+        """Tokens of parked entries; shared ones count once."""
         self.num_plain_tokens = 0
-        """Of these, the ones that no session has parked."""
+        """Of these, tokens without a session."""
 
     def match(self, tokens: IntArray, namespace: Namespace = None, *, whole_only: bool = False) -> Match:
-        """The best entry to start from. `whole_only`: only parked entries that can be taken with all their tokens."""
+        """The best entry to start from. `whole_only`: only parked entries that can be taken whole."""
         best_length, best, coming, neighbour = 0, None, 0, None
         for node, matched in reversed(self._walk(tokens, namespace)):
             if matched <= best_length:
@@ -110,9 +109,9 @@ class PrefixIndex:
         return Match(best_length, best, coming, neighbour if coming > best_length else None)
 
     def divergence(self, tokens: IntArray, namespace: Namespace, num_shown: int) -> Divergence | None:
-        """Where these tokens leave what is known, and what was known last there; None where they only go on from it.
+        """The position of the first token that no entry has, and an entry's tokens there; None if they extend it.
 
-        One entry is looked at, however many there are: this is asked for every request that starts.
+        Looks at a single entry, since this runs for every request that starts.
         """
         path = self._walk(tokens, namespace)
         if not path:
@@ -147,7 +146,7 @@ class PrefixIndex:
         self.num_entries += 1
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry, and the edges that only it needed."""
+        """Remove an entry, and the edges that it alone needed."""
         node, entry.node = entry.node, None
         self.num_entries -= 1
         if node is not None:
@@ -165,19 +164,19 @@ class PrefixIndex:
             del self._roots[entry.namespace]
 
     def covering(self, tokens: IntArray, namespace: Namespace) -> Iterator[Entry]:
-        """The entries that begin with all of these tokens."""
+        """Entries that have all of these tokens as a prefix."""
         path = self._walk(tokens, namespace)
         if path and path[-1][1] == len(tokens):
             yield from path[-1][0].entries
 
     def covered(self, tokens: IntArray, namespace: Namespace) -> Iterator[Entry]:
-        """The entries that these tokens begin with all of."""
+        """Entries that are a prefix of these tokens."""
         for node, matched in self._walk(tokens, namespace):
             if matched == node.end:
                 yield from node.ending
 
     def num_exclusive(self, entry: Entry) -> int:
-        """Tokens of an entry whose KV no other one has: what would be lost with it."""
+        """Tokens of an entry whose KV no other one has: the loss if it is evicted."""
         node, num_shared = entry.node, 0
         while node is not None and node.end > num_shared:
             for other in node.entries:
@@ -197,7 +196,7 @@ class PrefixIndex:
     # -- the tree -----------------------------------------------------------------------------------------------------
 
     def _walk(self, tokens: IntArray, namespace: Namespace) -> list[tuple[Node, int]]:
-        """The edges that the tokens follow, each with the number of tokens matched up to there."""
+        """The edges that the tokens follow, each with the number of tokens matched up to its end."""
         path: list[tuple[Node, int]] = []
         node = self._roots.get(namespace)
         at = 0
@@ -212,7 +211,7 @@ class PrefixIndex:
         return path
 
     def _count(self, node: Node, entry: Entry, change: int) -> None:
-        """An entry joins an edge or leaves it: keep count of the tokens that are parked."""
+        """Keep count of parked tokens as an entry joins or leaves an edge."""
         if not entry.parked:
             return
         was_parked, was_plain = node.is_parked, node.is_plain
@@ -224,7 +223,7 @@ class PrefixIndex:
         self.num_plain_tokens += len(node.tokens) * (node.is_plain - was_plain)
 
     def _split(self, node: Node, length: int) -> Node:
-        """Cut an edge in two; returns the upper half, which takes the node's place."""
+        """Split an edge; returns the upper half, which takes the node's place."""
         parent = node.parent
         if parent is None:
             raise IntegrityError("a root of the prefix index has no edge to split")
@@ -237,7 +236,7 @@ class PrefixIndex:
         return upper
 
     def _join_if_one_way(self, node: Node) -> None:
-        """An edge whose entries all go on to one child is one edge with it."""
+        """Merge an edge with its only child if all its entries go on there."""
         (child,) = node.children.values()
         if len(child.entries) != len(node.entries) or node.parent is None:
             return
@@ -280,7 +279,7 @@ class PrefixIndex:
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many leading tokens agree."""
+    """Length of the common prefix."""
     n = min(len(a), len(b))
     different = a[:n] != b[:n]
     return int(different.argmax()) if different.any() else n

@@ -1,4 +1,4 @@
-"""`Results`: from what a step drew to what callers are told. The other half of the scheduler's tick, which owns it."""
+"""`Results`: turns a step's draws into output rows. The other half of the scheduler's tick; owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tokenmill.params import Pooling
 from tokenmill.sampling.state import SamplingState
 
 SLICE = 16
-"""Rows of logits reduced at once: a vocabulary is wide."""
+"""Rows of logits reduced at once: vocabularies are large."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A request that a step has completed; to end it, and give back what it holds, is the scheduler's part."""
+    """A request completed by a step; the scheduler ends it and frees its resources."""
 
     request: Request
     reason: FinishReason
@@ -36,16 +36,16 @@ class Completed:
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a request's proposed tokens."""
+    """The outcome of a request's proposed tokens."""
 
     request: Request
     verification: Verification
     num_agreed: int
-    """The first so many were drawn as proposed: their KV is that of the log."""
+    """Number of leading ones that were accepted: their KV is that of the log."""
     num_drawn: int
-    """Tokens that the draws behind them gave, beside the request's own draw..."""
+    """Tokens from the draws behind them, beyond the request's own draw..."""
     completed: tuple[Completed, ...]
-    """...and its end, if one of them was its last."""
+    """...and its ending, if one of them was its last."""
 
     @property
     def num_rejected(self) -> int:
@@ -54,14 +54,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step's results mean: requests to end, and KV of proposed tokens to remove before that."""
+    """The outcome of a step: requests to end, and KV of rejected tokens to remove before that."""
 
     completed: list[Completed]
     verified: list[Verified]
 
 
 class _Crowd:
-    """The requests of some rows, and what is looked up of each of them when it gets a token."""
+    """The requests of some rows, with what is needed whenever they get a token."""
 
     def __init__(self, num_changes: int, rows: IntArray, requests: list[Request]) -> None:
         self.num_changes = num_changes
@@ -76,7 +76,7 @@ _NOBODY = _Crowd(0, np.zeros(0, dtype=np.int32), [])
 
 
 class Results:
-    """Gives tokens to requests, finds out which are complete, and keeps what is to be told until it is taken."""
+    """Gives tokens to requests, detects completion, and collects output rows until they are taken."""
 
     def __init__(self, rows: RunningRows, sampling: SamplingState, constraints: Constraints, events: EventBus) -> None:
         self._rows = rows
@@ -86,21 +86,21 @@ class Results:
         self._pending = StepResult([], [], None, {})
         self._crowd = _NOBODY
         self._ending: set[str] = set()
-        """Requests whose end is among the outputs that have not been taken yet."""
+        """Requests whose ending is among the outputs not taken yet."""
 
     def take(self) -> StepResult:
-        """What is to be told, once."""
+        """The collected output rows; each is returned once."""
         result, self._pending = self._pending, StepResult([], [], None, {})
         self._ending.clear()
         if self._rows.num_running == 0:
-            self._crowd = _NOBODY  # else it would keep requests that have ended
+            self._crowd = _NOBODY  # do not keep requests that have ended
         return result
 
     def __len__(self) -> int:
         return len(self._pending.request_ids)
 
     def is_ending(self, request_id: str) -> bool:
-        """Has the request ended, but its end has not been taken yet?"""
+        """Whether the request's ending has not been taken yet."""
         return request_id in self._ending
 
     def end(
@@ -112,7 +112,7 @@ class Results:
         token: int | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """The request is over: mark it, and tell it with everything else."""
+        """The request has ended: mark it, and add its ending to the output."""
         request.finish(end.finish_reason, end.error)
         self._ending.add(request.request_id)
         self._pending.ends[len(self._pending.request_ids)] = end
@@ -131,11 +131,11 @@ class Results:
         pending.token_ids.extend(tokens)
 
     def begin(self, request: Request) -> None:
-        """Tell what a new request's output has begun with."""
+        """Output the forced tokens that a new request begins with."""
         self._add([request.request_id] * len(request.output), request.output, None)
 
     def update(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None) -> Update:
-        """Give the sampled tokens to their requests; the requests that are complete with them."""
+        """Give the sampled tokens to their requests; returns the completed ones."""
         completed: list[Completed] = []
         if outputs is not None:
             self._score_prompts(plan, outputs.logits)
@@ -164,7 +164,7 @@ class Results:
     def _verify(
         self, request: Request, proposed: Verification, first: int, sampled: Sampled, *, is_over: bool
     ) -> Verified:
-        """The request has got its own draw: it gets those behind it, too, as long as it says what was proposed."""
+        """After its own draw, a request takes the draws behind it, as long as its log agrees with the proposal."""
         log, begin = request.tokens, proposed.position
         num_drawn, num_agreed, found = 0, num_common(log[begin:], proposed.tokens), list[Completed]()
         while not is_over and not found and num_agreed == len(log) - begin:  # so a draw follows the log
@@ -173,7 +173,7 @@ class Results:
         return Verified(request, proposed, num_agreed, num_drawn, tuple(found))
 
     def _take(self, request: Request, place: int, sampled: Sampled) -> list[Completed]:
-        """One more token for a request, from the draw at this place: as in a step of its own."""
+        """One more token for a request, from the draw at this index: as in a step of its own."""
         row, ids = np.array([request.row], dtype=np.int32), sampled.ids[place : place + 1]
         logprobs = self._logprobs(row, sampled, np.array([place])) if sampled.extras else [None]
         _, completed = self._accept(request, ids.tolist(), logprobs[0])
@@ -182,7 +182,7 @@ class Results:
         return self._follow_grammars(row, ids, set()) if request.grammar is not None else []
 
     def _follow_grammars(self, rows: IntArray, ids: IntArray, completed: set[int]) -> list[Completed]:
-        """Constrained requests have got a token: their grammars follow, and may propose what comes next."""
+        """Constrained requests have got a token: advance their grammars, which may force what comes next."""
         found: list[Completed] = []
         proposed: dict[int, int] = {}
         constrained = self._rows.is_constrained[rows].nonzero()[0]
@@ -208,9 +208,9 @@ class Results:
     def _accept(
         self, request: Request, proposal: Sequence[int], logprobs: TokenLogprobs | None = None
     ) -> tuple[int, Completed | None]:
-        """Append tokens to a request's log as if each had been drawn in a step; returns how many it has taken.
+        """Append tokens to a request's log as if each had been drawn in its own step; returns how many were taken.
 
-        The request may be complete before the last of them. `logprobs` are those of a single one.
+        The request may complete before the last of them. `logprobs` are those of a single one.
         """
         row, completed = request.row, None
         accepted: list[int] = []
@@ -229,9 +229,9 @@ class Results:
         return len(accepted), completed
 
     def _hand_out(self, rows: IntArray, ids: IntArray, logprobs: list[TokenLogprobs | None] | None) -> list[Completed]:
-        """Every row's token to its request's log, and to its caller; what may be a request's last one by itself.
+        """Append every row's token to its request's log and to the output; handle possible last tokens one by one.
 
-        The loops over all rows that a decode step has: every look-up in them shows in `python -m benchmarks.engine`.
+        The only loops over all rows in a decode step: every lookup here shows in `python -m benchmarks.engine`.
         """
         crowd, tokens = self._crowd_of(rows), ids.tolist()
         for append, token in zip(crowd.appends, tokens, strict=True):
@@ -263,7 +263,7 @@ class Results:
         return completed
 
     def _crowd_of(self, rows: IntArray) -> _Crowd:
-        """Whoever is in these rows; from one decode step to the next it is mostly the same."""
+        """The requests of these rows; cached, since consecutive decode steps mostly have the same."""
         crowd, num_changes = self._crowd, self._rows.num_changes
         is_same = crowd.num_changes == num_changes and len(crowd.rows) == len(rows)
         if not is_same or (crowd.rows != rows).any():
@@ -298,7 +298,7 @@ class Results:
             request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
 
     def _pool_prompts(self, plan: StepPlan, hidden: FloatArray) -> list[Completed]:
-        """Add hidden states to the embeddings they belong to; a prompt that is through has its embedding."""
+        """Add hidden states to the embeddings they belong to; completes requests whose prompt is done."""
         completed = []
         for pool in plan.pools:
             request = self._still_there(pool)
@@ -319,7 +319,7 @@ class Results:
         return completed
 
     def _still_there(self, rows: PromptRows | Verification) -> Request | None:
-        """The request that the rows were computed for, if it still runs."""
+        """The request that the rows were computed for, if it is still running."""
         return self._rows.requests[rows.row] if self._rows.lease[rows.row] == rows.lease else None
 
     def _advance_rules(self, rows: IntArray, ids: IntArray, completed: set[int]) -> None:
@@ -328,7 +328,7 @@ class Results:
                 self._sampling.advance(row, token)
 
     def _logprobs(self, rows: IntArray, sampled: Sampled, places: NDArray[np.intp]) -> list[TokenLogprobs | None]:
-        """The log-probabilities of the rows that asked for them, None for the others; `places`: their draws."""
+        """Log-probabilities of the rows that requested them, None for the others; `places`: their draws."""
         chosen, top_ids, top = (sampled.extras[name][places] for name in ("logprob", "top_ids", "top_logprobs"))
         found: list[TokenLogprobs | None] = []
         for i, count in enumerate(self._sampling.table["num_logprobs"][rows].tolist()):
@@ -352,7 +352,7 @@ def _embedded(request: Request, embedding: FloatArray) -> Completed:
 
 
 def score(logits: NDArray[np.float32], tokens: NDArray[np.int32], count: int) -> list[TokenLogprobs]:
-    """What a prompt's tokens were worth to the model: each one's log-probability, and the `count` likeliest ones."""
+    """The log-probability of each prompt token, and the `count` most likely alternatives."""
     scores: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), SLICE):
         rows = logits[begin : begin + SLICE].astype(np.float64)

@@ -1,8 +1,8 @@
 """`RunningRows`: the running requests as arrays, one row each, so that a tick costs no Python per request.
 
 The arrays of a step are built from them (`make_plan`). A row is also the request's row in the backend's token table.
-Each time a row is given to a request it gets a new lease number; a plan remembers the leases it was made for, so what
-comes back for a row that has changed hands is ignored.
+Each time a row is given to a request it gets a new lease number; a plan records the leases it was made for, so
+results for a reassigned row are ignored.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ FREE = 0
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive tokens of one row, and what is wanted of them."""
+    """Consecutive tokens of one row, and their outputs."""
 
     row: int
     begin: int
     batch: Batch
     num_scored: int
-    """The first so many keep their logits, to score the prompt."""
+    """The first this many keep their logits, to score the prompt."""
     num_pooled: int
-    """The last so many keep their hidden states, for the prompt's embedding."""
+    """The last this many keep their hidden states, for the prompt's embedding."""
     draws: bool
-    """Its last token is the last one known, and a new one is drawn."""
+    """Its last token is the log's last one, so a new token is drawn."""
 
 
 @dataclass(frozen=True)
 class _Proposed:
-    """The tokens of rows that decode, proposed ones among them; the fields are those of a plan."""
+    """The tokens of decoding rows, including proposed ones; the fields are those of a plan."""
 
     batch: Batch | None
     counts: IntArray
@@ -67,9 +67,9 @@ class RunningRows:
         self.num_tokens = column()
         """Length of the log."""
         self.pending = column()
-        """Tokens sampled in steps that are still in flight."""
+        """Tokens sampled in steps that are in flight."""
         self.num_computed = column()
-        """Tokens given to the backend, steps in flight included."""
+        """Tokens submitted to the backend, including steps in flight."""
         self.limit = column()
         """Length at which the log is complete."""
         self.last_token = column()
@@ -78,26 +78,26 @@ class RunningRows:
         self.uncharged = column()
         """Tokens not yet charged to the request's key."""
         self.awaits_token: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """No token has come since it got the row."""
+        """No token drawn yet since it got the row."""
         self.needs_history: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """Its next token can't be drawn before the last one is known: it is never submitted ahead."""
+        """Its next token depends on the last one: never submitted ahead."""
         self.is_constrained: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """Its next token can't be drawn before the last one is known, but its forward pass can be submitted ahead."""
+        """Its next draw depends on the last token, but its forward pass can be submitted ahead."""
         self.speculates: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """What follows its last token is proposed, so that has to be known: it is never submitted ahead."""
+        """Its proposals depend on the last token: never submitted ahead."""
         self.pools: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """Its embedding is wanted: it never decodes."""
+        """An embedding request: it never decodes."""
         self.is_background: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
-        """Its request runs in the time that others leave."""
+        """A background request."""
         self.requests: list[Request | None] = [None] * max_rows
         self.ones: IntArray = np.ones(max_rows, dtype=np.int32)
         self.in_order: IntArray = np.arange(max_rows, dtype=np.int32)
-        for shared in (self.ones, self.in_order):  # parts of them are parts of plans
+        for shared in (self.ones, self.in_order):  # views of them are parts of plans
             shared.flags.writeable = False
         self.num_changes = 0
-        """How often a row has got or lost its request."""
+        """Lease number: how often a row was given or taken."""
         self._free = list(range(max_rows))
-        """A heap: the first rows are taken first, so that those in use lie together."""
+        """A heap: the lowest rows are used first, so that those in use are contiguous."""
         self._leases = FREE
 
     @property
@@ -135,7 +135,7 @@ class RunningRows:
         return row
 
     def detach(self, request: Request) -> int:
-        """Take the row back; returns the sequence it used."""
+        """Take the row back; returns its sequence."""
         row, request.row = request.row, NO_ROW
         self.num_changes += 1
         self.lease[row] = FREE
@@ -147,21 +147,21 @@ class RunningRows:
 
     @property
     def foreground(self) -> NDArray[np.bool_]:
-        """Which rows have requests that are not background."""
+        """Rows of requests that are not background."""
         rows: NDArray[np.bool_] = (self.lease != FREE) & ~self.is_background
         return rows
 
-    # -- who wants what -----------------------------------------------------------------------------------------------
+    # -- state of each row --------------------------------------------------------------------------------------------
 
     def owed(self) -> IntArray:
-        """Tokens each row has to be given; 0 for free rows and for those that only wait for a token in flight."""
+        """Tokens each row owes to the backend; 0 for free rows and for those that only wait for a token in flight."""
         wanting = (self.lease != FREE) & (self.num_tokens + self.pending < self.limit)
         wanting &= ~((self.needs_history | self.speculates) & (self.pending > 0))
         owed: IntArray = np.where(wanting, self.num_tokens + self.pending - self.num_computed, 0)
         return owed
 
     def num_collected(self, in_flight: Iterable[StepPlan]) -> IntArray:
-        """Tokens of each row that have been computed; these steps, which are in flight, have not."""
+        """Computed tokens of each row, not counting these steps in flight."""
         computed = self.num_computed.copy()
         for plan in in_flight:
             still = self.lease[plan.rows] == plan.leases
@@ -177,7 +177,7 @@ class RunningRows:
         return tuple(names)
 
     def views(self, in_flight: Iterable[StepPlan] = ()) -> list[SlotView]:
-        """What each row is doing; the steps in flight have not been computed."""
+        """What each row is doing, given the steps in flight."""
         views = []
         computed = self.num_collected(in_flight)
         for row, request in enumerate(self.requests):
@@ -191,11 +191,11 @@ class RunningRows:
         return views
 
     def input_tokens(self, rows: IntArray) -> IntArray:
-        """The next token of rows that owe one: known, or named by the row in which a step in flight samples it."""
+        """The next token of decoding rows: known, or the reference to the row in which a step in flight samples it."""
         tokens: IntArray = np.where(self.pending[rows] > 0, -1 - rows, self.last_token[rows])
         return tokens
 
-    # -- the next step: a draft as arrays, without Python per decode token ---------------------------------------------
+    # -- the next step: from draft to arrays, without Python per decode token ------------------------------------------
 
     def decode_batch(self, index: IntArray) -> Batch:
         """One token for each of these rows."""
@@ -207,7 +207,7 @@ class RunningRows:
         )
 
     def make_plan(self, draft: Draft, tick: int) -> StepPlan:
-        """The draft as arrays: decode tokens first, then the chunks. The draft must not be empty."""
+        """The draft as arrays: decodes first, then the chunks. The draft must not be empty."""
         decodes = draft.decodes
         all_rows = sampled = decodes
         counts, logits_rows = self.ones[: len(decodes)], self.in_order[: len(decodes)]
@@ -253,7 +253,7 @@ class RunningRows:
         )
 
     def _proposed(self, decodes: IntArray, proposals: dict[int, tuple[int, ...]]) -> _Proposed:
-        """One token for each row that decodes, and proposed ones right behind those of some: all give logits."""
+        """One token per decoding row, followed by its proposed tokens: all of them output logits."""
         counts = np.array([1 + len(proposals.get(row, ())) for row in decodes.tolist()], dtype=np.int32)
         begin = np.cumsum(counts, dtype=np.int32) - counts
         rows = np.repeat(decodes, counts)
@@ -308,7 +308,7 @@ class RunningRows:
     def _logits_of(
         self, chunks: list[_Chunk], first_logits: int
     ) -> tuple[list[int], list[int], tuple[PromptRows, ...]]:
-        """Where the logits of the chunks lie: rows that get a token, the logits rows they draw from, and the scores."""
+        """Output rows of the chunks: rows that draw a token, the logits rows they draw from, and the scores."""
         completed, logits_rows, scores, at = [], [], [], first_logits
         for chunk in chunks:
             if chunk.num_scored:
@@ -321,7 +321,7 @@ class RunningRows:
         return completed, logits_rows, tuple(scores)
 
     def _hidden_of(self, chunks: list[_Chunk]) -> tuple[PromptRows, ...]:
-        """Where the hidden states of the chunks lie, for those whose embeddings are wanted."""
+        """Hidden-state rows of the chunks, for embedding requests."""
         pools, at = [], 0
         for chunk in chunks:
             if chunk.num_pooled:
@@ -331,7 +331,7 @@ class RunningRows:
                 at += chunk.num_pooled
         return tuple(pools)
 
-    # -- what a step does to them -------------------------------------------------------------------------------------
+    # -- effects of a step --------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
         rows, sampled = _as_index(plan, plan.rows), _as_index(plan, plan.sampled_rows)
@@ -341,7 +341,7 @@ class RunningRows:
         self.last_progress[rows] = plan.tick
 
     def undo(self, plan: StepPlan) -> None:
-        """The step did not happen."""
+        """Undo a step that was not submitted."""
         still = self.lease[plan.rows] == plan.leases
         rows = plan.rows[still]
         self.num_computed[rows] -= plan.counts[still]
@@ -349,7 +349,7 @@ class RunningRows:
         self.pending[plan.sampled_rows[self.lease[plan.sampled_rows] == plan.sampled_leases]] -= 1
 
     def settle(self, plan: StepPlan, ids: IntArray) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-        """The step's ids are here: the rows that still belong to the same requests, their ids, and which they are."""
+        """The step's ids have arrived: rows that still belong to the same requests, their ids, and their indices."""
         still = np.asarray(self.lease[plan.sampled_rows] == plan.sampled_leases)
         rows = plan.sampled_rows
         index = _as_index(plan, rows)
@@ -368,7 +368,7 @@ class RunningRows:
         self.pending[row] = 0
 
     def roll_back(self, row: int, num_computed: int) -> None:
-        """Proposed tokens of the row were rejected: only so many of its log are computed."""
+        """Proposed tokens of the row were rejected: this much of its log is computed."""
         self.uncharged[row] -= self.num_computed[row] - num_computed
         self.num_computed[row] = num_computed
 
@@ -379,7 +379,7 @@ class RunningRows:
 
 
 def _as_index(plan: StepPlan, rows: IntArray) -> IntArray | slice:
-    """The plan's rows as a slice where they are one, which costs a quarter: those that decode are in order."""
+    """The plan's rows as a slice if they are contiguous, which is four times as fast."""
     if plan.num_prefill or not len(rows) or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
