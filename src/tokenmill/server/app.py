@@ -1,8 +1,8 @@
-"""The server: its application, and its life from listening to shutdown.
+"""The server: the application, and its lifecycle from listening to shutdown.
 
-The port is bound first, so that one that is taken is reported at once. While models load, requests are answered with
-503. On SIGTERM or Ctrl-C new requests are refused and running ones get a grace period; those left after it end with an
-error of their own.
+The port is bound first, so that a conflict is reported at once. While models load, requests are answered with
+503. On SIGTERM or Ctrl-C new requests are rejected and running ones get a grace period; those left after it end with
+an error of their own.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ METERED = frozenset(
         *("/v1/messages", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     }
 )
-"""Endpoints that generate, by their label: limits on requests and tokens apply to these."""
+"""Generating endpoints, by label: limits on requests and tokens apply to these."""
 BACKLOG = 2048
 SWITCH_S = 0.001
 """Interpreter switch interval (default: 5 ms): each engine step needs the lock often."""
 EXIT_HUNG = 4
-"""Exit code with `exit_on_hang`: a service manager that restarts on failure starts another server."""
+"""Exit code with `exit_on_hang`: a service manager that restarts on failure starts a new server."""
 LAST_WORDS_S = 2.0
-"""For the terminal events of what was cut off."""
+"""Time for the terminal events of interrupted requests."""
 LOOK_S = 0.2
-"""Between two looks for engine threads that hang."""
+"""Polling interval for hung engine threads."""
 MIN_LOOK_S = 0.05
-"""Between two looks for models that are not used."""
+"""Polling interval for idle models."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def create_app(served: Served) -> FastAPI:
-    """The routes behind the middleware. Requests are admitted once `served.open` was called."""
+    """The routes behind the middleware. Requests are admitted once `served.open` is called."""
     app = FastAPI(
         title="tokenmill",
         version=__version__,
@@ -145,11 +145,11 @@ def _paths(routers: Sequence[APIRouter], prefixes: Sequence[str]) -> Iterator[st
 
 
 def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[str], ModelSpec] | None = None) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one ends what still runs, a third one does not wait for that.
+    """Serve until SIGTERM or Ctrl-C; a second signal ends what still runs, a third one does not wait for that.
 
     `spec_of` makes other downloaded models available to `POST /v1/models/load`.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our own threads tokenize
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenization has threads of its own
     sys.setswitchinterval(SWITCH_S)
     raise_file_limit()
     check_certificate(config)
@@ -164,13 +164,13 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
         finally:
             for listener in listeners:
                 listener.close()
-        if not is_loaded or server.has_hung:  # a thread loads the model, or hangs, and can't be stopped
+        if not is_loaded or server.has_hung:  # a thread that loads a model, or hangs, cannot be stopped
             sys.stderr.flush()
             os._exit(EXIT_HUNG if server.has_hung else 0)
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with a drain of our own."""
+    """Uvicorn with our own drain."""
 
     def __init__(self, served: Served) -> None:
         config = served.config
@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,  # ours has the requests' names
+            access_log=False,  # our own log has request ids
             timeout_keep_alive=round(config.idle_s),
             timeout_graceful_shutdown=max(1, round(LAST_WORDS_S)),
             server_header=False,
@@ -194,14 +194,14 @@ class Server(uvicorn.Server):
         super().__init__(settings)
         self.served = served
         self.has_hung = False
-        """Has it shut down because an engine was lost?"""
+        """Whether it shut down because an engine was lost."""
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
     def settle(self) -> None:
-        """Do now, while models come or go, what would stop all threads in the middle of a stream."""
-        self.app.openapi()  # builds the routes: else the first request of each kind does
-        # Models and modules are hundreds of thousands of objects, and each full collection would visit them: 0.3 s.
+        """Do in advance, while models are loaded, what would stall all threads in the middle of a stream."""
+        self.app.openapi()  # builds the routes, which the first request would do otherwise
+        # Models and modules are hundreds of thousands of objects, which every full collection would visit: 0.3 s.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
@@ -211,7 +211,7 @@ class Server(uvicorn.Server):
         return self.started and self.served.is_ready
 
     async def load_and_serve(self, *listeners: socket.socket) -> bool:
-        """Load what is to be there from the start, and serve; False if it was told to stop before that was done."""
+        """Load the models of the start, and serve; False if it was stopped before that was done."""
         scheme = "http" if self.served.config.ssl_certfile is None else "https"
         where, *others = (_address(scheme, listener) for listener in listeners)
         models, store = self.served.models, self.served.store
@@ -230,7 +230,7 @@ class Server(uvicorn.Server):
             return False
         watching = asyncio.gather(self._unload_idle(), self._exit_on_hang(), self.served.telemetry.watch_loop())
         try:
-            loading.result()  # what could not be loaded ends it all
+            loading.result()  # a model that fails to load ends the server
             await self.served.batches.start(partial(batches.answer, self.served))
             self.served.open()
             say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
@@ -245,7 +245,7 @@ class Server(uvicorn.Server):
         return True
 
     async def _load_first(self) -> None:
-        """One after the other: each has to fit beside those before it."""
+        """Sequentially: each model has to fit beside those before it."""
         for entry in self.served.models.entries:
             if entry.spec.at_start:
                 try:
@@ -254,7 +254,7 @@ class Server(uvicorn.Server):
                     raise ModelLoadError(error.message) from None
 
     async def _unload_idle(self) -> None:
-        """Look now and then for models that nobody uses."""
+        """Unload idle models periodically."""
         limits = [entry.spec.keep_alive_s for entry in self.served.models.entries]
         given = [limit for limit in limits if limit is not None]
         while given:
@@ -264,7 +264,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's own would raise the signal once more when all is done."""
+        """Uvicorn's own would raise the signal again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -272,7 +272,7 @@ class Server(uvicorn.Server):
         handlers = dict.fromkeys(SIGNALS, self._stop)
         if self.served.config.keys_file is not None:
             handlers |= {getattr(signal, name): self.reload_keys for name in ("SIGHUP",) if hasattr(signal, name)}
-        if sys.platform == "win32":  # its event loops take no handlers
+        if sys.platform == "win32":  # event loops on Windows take no handlers
             for number, handler in handlers.items():
                 signal.signal(number, lambda *_, handler=handler: loop.call_soon_threadsafe(handler))
             yield
@@ -286,7 +286,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def reload_keys(self) -> None:
-        """Read the keys file again; if it is wrong, go on with what was read before."""
+        """Reload the keys file; if it is invalid, keep the previous keys."""
         try:
             self.served.keys.reload()
         except ConfigError as error:
@@ -295,7 +295,7 @@ class Server(uvicorn.Server):
             say(f"read {len(self.served.keys.accounts)} keys")
 
     async def _exit_on_hang(self) -> None:
-        """Shut down once an engine is lost, if that is wanted."""
+        """Shut down once an engine is lost, if configured."""
         if self.served.config.exit_on_hang:
             while not self.served.is_lost:
                 await asyncio.sleep(LOOK_S)
@@ -312,7 +312,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
-        """Wait for what is inside; then end what is left, and tell it so."""
+        """Wait for running requests; then end the rest with an error."""
         self.served.is_leaving = True
         delay_ends = time.monotonic() + self.served.config.drain_delay_s
         while time.monotonic() < delay_ends and not self._is_hurried:
@@ -338,7 +338,7 @@ def say(what: str) -> None:
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """`ConfigError` if the server's certificate and private key cannot be used."""
+    """`ConfigError` if the server's certificate and private key are unusable."""
     if config.ssl_certfile is None:
         return
     key_file = config.ssl_keyfile or config.ssl_certfile
@@ -347,7 +347,7 @@ def check_certificate(config: ServerConfig) -> None:
             content = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
-    if b"ENCRYPTED" in content and config.ssl_keyfile_password is None:  # OpenSSL would ask the terminal
+    if b"ENCRYPTED" in content and config.ssl_keyfile_password is None:  # OpenSSL would prompt on the terminal
         raise ConfigError(f"the private key in {key_file} is encrypted: use --ssl-keyfile-password")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -372,7 +372,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # who comes while the server starts waits
+        listener.listen(BACKLOG)  # connections made during the start wait in the backlog
     except OSError as error:
         listener.close()
         raise EngineDead(f"cannot bind to {host}:{port}: {error.strerror}") from None

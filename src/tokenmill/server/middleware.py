@@ -1,7 +1,7 @@
 """The middleware: one ASGI layer in front of all routes, and the log.
 
-It names, counts and logs every request, and admits or refuses it: while the server loads or stops, by its host, by its
-API key and its limits, by the size and type of its body. Rules go by the routed path and nothing else. Runs on the
+It names, counts and logs every request, and admits or rejects it: while the server starts or stops, by host, by
+API key and its limits, by size and type of the body. Rules depend on the routed path only. Runs on the
 event loop.
 """
 
@@ -39,29 +39,29 @@ access = logging.getLogger("tokenmill.access")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 HOST = re.compile(rb"\[([^\]]*).*|(.*?)(?::\d+)?")
-"""A Host header: an address in brackets or a name, and perhaps a port."""
+"""A Host header: a bracketed address or a name, and optionally a port."""
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""A client's own id for a request is used if it looks like this."""
+"""A client's own request id is used if it matches."""
 KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Where some clients put the key instead."""
+"""Where some clients send the key instead."""
 ANTHROPIC_HEADER = b"anthropic-version"
 """Anthropic's clients send it with every request."""
 TIMEOUT_HEADER = "x-request-timeout"
 """A client's timeout, in seconds."""
 SESSION_HEADER = b"x-session-id"
-"""On responses about a session: what routers send requests of one conversation to the same server by."""
+"""On responses about a session: lets routers send requests of one conversation to the same server."""
 KEY_DIGITS = 8
-"""Of a key's hash, in the log."""
+"""Length of a key's hash in the log."""
 BLOCKED_S, MOST_BLOCKED = 0.002, 1024
-"""Shorter waits for the client are not noted, nor are more of them."""
+"""Shorter waits for the client are not recorded, nor are more than a number of them."""
 LIMIT_HEADERS = (
     "retry-after-ms",
     "x-queue-position",
     *(f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
 )
-"""What clients are told of the limits that apply to them, besides Retry-After."""
+"""Headers that report limits to clients, besides Retry-After."""
 CLOSE = {"Connection": "close"}
-"""On an error that is sent before the whole body was read."""
+"""On errors that are sent before the whole body was read."""
 LINGER_BYTES, LINGER_S = 16 << 20, 5.0
 
 UNKNOWN_HOST = ApiError(421, "unknown Host header; see --allowed-host", code="unknown_host")
@@ -73,63 +73,63 @@ INVALID_KEY = ApiError(
 )
 COMPRESSED = ApiError(415, "compressed bodies are not supported", headers=CLOSE)
 UNTYPED = (b"", b"application/x-www-form-urlencoded")
-"""What a client sends that names no type, curl's `-d` among them."""
+"""Media types that clients send by default, such as curl's `-d`."""
 NO_JSON = ApiError(415, "the body must be JSON, with Content-Type: application/json", headers=CLOSE)
 CROSS_ORIGIN = ApiError(403, "forms of other web pages are not accepted; see --cors-origin", headers=CLOSE)
 FORM_TYPE, FORM_BYTES = "multipart/form-data", 1 << 16
-"""Uploads of files, and what a form may have besides one."""
+"""File uploads: the media type, and the allowance for the form around the file."""
 
 
 def too_large(most: int) -> ApiError:
     return ApiError(413, f"a body may have {most} bytes", headers=CLOSE)
 
 
-# -- what is known of a request ---------------------------------------------------------------------------------------
+# -- request state ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Caller:
-    """What is known of a request before its body is read, and what is noted for the log while it runs."""
+    """What is known of a request before its body is read, and what is recorded for the log while it runs."""
 
     request_id: str
     connection: Connection
     account: Account
-    """Whose limits apply to it, and who is charged."""
+    """The account whose limits apply, and that is charged."""
     key: str = ""
-    """The hash of the API key it came with; empty where none is needed."""
+    """The hash of its API key; empty if none is required."""
     dialect: Dialect = Dialect.OPENAI
-    """The API that it speaks, which decides the shape of errors."""
+    """The API dialect, which decides the format of errors."""
     timeout: str | None = None
-    """Its timeout in seconds, as the header has it."""
+    """Timeout in seconds, from the header."""
     background_s: float | None = None
-    """Of a line of a batch, which runs in the background: how long it may take."""
+    """For a line of a batch, which runs in the background: its time limit."""
     queue_position: int | None = None
-    """How many requests were queued before it."""
+    """Number of requests queued before it."""
     reserved: int = 0
-    """Tokens that were taken from the account's limit for it, until it is over."""
+    """Tokens reserved from the account's limit until the request ends."""
     is_left_to_task: bool = False
-    """It goes on in the background after its response, on its key's account until that has ended."""
+    """Continues in the background after its response, charged to its key until it has ended."""
     call_id: str = "-"
-    """The id of what it runs, as its answer has it: chatcmpl-..."""
+    """The id in its response: chatcmpl-..."""
     session_id: str | None = None
-    """Its session, for routers in front."""
+    """Its session, reported to routers."""
     model: str = "-"
-    """The model that it uses, by the name that it is served under."""
+    """Its model, by served name."""
     body_bytes: int = 0
-    """Size of its body, once read: about how much there is to tokenize."""
+    """Size of its body once read: a bound on the text to tokenize."""
     outcome: Outcome | None = None
-    """How it ended, where its status does not say: a stream's was sent before."""
+    """How it ended, if its status does not tell: a stream's was sent before."""
     usages: list[Usage] = field(default_factory=list)
-    """Tokens of what was run for it."""
+    """Tokens used."""
     began: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     blocked: list[tuple[float, float]] = field(default_factory=list)
-    """When sending waited for the client."""
+    """Intervals in which sending waited for the client."""
     differs_in: tuple[int, str] | None = None
-    """The message in which a chat's prompt diverges from the cached prefix: its number and its role."""
+    """The message in which a chat's prompt diverges from the cached prefix: its index and role."""
 
     def charge(self, usage: Usage) -> None:
-        """Tokens that were run for it."""
+        """Record tokens used."""
         self.usages.append(usage)
         self.account.charge(usage, self.reserved)
         self.reserved = 0
@@ -138,7 +138,7 @@ class Caller:
         return self.dialect.error_body(error, self.request_id)
 
     async def note_blocked(self, sending: Awaitable[None]) -> None:
-        """Send something that has to wait for the client."""
+        """Send, recording the time that the client makes it wait."""
         began = time.monotonic()
         await sending
         ended = time.monotonic()
@@ -148,7 +148,7 @@ class Caller:
 
 @dataclass
 class Gate:
-    """How many requests are inside, and the error for new ones while it is closed."""
+    """Number of requests inside, and the error for new ones while the gate is closed."""
 
     closed: ApiError | None = None
     num_inside: int = 0
@@ -156,30 +156,30 @@ class Gate:
 
 @dataclass(frozen=True)
 class Paths:
-    """The paths that have rules of their own, as the routes define them."""
+    """Paths with rules of their own, as declared by the routes."""
 
     endpoints: Endpoints
-    """All of them, by the label they have in metrics."""
+    """All paths, by their label in metrics."""
     public: frozenset[str] = frozenset()
-    """These need no key, answer while the gate is closed, and are not waited for on shutdown."""
+    """Require no key, answer while the gate is closed, and are not waited for on shutdown."""
     endless: frozenset[str] = frozenset()
-    """Streams that end only when the server stops: not waited for on shutdown."""
+    """Streams that end only with the server: not waited for on shutdown."""
     dialects: Mapping[str, Dialect] = field(default_factory=dict)
-    """The API of each path that is not OpenAI's."""
+    """The dialect of each path that is not OpenAI's."""
     ollama_prefix: str | None = None
-    """Ollama's clients are told in its shape, too, that a path under it is not served."""
+    """Unknown paths below it get errors in Ollama's format, too."""
     uploads: Mapping[str, str] = field(default_factory=dict)
-    """The type of the body of each path that takes no JSON."""
+    """The body type of each path that does not accept JSON."""
     metered: frozenset[str] = frozenset()
-    """Labels of the endpoints that generate: limits on requests and tokens apply to these."""
+    """Labels of the generating endpoints, to which limits on requests and tokens apply."""
 
 
 # -- the layer --------------------------------------------------------------------------------------------------------
 
 
 class Middleware:
-    """The one layer before the routes. With CORS, Starlette's answers are inside, so that they are named and logged as
-    all others.
+    """The one layer before the routes. Starlette's CORS layer is inside, so that its responses are named and logged
+    like all others.
     """
 
     def __init__(
@@ -190,14 +190,14 @@ class Middleware:
         self._paths = paths
         self._telemetry = telemetry
         self._keys = keys
-        # Where a key is needed, a web page that makes its own name resolve to this machine has none.
+        # Without API keys, DNS rebinding would let a web page call this server: check the Host header.
         is_open = not config.key_hashes and config.keys_file is None and not config.insecure
         hosts = {name.lower().encode() for name in config.allowed_hosts | LOOPBACK | {config.host}}
         self._hosts = hosts if is_open else None
         self._max_body_bytes = config.max_body_bytes
         forms = [path for path, kind in paths.uploads.items() if kind == FORM_TYPE]
         self._max_form_bytes = dict.fromkeys(forms, config.max_file_bytes + FORM_BYTES)
-        """By path, where it is another."""
+        """By path, where it differs from JSON."""
         self._origins = frozenset(config.cors_origins)
         self._cors: dict[str, Any] | None = None
         if config.cors_origins:
@@ -277,7 +277,7 @@ class Middleware:
             self._finish(scope, caller, status, endpoint)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], caller: Caller) -> ApiError | None:
-        """Why the request is not admitted, if so. Notes whose it is."""
+        """The error for a request that is not admitted. Sets its account."""
         is_public = scope["path"] in self._paths.public
         if self._gate.closed is not None and not is_public:
             return replace(self._gate.closed, headers={**self._gate.closed.headers, **CLOSE})
@@ -285,13 +285,13 @@ class Middleware:
             host = HOST.fullmatch(headers[b"host"].strip().lower())
             if host is None or (host[1] or host[2]) not in self._hosts:
                 return UNKNOWN_HOST
-        # A browser sends OPTIONS without a key, to ask whether it may send one; no route answers to it.
+        # Browsers send CORS preflights without a key; no route answers OPTIONS.
         if self._keys.is_required and not is_public and scope["method"] != "OPTIONS":
             account = self._keys.find(_given_key(scope))
             if account is None:
                 return INVALID_KEY
             caller.account, caller.key = account, account.key.id
-        # Nothing is decompressed, so nothing expands to gigabytes. A form on some web page can send neither JSON nor
+        # Nothing is decompressed, so there are no zip bombs. An HTML form can send neither JSON nor
         # session files.
         length = headers.get(b"content-length", b"0")
         path = scope["path"]
@@ -311,7 +311,7 @@ class Middleware:
         return None if is_json else NO_JSON
 
     def _add_limits(self, message: Message, caller: Caller) -> None:
-        """Say where the caller stands; and after a refusal by the queue, when there will be room."""
+        """Headers with the caller's limits, and after a 429 from the queue the expected wait."""
         account, headers = caller.account, message["headers"]
         position = caller.queue_position
         if message["status"] == 429 and not any(name.lower() == b"retry-after" for name, _ in headers):
@@ -324,7 +324,7 @@ class Middleware:
             headers += account.rate_headers()
 
     def _refuse(self, refusal: ApiError, caller: Caller) -> ASGIApp:
-        """Answers with the error that keeps a request out."""
+        """Responds with the error that rejects a request."""
 
         async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
             if "Connection" in refusal.headers:
@@ -335,14 +335,14 @@ class Middleware:
         return refuse
 
     def _is_other_page(self, headers: dict[bytes, bytes]) -> bool:
-        """Was a form sent by a web page of another origin? A browser asks nobody before it sends one."""
+        """Whether this is a cross-origin form, for which browsers send no preflight."""
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         own = headers.get(b"host", b"").decode("latin-1").lower()
         is_listed = "*" in self._origins or origin in self._origins
         return bool(origin) and not is_listed and origin.partition("://")[2] != own
 
     def _counted(self, receive: Receive, most: int) -> Receive:
-        """A body without a length may have as many bytes as one with a length."""
+        """A body without a length may be as large as one with a length."""
         num_read = 0
 
         async def receive_counted() -> Message:
@@ -357,7 +357,7 @@ class Middleware:
         return receive_counted
 
     def _finish(self, scope: Scope, caller: Caller, status: int, endpoint: str) -> None:
-        """Count the request as done, and log it: one line; as JSON it says more."""
+        """Count the request as done, and log it in one line; in JSON with more fields."""
         ended = time.monotonic()
         seconds = ended - caller.began
         if caller.call_id != "-":
@@ -367,7 +367,7 @@ class Middleware:
         level = logging.DEBUG if scope["path"] in self._paths.public else logging.INFO
         if not access.isEnabledFor(level):
             return
-        path = ascii(scope["path"])[1:-1][:200]  # nothing in it may look like a line of the log
+        path = ascii(scope["path"])[1:-1][:200]  # no field may contain a line break
         key, used, first = caller.key[:KEY_DIGITS] or "-", caller.usages, caller.first_token_at
         client = ascii((scope["client"] or ("-",))[0])[1:-1][:64]  # from a header, behind a proxy
         request = {
@@ -391,7 +391,7 @@ class Middleware:
 
 
 def _given_key(scope: Scope) -> bytes | None:
-    """The one key that a request has; none if it has several that differ."""
+    """The request's API key; none if it has several that differ."""
     keys = set()
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -403,7 +403,7 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read a body without using it, up to a limit: many clients read the answer only after sending all of it."""
+    """Read and discard a body, up to a limit: many clients read the response only after sending everything."""
     num_read = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
@@ -422,7 +422,7 @@ STYLES = ("text", "json")
 
 
 def configure_logs(level: str, style: str = "text") -> None:
-    """One handler for tokenmill's and uvicorn's loggers: lines of text, or one JSON object a line."""
+    """One handler for tokenmill's and uvicorn's loggers: lines of text or of JSON."""
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is not supported; supported: {', '.join(LEVELS)}")
     if style not in STYLES:
@@ -438,7 +438,7 @@ def configure_logs(level: str, style: str = "text") -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger; then the fields of a request that has ended, or a message."""
+    """One JSON object per line: time, level, logger; then the fields of a completed request, or a message."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

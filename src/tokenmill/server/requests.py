@@ -1,6 +1,6 @@
-"""Request bodies, checked by pydantic, and how their fields become `SamplingParams`.
+"""Request bodies, validated by pydantic, and their conversion to `SamplingParams`.
 
-A body declares the fields it supports; `fields.py` decides about others that clients are known to send, and unknown
+A body declares the supported fields; `fields.py` decides about others that clients are known to send, and unknown
 ones are ignored. Types are checked here, limits come from `ServerConfig`, and values are checked by `SamplingParams`.
 """
 
@@ -64,17 +64,17 @@ log = logging.getLogger(__name__)
 
 
 class Body(BaseModel):
-    """Fields that it does not declare are rejected or have no effect."""
+    """Undeclared fields are rejected or ignored."""
 
     model_config = ConfigDict(extra="allow")
 
     endpoint: ClassVar[Endpoint | None] = None
-    """Whose rules apply to fields that are not declared; None: they are ignored."""
+    """The dialect whose rules apply to undeclared fields; None if they are ignored."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
-        """Before anything else: with a field that is rejected, nothing else in the body matters."""
+        """First of all: with a rejected field, nothing else in the body matters."""
         others = [name for name in body if name not in cls.model_fields] if isinstance(body, dict) else []
         for name in others:
             field = KNOWN.get(name)
@@ -100,7 +100,7 @@ Metadata = Annotated[dict[str, StrictStr] | None, at_most(MAX_METADATA)]
 
 
 class Hinted(Body):
-    """What all endpoints that use the engine understand."""
+    """Fields of all endpoints that use the engine."""
 
     timeout_s: Annotated[Number, Field(gt=0)] | None = Field(None, description="Give up after so many seconds.")
     priority: Annotated[StrictInt, Field(ge=0, le=100)] | None = Field(
@@ -118,15 +118,15 @@ class Hinted(Body):
     )
 
 
-# The document's bounds would be floats, which round these up to values that are not allowed.
+# In the OpenAPI document the bounds would be floats, which round these up to invalid values.
 Seed = Annotated[StrictInt, Field(ge=-MAX_SEED - 1, le=MAX_SEED), WithJsonSchema({"type": "integer"})]
 
 
 class Shared(Hinted):
-    """What all endpoints that generate understand."""
+    """Fields of all endpoints that generate."""
 
     max_stops: ClassVar[int | None] = None
-    """Stop strings that clients of other APIs than OpenAI's may send."""
+    """Stop strings from clients of dialects other than OpenAI's."""
 
     stream: Flag = None
     temperature: Number | None = None
@@ -136,7 +136,7 @@ class Shared(Hinted):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number] | None, at_most(1 << 14)] = None
-    # Extensions that other servers have under these names.
+    # Extensions, named as in other servers.
     top_k: StrictInt | None = None
     min_p: Number | None = None
     typical_p: Number | None = None
@@ -155,7 +155,7 @@ class Shared(Hinted):
     speculation: StrictStr | None = Field(
         None, description="Tokens verified several at a time: auto, off, lookup or draft. The output is the same."
     )
-    # What the output must look like: vLLM's names, those it had before, llama-server's and SGLang's.
+    # Structured output: vLLM's names, its older ones, llama-server's and SGLang's.
     structured_outputs: JsonObject = None
     guided_json: JsonSchema = None
     guided_regex: StrictStr | None = None
@@ -169,7 +169,7 @@ class Shared(Hinted):
     regex: StrictStr | None = None
 
     def check(self, config: ServerConfig) -> None:
-        """Limits of this server, beyond those of `SamplingParams`."""
+        """Check this server's limits, beyond those of `SamplingParams`."""
         stops, most = [self.stop] if isinstance(self.stop, str) else self.stop or [], self.max_stops or config.max_stops
         if len(stops) > most or not all(0 < len(one) <= config.max_stop_chars for one in stops):
             what = f"at most {most} strings of 1 to {config.max_stop_chars} characters each"
@@ -180,23 +180,23 @@ class Shared(Hinted):
             raise ApiError(400, f"logit_bias: {what}", param="logit_bias")
 
     def changes(self) -> dict[str, Any]:
-        """The parameters that the request names; for all others, the defaults of its model or session hold."""
+        """The parameters set by the request; all others have the defaults of its model or session."""
         given = {
             name: value
             for name in type(self).model_fields
             if name in SAME_NAMES and (value := getattr(self, name)) is not None
         }
         if self.seed is not None:
-            given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; ours are their lower bits
+            given["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative; use their lower bits
         return given if CONSTRAINING.isdisjoint(self.model_fields_set) else given | self._constraint()
 
     @property
     def constraining(self) -> str:
-        """The field that asks for structured output, where one does."""
+        """The field that requests structured output, if any."""
         return next((name for name in type(self).model_fields if name in CONSTRAINING and getattr(self, name)), "model")
 
     def _constraint(self) -> dict[str, Any]:
-        """`structured_outputs`, from whichever field asks for them; None if one asks for plain text."""
+        """`structured_outputs`, from whichever field requests them; None for plain text."""
         asked: dict[str, dict[str, Any] | None] = {}
         if self.structured_outputs:
             asked["structured_outputs"] = self.structured_outputs
@@ -229,7 +229,7 @@ GUIDED = {
     "ebnf": "grammar",
     "regex": "regex",
 }
-"""Fields that are a constraint by themselves, and which of `StructuredOutputs` it is."""
+"""Fields that are a constraint by themselves -> the field of `StructuredOutputs`."""
 FORMATS = frozenset({"response_format", "text", "output_config", "output_format"})
 CONSTRAINING = FORMATS | {"structured_outputs", *GUIDED}
 NO_EFFECT = frozenset({"disable_any_whitespace", "disable_fallback", "backend", "disable_additional_properties"})
@@ -237,7 +237,7 @@ NO_EFFECT = frozenset({"disable_any_whitespace", "disable_fallback", "backend", 
 
 
 def structured_outputs(name: str, fields: dict[str, Any]) -> StructuredOutputs:
-    """Of the field of this name, in vLLM's shape; a 400 if that is not one."""
+    """Parse the field of this name, in vLLM's format; 400 if it is invalid."""
     given = {key: value for key, value in fields.items() if value is not None}
     if given.pop("disable_any_whitespace", False) is True and given.get("any_whitespace"):
         raise ApiError(400, f"{name}: any_whitespace and disable_any_whitespace contradict each other", param=name)
@@ -253,9 +253,9 @@ def structured_outputs(name: str, fields: dict[str, Any]) -> StructuredOutputs:
 
 
 def format_of(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Fields of `StructuredOutputs` for a field that describes the format of the answer; None: plain text.
+    """Fields of `StructuredOutputs` for a field that describes the answer's format; None for plain text.
 
-    OpenAI's `response_format` has the schema one level deeper than its `text`, and Anthropic's fields.
+    OpenAI's `response_format` nests the schema one level deeper than its `text`, and than Anthropic's fields.
     """
     form = value.get("format") if name in ("text", "output_config") else value
     kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
@@ -277,16 +277,16 @@ def format_of(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
 SAME_NAMES = frozenset(SamplingParams.__dataclass_fields__) - {
     "max_tokens", "logprobs", "seed", "attempt", "structured_outputs",
 }  # fmt: skip
-"""Fields that mean the same in a request and in `SamplingParams`."""
+"""Fields with the same name and meaning in `SamplingParams`."""
 
 
 class SamplingFields(Shared):
-    """What chats and completions understand."""
+    """Fields of chats and completions."""
 
     stream_options: StreamOptions | None = None
     n: StrictInt | None = None
     response_format: JsonObject = None
-    # Extensions that other servers have under these names.
+    # Extensions, named as in other servers.
     prompt_logprobs: StrictInt | None = None
     return_token_ids: Flag = None
 
@@ -318,9 +318,9 @@ TopLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None
 
 MAX_TOOLS = 1024
 MAX_NEW_ITEMS = 20
-"""Of a conversation, in one request."""
+"""Maximum tools of a conversation in one request."""
 MAX_PAST_CALLS, MAX_ARGUMENTS_WORK = 4096, MAX_JSON_WORK // 4
-"""In all messages: past calls are checked on the event loop."""
+"""Maximum over all messages: past calls are checked on the event loop."""
 NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
 Tools = Annotated[
     Any,
@@ -353,7 +353,7 @@ Budget = Annotated[
 
 
 def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in the form that chat templates take; the newer API has a function's fields beside the type."""
+    """Tools in the format of chat templates; in the Responses API a function's fields are not nested."""
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         if "function" not in tool and tool.get("type", "function") == "function"
@@ -363,7 +363,7 @@ def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """The functions that may be called, checked: 400 for what contradicts itself."""
+    """The functions that may be called, validated: 400 for contradictions."""
     declared = [_tool(place, tool) for place, tool in enumerate(shown_tools(tools or ()))]
     names = [tool.name for tool in declared]
     if len(set(names)) < len(names):
@@ -378,12 +378,12 @@ def tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: b
         return ToolUse()
     chosen = tuple(tool for tool in declared if wanted is None or tool.name in wanted)
     _check_length(chosen)
-    is_one = mode == "named" or parallel is False  # a function that is named is called once
+    is_one = mode == "named" or parallel is False  # a named function is called once
     return ToolUse(chosen, required=mode != "auto", parallel=not is_one)
 
 
 def _check_length(tools: Sequence[Tool]) -> None:
-    """Their grammar is bounded, too, but it is made late: when the prompt is rendered and tokenized."""
+    """Their grammar is bounded as well, but only later, when the prompt is rendered and tokenized."""
     left = MAX_GRAMMAR_BYTES
     for tool in tools:
         left -= min_json_chars(tool.schema, left, REMARKS)
@@ -393,7 +393,7 @@ def _check_length(tools: Sequence[Tool]) -> None:
 
 
 def _choice(choice: Any) -> tuple[list[str] | None, str]:
-    """The functions that a `tool_choice` names (None: all), and whether one must be called."""
+    """The functions that a `tool_choice` names (None: all), and whether a call is required."""
     if choice is None or choice in ("auto", "none", "required"):
         return None, choice or "auto"
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -425,7 +425,7 @@ def _tool(place: int, tool: Mapping[str, Any]) -> Tool:
 
 
 def session_use(declared: Sequence[Mapping[str, Any]], body: ChatFields) -> ToolUse | None:
-    """The functions that an answer of a session may call: those that the session was created with."""
+    """The functions that a session's answer may call: those that the session was created with."""
     if body.tools:
         raise ApiError(400, "the tools of a session are declared when it is created", param="tools")
     if not declared and body.tool_choice is None:
@@ -434,7 +434,7 @@ def session_use(declared: Sequence[Mapping[str, Any]], body: ChatFields) -> Tool
 
 
 def check_calls(messages: Iterable[Mapping[str, Any]], param: str = "messages") -> None:
-    """The tool calls of past messages: each has a name, and arguments that are a JSON object."""
+    """Validate tool calls of past messages: each has a name, and arguments that are a JSON object."""
     left, num_calls = MAX_ARGUMENTS_WORK, 0
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -448,7 +448,7 @@ def check_calls(messages: Iterable[Mapping[str, Any]], param: str = "messages") 
 
 
 def _check_call(call: Any, param: str, most_work: int) -> int:
-    """Returns how much work it was to read its arguments."""
+    """Returns the amount of work to parse its arguments."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ApiError(400, "a tool call requires a function with a name", param=param)
@@ -468,7 +468,7 @@ def _check_call(call: Any, param: str, most_work: int) -> int:
 
 
 def with_effort(options: dict[str, Any], effort: str | None) -> dict[str, Any]:
-    """Template options with a `reasoning_effort`: some templates know it, others whether to think at all."""
+    """Template options for a `reasoning_effort`: some templates take it, others a switch for thinking."""
     if effort is None:
         return options
     level = effort if effort in ("low", "medium", "high") else "high" if effort == "xhigh" else "low"
@@ -477,7 +477,7 @@ def with_effort(options: dict[str, Any], effort: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatInput:
-    """A conversation to be answered, as every dialect's body is translated to it."""
+    """A conversation to be answered: the common form of all dialects' bodies."""
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
@@ -486,7 +486,7 @@ class ChatInput:
     use: ToolUse | None = None
     thinking_budget: int | None = None
     constraining: str = "model"
-    """The field that asks for structured output, for errors."""
+    """The field that requests structured output, for errors."""
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ class ChatMessage(BaseModel):
 
 
 def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> None:
-    """How many there may be, and what each needs."""
+    """Limits on media parts, and the cost of each."""
     if len(messages) > config.max_messages:
         raise ApiError(400, f"at most {config.max_messages} messages", param="messages")
     for message in messages:
@@ -518,7 +518,7 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
 def template_options(
     body: ChatRequest | TokenizeRequest | TemplateRequest | CreateSession, config: ServerConfig
 ) -> dict[str, Any]:
-    """What the chat template is told beyond the messages: only what templates are known to ask for."""
+    """Variables for the chat template beside the messages: only those that templates are known to use."""
     options = dict(body.chat_template_kwargs or {})
     if set(options) - config.template_options:
         known = ", ".join(sorted(config.template_options))
@@ -530,7 +530,7 @@ def template_options(
             options["tools"] = shown_tools(body.tools)
     if isinstance(body, CreateSession):
         return options
-    # The prompt ends where an answer begins, or the last message goes on.
+    # The prompt ends where an answer begins, or the last message continues.
     if not body.continue_final_message:
         return {**options, "add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
@@ -540,7 +540,7 @@ def template_options(
 
 
 class ChatFields(SamplingFields):
-    """What chats and answers of sessions understand."""
+    """Fields of chats and of sessions' answers."""
 
     endpoint = Endpoint.SESSIONS
 
@@ -621,7 +621,7 @@ class ChatRequest(ChatFields):
         check_messages(self.messages, config)
 
 
-# -- the others -------------------------------------------------------------------------------------------------------
+# -- other endpoints --------------------------------------------------------------------------------------------------
 
 
 MAX_EXTRA_FILES = 256
@@ -645,7 +645,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def scores_only(self) -> bool:
-        """Is nothing to be generated? Then the prompt is wanted back, with its log-probabilities perhaps."""
+        """Whether nothing is generated: the prompt is returned, optionally with log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def check(self, config: ServerConfig) -> None:
@@ -657,7 +657,7 @@ class CompletionRequest(SamplingFields):
 
 
 class InfillRequest(Shared):
-    """llama-server's request for the middle between two texts. Its other fields have no effect."""
+    """llama-server's infill request. Its other fields have no effect."""
 
     max_stops: ClassVar[int | None] = 16
 
@@ -681,7 +681,7 @@ class InfillRequest(Shared):
 
     @property
     def files(self) -> list[tuple[str, str]]:
-        """Names and texts of the other files; 400 for what is none."""
+        """Names and texts of the other files; 400 if malformed."""
         found = [(one.get("filename", "tmp"), one.get("text")) for one in self.input_extra or ()]
         if not all(isinstance(name, str) and isinstance(text, str) for name, text in found):
             raise ApiError(400, "input_extra must be a list of objects with filename and text", param="input_extra")
@@ -703,7 +703,7 @@ class EmbeddingRequest(Hinted):
 
 
 class TokenizeRequest(Body):
-    """A text or a conversation, under vLLM's names (`prompt`, `messages`) or llama-server's (`content`)."""
+    """A text or a conversation, with vLLM's field names (`prompt`, `messages`) or llama-server's (`content`)."""
 
     endpoint = Endpoint.TOKENIZE
 
@@ -730,11 +730,11 @@ class TokenizeRequest(Body):
     )
 
     def check(self, config: ServerConfig) -> None:
-        """One of the three, and what goes with it."""
+        """Exactly one of the three, and its options."""
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if not given:
             raise ApiError(400, "prompt, content or messages is required", param="prompt")
-        is_same = given == ["prompt", "content"] and self.prompt == self.content  # for either server
+        is_same = given == ["prompt", "content"] and self.prompt == self.content  # of either server
         if len(given) > 1 and not is_same:
             what = f"only one of prompt, content and messages is allowed, not {' and '.join(given)}"
             raise ApiError(400, what, param=given[1])
@@ -759,7 +759,7 @@ class TokenizeRequest(Body):
 
 
 class TemplateRequest(Body):
-    """A conversation, as llama-server's /apply-template takes it."""
+    """A conversation, as in llama-server's /apply-template."""
 
     endpoint = Endpoint.TOKENIZE
 
@@ -811,7 +811,7 @@ ConversationName = Annotated[
 
 
 class ResponsesRequest(Shared):
-    """OpenAI's newer form of a chat. With `previous_response_id` a request brings only what is new."""
+    """A request of the Responses API. With `previous_response_id` it contains new items only."""
 
     endpoint = Endpoint.RESPONSES
 
@@ -870,13 +870,13 @@ class ResponsesRequest(Shared):
             raise ApiError(400, f"reasoning.effort must be one of {', '.join(EFFORTS)}", param="reasoning")
 
     def use(self) -> ToolUse | None:
-        """The functions that may be called, checked."""
+        """The functions that may be called, validated."""
         if not self.tools and self.tool_choice is None:
             return None
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is told beyond the messages."""
+        """Variables for the chat template beside the messages."""
         options = with_effort({}, (self.reasoning or {}).get("effort"))
         return {**options, "tools": shown_tools(self.tools)} if self.tools and self.tool_choice != "none" else options
 
@@ -890,7 +890,7 @@ class ResponsesRequest(Shared):
 
 
 class UpdateMetadata(Body):
-    """Other metadata for what is stored."""
+    """New metadata for a stored object."""
 
     metadata: Metadata
 
@@ -957,7 +957,7 @@ Title = Annotated[StrictStr | None, Field(max_length=MAX_TITLE_CHARS, descriptio
 
 
 class UpdateSession(Body):
-    """What is left out stays as it is; null removes it."""
+    """Omitted fields stay as they are; null removes them."""
 
     title: Title = None
     metadata: Metadata = None
@@ -969,7 +969,7 @@ class UpdateSession(Body):
 
 
 class CreateSession(ChatFields):
-    """A new conversation. Sampling parameters hold for all of its answers, unless one asks for others."""
+    """A new conversation. Its sampling parameters apply to all answers that do not override them."""
 
     model: StrictStr | None = None
     system: StrictStr | None = Field(None, description="The system prompt.")
@@ -1006,7 +1006,7 @@ class AppendInput(Body):
 
 
 class AnswerRequest(ChatFields):
-    """An answer, to what was appended or to `input`; streamed unless told otherwise."""
+    """An answer to appended messages or to `input`; streamed by default."""
 
     input: Given = None
 

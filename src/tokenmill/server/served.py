@@ -1,4 +1,4 @@
-"""`Served`: the state that endpoints share: models, settings, running calls, documents, stored responses."""
+"""`Served`: the state shared by the endpoints: models, settings, running calls, documents, stored responses."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from tokenmill.text.workers import TextWorkers
 LOADING = unavailable("the model is loading", "loading")
 STOPPING = stopping()
 WAITING_LINES = 2
-"""Lines of batches that wait for a row."""
+"""Batch lines that wait for a row."""
 UNLIMITED = Quota()
-"""Of a server without keys."""
+"""On a server without keys."""
 ServedSession = tuple[ServedModel, SessionInfo]
 """A session and its model."""
 RESPONSE, COMPLETION, CONVERSATION = "response", "chat.completion", "conversation"
 """Kinds of documents."""
 EVICTED = frozenset({RESPONSE, COMPLETION})
-"""Kinds of which the oldest make room for new ones."""
+"""Kinds whose oldest documents are evicted for new ones."""
 MAX_CONVERSATIONS = 10_000
-"""Of a key; then new ones are refused."""
+"""Per key; beyond it, new ones are rejected."""
 KEPT_S = 30 * 24 * 3600.0
-"""For how long those are kept at most."""
+"""Maximum retention."""
 
 
 class Served:
@@ -68,7 +68,7 @@ class Served:
         self.telemetry = Telemetry(None if self.spans is None else self.spans.note)
         self.gate = Gate(LOADING)
         self.is_leaving = False
-        """It is about to shut down, and routers are to send requests elsewhere."""
+        """About to shut down: routers should send requests elsewhere."""
         limits = SessionLimits(
             ttl_s=config.session_ttl_s, max_log_bytes=config.max_session_bytes, quota=self.keys.session_quota
         )
@@ -83,7 +83,7 @@ class Served:
         self.busy_conversations: set[tuple[str, str]] = set()
         """Keys and ids of conversations that a response is being added to."""
         max_bytes_of: Callable[[str], int | None] = lambda key: self.keys.limits_of(key).file_bytes  # noqa: E731
-        # The contents of files are on this server: so is what is known of them, where a store is shared.
+        # File contents are local to this server, so their metadata is, too, even with a shared store.
         is_local = isinstance(config.store, str)
         self._local = Documents.in_memory() if is_local else self.documents
         directory = config.store if isinstance(config.store, Path) else None
@@ -96,17 +96,17 @@ class Served:
         )
 
     def open(self) -> None:
-        """The models are loaded: admit requests, unless the server is shutting down already."""
+        """The models are loaded: admit requests, unless the server is already shutting down."""
         if self.gate.closed is LOADING:
             self.gate.closed = None
 
     def drain(self) -> None:
-        """Admit no new requests; running ones go on."""
+        """Admit no new requests; running ones continue."""
         self.gate.closed = STOPPING
         self.telemetry.end_streams()
 
     async def close(self) -> None:
-        """Everything that runs ends with `shutdown`."""
+        """End everything that runs, with `shutdown`."""
         await self.batches.stop()
         await self.models.close()
         self.files.close()
@@ -120,26 +120,26 @@ class Served:
 
     @property
     def is_ready(self) -> bool:
-        """Does it admit requests, and do the engines make progress?"""
+        """Whether it admits requests and the engines make progress."""
         return (
             self.gate.closed is None and not self.is_leaving and all(model.llm.is_ready for model in self.models.loaded)
         )
 
     @property
     def is_lost(self) -> bool:
-        """Is an engine lost: does its thread hang, or was it given up? Only a restart of the server helps."""
+        """Whether an engine is lost: hung or given up. Only a restart of the server helps."""
         return any(model.llm.is_lost for model in self.models.loaded)
 
     def num_spare_rows(self) -> int:
-        """Lines of batches that may be in the engines: as many as there are rows beside live requests, and some that
-        wait for one, so that no row is idle in between.
+        """Maximum batch lines in the engines: the rows beside live requests, plus a few that
+        wait, so that no row is idle in between.
         """
         rows = sum(model.llm.opened.config.max_num_seqs * model.llm.num_cores for model in self.models.loaded)
         live = sum(call.num_choices for call in self.calls if call.caller.background_s is None)
         return max(1, rows - live) + WAITING_LINES
 
     def call(self, caller: Caller, body: Hinted, model: ServedModel, prefix: str) -> Call:
-        """A call of the engine for a request."""
+        """An engine call for a request."""
         hints, timeout_s = self.hints(caller.key, body), self.timeout(caller, body)
         if caller.background_s is not None:
             hints, timeout_s = replace(hints, priority=BACKGROUND + hints.priority), caller.background_s
@@ -149,22 +149,22 @@ class Served:
         return call
 
     def hints(self, key: str, body: Hinted) -> Hints:
-        """Whose request it is, and how it is scheduled and cached.
+        """The owner of a request, and how it is scheduled and cached.
 
-        Where there are several keys, they share no KV: timing can't tell what another one has cached.
+        Several keys share no KV: timing must not reveal what another key has cached.
         """
         salts = (*((key,) if self.keys.are_several else ()), *((body.cache_salt,) if body.cache_salt else ()))
         return Hints(priority=body.priority or 0, key=key, namespace=salts or None, quota=self.quota(key, body))
 
     def quota(self, key: str, body: Hinted) -> Quota:
-        """How much of the engine a request may use: what its key may, or less where the body says so."""
+        """Engine quota of a request: its key's, or less if the body says so."""
         quota = self.keys.quotas.get(key, UNLIMITED)
         given = {name: getattr(body, name) for name in ("max_context", "max_tokens_per_step")}
         own = {name: min(value, getattr(quota, name) or value) for name, value in given.items() if value is not None}
         return replace(quota, **own) if own else quota
 
     def timeout(self, caller: Caller, body: Hinted) -> float:
-        """Seconds that a request may take: the server's limit, or less where the header or the body says so."""
+        """Time limit of a request (s): the server's, or less if header or body say so."""
         timeout_s = self.config.max_request_s
         if body.timeout_s is not None:
             timeout_s = min(timeout_s, body.timeout_s)
@@ -174,9 +174,9 @@ class Served:
     # -- documents ----------------------------------------------------------------------------------------------------
 
     async def put(self, kind: str, name: str, key: str, body: dict[str, Any], *, replaces: bool = False) -> bool:
-        """Store a document of a key, or its new body; False: the one that it `replaces` is gone.
+        """Store or replace a document of a key; False if the one that it `replaces` is gone.
 
-        `Overloaded` if it is too much, `NotDurable` if the disk does not take it.
+        `Overloaded` beyond a limit, `NotDurable` if the disk rejects the write.
         """
         limits, is_evicted = self.keys.limits_of(key), kind in EVICTED
         bounds = Bounds(
@@ -197,7 +197,7 @@ class Served:
         return put.is_stored
 
     async def document(self, kind: str, name: str, key: str, *, is_used: bool = False) -> Document | None:
-        """One of this key's; those of other keys are not there."""
+        """A document of this key; those of other keys are not found."""
         return await asyncio.wrap_future(self.documents.get(kind, name, key, is_used=is_used))
 
     # -- sessions -----------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Served:
     ) -> ServedModel:
         """The model of a session of the caller's key; those of other keys are not found.
 
-        Unless it `is_read` only, the session is in memory from now on.
+        Unless it `is_read` only, loads the session into memory.
         """
         for model in self.models.loaded:
             try:
@@ -225,7 +225,7 @@ class Served:
     async def sessions(
         self, caller: Caller, limit: int, after: str | None = None, *, newest_first: bool = False
     ) -> tuple[list[ServedSession], bool]:
-        """A page of this caller's by creation time, from the one after a session on; and whether there are more."""
+        """A page of the caller's sessions by creation time, starting after a session; and whether there are more."""
         models = self.models.loaded
         last = None
         if after is not None:
@@ -247,7 +247,7 @@ class Served:
 
 
 def _seconds(given: str) -> float:
-    """The deadline in the header."""
+    """The deadline from the header."""
     try:
         seconds = float(given)
     except ValueError:
@@ -263,7 +263,7 @@ def _seconds(given: str) -> float:
 @dataclass(frozen=True)
 class StoredResponse:
     sessions: SessionService
-    """Those of its model; not the model itself, which is free to go."""
+    """The session service of its model; not the model itself, which may be unloaded."""
     model_name: str
     session_id: str
     key: str
@@ -271,32 +271,32 @@ class StoredResponse:
     instructions: str | None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncates: bool = False
-    """Are its oldest turns dropped when it outgrows the context?"""
+    """Whether its oldest turns are dropped when it exceeds the context."""
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """All that another session must have been made with to go on from this one."""
+        """Settings that a session must share to continue from this one."""
         return (self.sessions, self.instructions, self.namespace, self.template_options, self.truncates)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """What was said up to its end, without the instructions."""
+        """The conversation up to its end, without the instructions."""
         turns = self.sessions.get(self.session_id).turns
         said = [dict(message) for turn in turns for message in turn.messages]
         return said if self.instructions is None else said[1:]
 
 
 class ResponseStore:
-    """The sessions of the most recent stored responses, each cut after its answer.
+    """The sessions of the most recent stored responses, each truncated after its answer.
 
-    A response that goes on from one is a fork of it, and reuses its KV. What is not here any more is in its document.
+    A response that continues another one is a fork of it, and reuses its KV. Older ones are read from documents.
 
-    They are divided by key: where there are too many, the oldest of the key that has most is evicted.
+    Shared fairly between keys: at the limit, the oldest response of the key with most is evicted.
     """
 
     def __init__(self, most: int, most_of: Callable[[str], int | None] = lambda key: None) -> None:  # noqa: ARG005
         self._most = most
         self._most_of = most_of
-        """The limit of a key, if it has one."""
+        """The limit of a key, if any."""
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._counts: Counter[str] = Counter()
         """By key."""
@@ -312,7 +312,7 @@ class ResponseStore:
             self._evict(stored.key)
 
     def _evict(self, key: str) -> None:
-        """Forget the oldest response of a key."""
+        """Evict the oldest response of a key."""
         oldest = next(name for name, one in self._stored.items() if one.key == key)
         self.forget(self._remove(oldest))
 
@@ -324,12 +324,12 @@ class ResponseStore:
         return stored
 
     def find(self, response_id: str, key: str) -> StoredResponse | None:
-        """One of this key's, whose session is still there."""
+        """A response of this key whose session still exists."""
         stored = self._stored.get(response_id)
         if stored is not None and stored.key == key:
             try:
                 stored.sessions.get(stored.session_id)
-            except TokenmillError:  # it has ended, or its model is gone
+            except TokenmillError:  # it has ended, or its model was unloaded
                 self._remove(response_id)
             else:
                 self._stored.move_to_end(response_id)
@@ -337,12 +337,12 @@ class ResponseStore:
         return None
 
     def drop(self, response_id: str) -> None:
-        """The response is deleted."""
+        """Delete the response."""
         if response_id in self._stored:
             self.forget(self._remove(response_id))
 
     def forget(self, stored: StoredResponse) -> None:
-        """End its session, in a while."""
+        """End its session, in the background."""
         ending = asyncio.ensure_future(_end(stored))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -352,5 +352,5 @@ class ResponseStore:
 
 
 async def _end(stored: StoredResponse) -> None:
-    with suppress(TokenmillError):  # it has ended by itself, or its model is gone
+    with suppress(TokenmillError):  # it has ended by itself, or its model was unloaded
         await stored.sessions.end_session(stored.session_id)

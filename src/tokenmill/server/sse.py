@@ -22,15 +22,15 @@ from tokenmill.server.telemetry.figures import Outcome
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 MARK = "<text>"
-"""Stands for a text when all around it is encoded."""
+"""Placeholder for a text while everything around it is encoded."""
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")
-"""Characters that some clients take for the end of a line."""
+"""Characters that some clients treat as line breaks."""
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How the pieces of a stream are told apart, and what keeps a silent one open."""
+    """How the events of a stream are delimited, and its keep-alive."""
 
     media_type: str = "text/event-stream"
     keep_alive: bytes = KEEP_ALIVE
@@ -45,7 +45,7 @@ def json_line(data: Any) -> bytes:
 
 
 def event(data: Any, name: str | None = None, event_id: str | None = None) -> bytes:
-    """One event with JSON in it. A client that was cut off tells the id of the last one that it has seen."""
+    """One event with JSON data. A disconnected client resumes from the id of the last one it has received."""
     head = "" if name is None else f"event: {name}\n"
     head += "" if event_id is None else f"id: {event_id}\n"
     text = _encode(data)
@@ -53,12 +53,12 @@ def event(data: Any, name: str | None = None, event_id: str | None = None) -> by
 
 
 def escaped(text: str) -> str:
-    """JSON that is not ASCII, with escapes for what some clients take for the end of a line."""
+    """JSON with non-ASCII text, escaping what some clients treat as line breaks."""
     return LINE_ENDS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 class TextEvent:
-    """Events that differ in a text only: all around it is encoded once. `shape` makes the data for a text."""
+    """Events that differ in one text: everything around it is encoded once. `shape` makes the data for a text."""
 
     def __init__(self, shape: Callable[[str], Any]) -> None:
         self._before, _, self._after = event(shape(MARK)).rpartition(f'"{MARK}"'.encode())
@@ -72,20 +72,20 @@ class Events(Protocol):
     """What an `EventStream` sends."""
 
     async def take(self) -> bytes:
-        """The next events, as one piece; nothing when there are no more."""
+        """The next events, joined; empty at the end."""
         ...
 
     def failed(self, error: Exception) -> bytes:
-        """`take` raised this after the status was sent: the last events. Raises it if the stream can't say so."""
+        """The last events, if `take` raised this after the status was sent. Raises it if there is no such event."""
         ...
 
     async def close(self) -> None:
-        """It is over, however that came about."""
+        """The stream is over, for whatever reason."""
         ...
 
 
 class PieceEvents:
-    """The pieces of a generator as events."""
+    """A generator's events."""
 
     def __init__(self, pieces: AsyncGenerator[bytes]) -> None:
         self._pieces = pieces
@@ -101,10 +101,10 @@ class PieceEvents:
 
 
 class EventStream(Response):
-    """A response that sends events as they come.
+    """A response that sends events as they arrive.
 
-    The status is sent with the first event, or after a while without one: until then, an error is a response of its
-    own. The stream ends when the client disconnects or stops reading. Comments keep a silent connection open.
+    The status is sent with the first event, or after a while without one: until then, an error is an ordinary
+    response. The stream ends when the client disconnects or stops reading. Comments keep a silent connection open.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EventStream(Response):
         self._has_status = False
         self._is_sending = False
         self._since = time.monotonic()
-        """When it began to send or to be silent."""
+        """When it last sent something, or started."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         lost, is_stuck = self._caller.connection.lost, False
@@ -139,7 +139,7 @@ class EventStream(Response):
         finally:
             sending.cancel()
             (sent,) = await asyncio.gather(sending, return_exceptions=True)
-            if self._has_status and sent is not None:  # not all of it was
+            if self._has_status and sent is not None:  # incomplete
                 self._caller.outcome = Outcome.CANCELLED
             await self._events.close()
         if is_stuck:
@@ -172,7 +172,7 @@ class EventStream(Response):
             self._since = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> bool:
-        """Nothing was sent for a while: send the status, or a keep-alive. False if the client does not take it."""
+        """Nothing was sent for a while: send the status, or a keep-alive. False if the client does not read it."""
         try:
             async with asyncio.timeout(self._send_timeout_s):
                 if self._has_status:

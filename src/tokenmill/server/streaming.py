@@ -1,9 +1,9 @@
-"""From deltas to the client: what one HTTP request generates, sent whole or as server-sent events.
+"""From deltas to the client: the output of one HTTP request, as a whole response or as server-sent events.
 
-An endpoint makes a `Call`, gives it a source of deltas (generations of the engine, or an answer of a session) and has a
-`Writer` put them into its own words. Whatever happens on the way, nothing is left running: a client that leaves, in the
-queue, in prefill or in between two tokens, cancels. Sessions' own streams are the exception: they can be resumed, so
-there a client that leaves ends nothing.
+An endpoint creates a `Call`, gives it a source of deltas (generations of the engine, or an answer of a session) and a
+`Writer` that formats them. Nothing is left running on any path: a client that disconnects, in the
+queue, in prefill or between two tokens, cancels its call. Sessions' own streams are the exception: they can be
+resumed, so a disconnect ends nothing.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tokenmill.text.workers import TextWorkers
 
 T = TypeVar("T")
 MAX_DIVERGENCE, LOOKAHEAD_TOKENS = 1024, 512
-"""Tokens of a prompt up to where it diverges from the cached prefix, and beyond, in which the message is searched."""
+"""Tokens before and after the point where a prompt diverges from the cached prefix, searched for its message."""
 END = "end"
-"""In an event's id, instead of a number of tokens: there is nothing after it."""
+"""Replaces the number of tokens in the id of a stream's last event."""
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "accepted_prediction_tokens",
@@ -57,7 +57,7 @@ COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_toke
 
 
 def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
-    """Tokens of all of them together, as OpenAI counts them."""
+    """Total usage in OpenAI's format."""
     counts = zip((0,) * len(COUNTS), *map(attrgetter(*COUNTS), used), strict=True)
     prompt, completion, cached, reasoning, accepted, rejected = map(sum, counts)
     return {
@@ -74,7 +74,7 @@ def usage_of(used: Sequence[Usage]) -> dict[str, Any]:
 
 
 def answer_message(turn: ParsedTurn) -> dict[str, Any]:
-    """An answer with reasoning or tool calls, as a message. Reasoning goes by both of its usual names."""
+    """An answer with reasoning or tool calls, as a message. Reasoning has both of its usual names."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.content, "refusal": None}
     if turn.calls:
         message["content"] = turn.content or None
@@ -85,7 +85,7 @@ def answer_message(turn: ParsedTurn) -> dict[str, Any]:
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object: of JSON that was cut off, what is complete, as clients read a stream."""
+    """A call's arguments as an object; of truncated JSON, the complete part, as streaming clients parse it."""
     try:
         given = pydantic_core.from_json(text or "{}", allow_partial=True)
     except ValueError:
@@ -94,7 +94,7 @@ def call_arguments(text: str) -> dict[str, Any]:
 
 
 def part_delta(part: TurnPart) -> dict[str, Any]:
-    """A part of an answer, as a chunk's delta has it."""
+    """A part of an answer, in the format of a chunk's delta."""
     if part.kind == "content":
         return {"content": part.text}
     if part.kind == "reasoning":
@@ -105,11 +105,11 @@ def part_delta(part: TurnPart) -> dict[str, Any]:
     return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
 
 
-# -- where deltas come from -------------------------------------------------------------------------------------------
+# -- sources of deltas ------------------------------------------------------------------------------------------------
 
 
 class SessionSource:
-    """The answer of a session to new messages. A client that leaves ends it."""
+    """A session's answer to new messages. Cancelled if its client disconnects."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class SessionSource:
     ) -> None:
         self._sessions = sessions
         self._session = session
-        """Finds or makes the session, when the answer is first asked for: what is never asked for leaves none."""
+        """Finds or creates the session on the first read: a call that is never read creates none."""
         self._on_end = on_end
-        """Told the session's name, and whether there was an answer."""
+        """Called with the session's name, and whether the answer is complete."""
         self._options = options
         self._session_id: str | None = None
         self._asking: asyncio.Future[Answer] | None = None
@@ -133,7 +133,7 @@ class SessionSource:
         self.generations: Sequence[Generation] = ()
 
     async def take(self) -> list[OutputDelta]:
-        """What is new: at most one delta, none once it has ended. Waits until the session has time for it."""
+        """New deltas: at most one, none at the end. Waits for the session if it is busy."""
         if self._deltas is None:
             self._asking = asyncio.ensure_future(self._ask())
             self._deltas = (await self._begun(self._asking)).read()
@@ -150,7 +150,7 @@ class SessionSource:
         try:
             return await asking
         except asyncio.CancelledError:
-            if self._is_cancelled:  # by its name; whoever reads has not been
+            if self._is_cancelled:  # cancelled by id; the reading task has not been
                 raise cancelled() from None
             raise
 
@@ -162,7 +162,7 @@ class SessionSource:
             self._asking.cancel()
 
     async def close(self) -> None:
-        """Nobody reads any more: what has not ended is cancelled."""
+        """Stop reading: an unfinished answer is cancelled."""
         if self._asking is not None:
             await stop(self._asking)
         if self._answer is not None and not self._answer.is_over:
@@ -178,39 +178,39 @@ class SessionSource:
 
 
 class Writer(Protocol):
-    """An endpoint's words for a call's deltas. Events are whole."""
+    """An endpoint's format for a call's deltas. Returns whole events."""
 
     @property
     def framing(self) -> Framing: ...
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer without streaming."""
+        """The response without streaming."""
         ...
 
     def opening(self) -> bytes:
-        """Before everything else, when there is something to say."""
+        """Events before all others, if any."""
         ...
 
     def delta(self, delta: OutputDelta) -> bytes: ...
 
     def closing(self) -> bytes:
-        """The end of a stream, its last event included."""
+        """The end of a stream, including its last event."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream whose status was sent before the error."""
+        """The end of a stream that failed after its status was sent."""
         ...
 
 
 class OpenCalls(set["Call"]):
-    """The calls that run now, by every name that their clients know them by."""
+    """The running calls, by every id that their clients know them by."""
 
     def of(self, llm: AsyncLLM) -> int:
-        """How many of them use this model."""
+        """Number of calls that use this model."""
         return sum(call.llm is llm for call in self)
 
     def cancel(self, name: str, key: str) -> int:
-        """Cancel the calls of this name that were made with the same API key; how many there were."""
+        """Cancel the calls with this id and API key; returns their number."""
         found = [call for call in self if name in call.names and call.caller.key == key]
         for call in found:
             call.cancel()
@@ -218,9 +218,9 @@ class OpenCalls(set["Call"]):
 
 
 class Call:
-    """What one request generates: owns it until the last byte is sent or the client has gone.
+    """The generations of one request, owned from its start until the last byte is sent or the client has disconnected.
 
-    Its stream is made of its own events: an `EventStream` takes them.
+    It is the source of its stream's events: an `EventStream` takes them.
     """
 
     def __init__(
@@ -243,38 +243,38 @@ class Call:
         self.hints = hints
         self.timeout_s = timeout_s
         self.generations: list[Generation] = []
-        """Those of a session are known when there is a delta."""
+        """For a session, known from the first delta on."""
         self._config = config
         self._calls = calls
         self._texts = texts
         self._messages: Sequence[Message] | None = None
-        """What its prompt was made of, if it is a chat's."""
+        """The messages that its prompt was rendered from, for a chat."""
         self._source: EngineStream | SessionSource | None = None
         self._is_cancelled = False
         self._work: asyncio.Future[Any] | None = None
-        """What is no generation, and is cancelled by itself."""
+        """Work before or instead of a generation, cancelled separately."""
         self.archive: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-        """Stores the whole answer, before its client hears of the end."""
+        """Stores the whole answer, before the client receives its end."""
         self.on_closed: Callable[[], None] | None = None
-        """Told when all is over, the archive included."""
+        """Called at the very end, after the archive."""
         self._writer: Writer | None = None
-        """Of its stream."""
+        """Set if it streams."""
         self._told: list[OutputDelta] = []
-        """What was streamed, if that is to be stored."""
+        """Streamed deltas, kept if the answer is to be stored."""
         self._has_begun = False
         self._is_over = False
         self._buffered: dict[int, OutputDelta] = {}
-        """Of each choice, deltas that say nothing yet: they are told with the next that does."""
+        """Per choice, deltas without output yet: sent with the next one that has some."""
 
     @property
     def num_choices(self) -> int:
-        """Rows of the engine that it may take: at least one."""
+        """Upper bound on its engine rows, at least one."""
         return sum(len(generation.choices) for generation in self.generations) or 1
 
-    # -- before it runs -----------------------------------------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------------------------------------
 
     async def tokens(self, work: Callable[[], T]) -> T:
-        """Turn what the request says into tokens: on another thread, if that may be much."""
+        """Tokenize the request's input: on another thread if it is long."""
         num_bytes = self.caller.body_bytes
         if num_bytes < self._texts.inline_bytes:
             return work()
@@ -288,9 +288,9 @@ class Call:
         messages: Sequence[Message] | None = None,
         plan: TurnPlan | None = None,
     ) -> None:
-        """Add a generation; it starts when it is read. `messages` are what the prompt was made of, `plan` reads it.
+        """Add a generation, started by its first read. `messages`: the source; `plan`: how to parse the answer.
 
-        A requested length must fit beside the prompt, or is clamped: then the answer ends where the context does.
+        A requested length must fit beside the prompt, or is clamped to the context.
         """
         max_model_len = self.llm.max_model_len
         if num_wanted is not None and not self._config.clamp_max_tokens and len(prompt) + num_wanted > max_model_len:
@@ -304,7 +304,7 @@ class Call:
             self.caller.reserved += self.caller.account.reserve(len(prompt) + params.n * (num_wanted or 0))
 
     async def chat(self, asked: ChatInput, *, reasons: bool) -> None:
-        """Add the answer to a conversation, in whatever dialect it was asked for; `reasons`: the model may think."""
+        """Add the answer to a conversation, in any dialect; `reasons`: the model may emit reasoning."""
         params, plan = asked.params, None
         if params.structured_outputs is not None:
             await self.compile(params, asked.constraining)
@@ -314,7 +314,7 @@ class Call:
         self.generate(ids, params, params.max_tokens, asked.messages, plan)
 
     async def compile(self, params: SamplingParams, field: str) -> None:
-        """Compile its constraint, off the event loop. A refusal names the field that the caller sent."""
+        """Compile its constraint, off the event loop. An error names the field that the caller sent."""
         try:
             await self.do(self.llm.prepare(params))
         except InvalidRequest as error:
@@ -325,7 +325,7 @@ class Call:
     async def plan(
         self, prompt: list[int], params: SamplingParams, use: ToolUse | None, thinking_budget: int | None
     ) -> tuple[SamplingParams, TurnPlan | None]:
-        """How the answer to a chat is constrained and read. Its grammar is compiled, off the event loop."""
+        """How a chat's answer is constrained and parsed. Compiles its grammar, off the event loop."""
         asked = use or ToolUse()
         await self.do(self.llm.prepare_plan(params, asked, thinking_budget))
         planned, plan = await self.tokens(lambda: self.llm.plan(prompt, params, asked, thinking_budget))
@@ -339,15 +339,15 @@ class Call:
         return planned, plan
 
     def follow(self, source: SessionSource) -> None:
-        """Read the answer of a session instead of generations of its own."""
+        """Use a session's answer as source instead of generations of its own."""
         self._source = source
 
     def generation_of(self, delta: OutputDelta) -> Generation:
-        """Which of its generations a delta belongs to."""
+        """The generation that a delta belongs to."""
         return self.generations[delta.index // len(self.generations[0].choices)]
 
     async def do(self, work: Awaitable[T]) -> T:
-        """The result of work that is no generation."""
+        """The result of work other than a generation."""
         self._work = asyncio.ensure_future(work)
         if self._is_cancelled:
             self._work.cancel()
@@ -355,24 +355,24 @@ class Call:
         try:
             return await while_connected(self.caller, self._work)
         except asyncio.CancelledError:
-            if self._is_cancelled:  # by its name; whoever waits has not been
+            if self._is_cancelled:  # cancelled by id; the waiting task has not been
                 raise cancelled() from None
             raise
         finally:
             self._calls.discard(self)
 
     def cancel(self) -> None:
-        """End it, whatever it is doing."""
+        """Cancel it, in any phase."""
         self._is_cancelled = True
         if self._work is not None:
             self._work.cancel()
         if self._source is not None:
             self._source.cancel()
 
-    # -- its answer ---------------------------------------------------------------------------------------------------
+    # -- the answer ---------------------------------------------------------------------------------------------------
 
     async def respond(self, writer: Writer, *, stream: bool) -> Response:
-        """The response of its endpoint. From now on it runs, and the events of a stream can be taken."""
+        """The endpoint's response. Starts the generations; a stream's events can be taken from now on."""
         if self._is_cancelled:
             raise cancelled()
         if self._source is None:
@@ -392,7 +392,7 @@ class Call:
             await self.close()
 
     async def _all(self, source: EngineStream | SessionSource) -> list[OutputDelta]:
-        """Its deltas to the end; if a choice fails, the others are cancelled."""
+        """All deltas to the end; if a choice fails, the others are cancelled."""
         found: list[OutputDelta] = []
         while deltas := await self._next(source):
             found += deltas
@@ -403,7 +403,7 @@ class Call:
 
     async def _next(self, source: EngineStream | SessionSource) -> list[OutputDelta]:
         """The next deltas, none at the end."""
-        if self._is_cancelled and not self._has_begun:  # there was nothing yet that could have been ended
+        if self._is_cancelled and not self._has_begun:  # cancelled before it had anything running
             raise cancelled()
         deltas = await source.take()
         if not self._has_begun:
@@ -423,14 +423,14 @@ class Call:
                 deltas = await source.take()
             else:
                 deltas = await self._next(source)
-                if not any(delta.text for delta in deltas):  # one that has failed leaves nothing to stream
+                if not any(delta.text for delta in deltas):  # a failed stream has nothing left to send
                     for delta in deltas:
                         if delta.is_failure:
                             raise _failure(delta)
                 piece = writer.opening()
             if not deltas:
                 self._is_over = True
-                await self.close(is_over=False)  # what is stored is there before its client hears of it
+                await self.close(is_over=False)  # stored before the client receives the end
                 if self.archive is not None:
                     await self.archive(writer.whole(folded(self.generations, self._told)))
                 return piece + writer.closing()
@@ -443,14 +443,14 @@ class Call:
                     self._buffered[delta.index] = delta
                     continue
                 if delta.finish_reason is not None and delta.is_failure:
-                    # It has no end of its own: the stream has, for all choices, and it is an error.
+                    # A cancelled choice has no end of its own: the stream ends with one error for all choices.
                     said = writer.delta(delta._replace(finish_reason=None)) if delta.text else b""
                     return piece + said + self.failed(_failure(delta))
                 piece += writer.delta(delta)
         return piece
 
     def failed(self, error: Exception) -> bytes:
-        """The status has been sent: the error goes into the stream."""
+        """The status has been sent, so the error goes into the stream."""
         self._is_over = True
         told = to_api_error(error)
         log_failure(told, error)
@@ -458,7 +458,7 @@ class Call:
         return b"" if self._writer is None else self._writer.failed(told)
 
     async def close(self, *, is_over: bool = True) -> None:
-        """End what still runs, and charge what it has cost. Unless it `is_over`, the answer is yet to be stored."""
+        """Cancel what still runs, and charge the key. Unless it `is_over`, the answer is yet to be stored."""
         self._calls.discard(self)
         source = self._source
         try:
@@ -467,7 +467,7 @@ class Call:
             elif source is not None:
                 self.llm.close_stream(source)
             self._source = None
-        finally:  # whatever is locked for it is free again
+        finally:  # releases its locks
             if is_over and self.on_closed is not None:
                 self.on_closed()
                 self.on_closed = None
@@ -479,7 +479,7 @@ class Call:
                     self._note_difference(generation, self._messages, cache.divergence.at)
 
     def _note_difference(self, generation: Generation, messages: Sequence[Message], at: int) -> None:
-        """In which message the prompt leaves what was known. Near its beginning only: that is where it costs most."""
+        """The message in which the prompt diverges from the cached prefix, if near the start, where it costs most."""
         if at > MAX_DIVERGENCE:
             return
         tokenizer, ids = self.llm.get_tokenizer(), generation.prompt_token_ids
@@ -500,7 +500,7 @@ def folded(generations: Sequence[Generation], deltas: Iterable[OutputDelta]) -> 
 
 
 def _failure(delta: OutputDelta) -> ApiError:
-    """The error of a choice that has failed."""
+    """The error of a failed choice."""
     num_tokens = delta.offset + len(delta.token_ids)
     error = ended_badly(delta.finish_reason or "", delta.error or delta.finish_reason, num_tokens)
     if error is None:
@@ -512,9 +512,9 @@ def _failure(delta: OutputDelta) -> ApiError:
 
 
 class AnswerEvents:
-    """The events of a session's answer. Each has an id: a client that was cut off goes on after the last one it saw.
+    """The events of a session's answer. Each has an id, from which a disconnected client can resume.
 
-    A client that leaves ends nothing. The answer goes on, and ends by itself if nobody comes back for it.
+    A disconnect ends nothing: the answer continues, and ends by itself if no client resumes it.
     """
 
     def __init__(self, caller: Caller, model: str, forms: TokenForms, session_id: str, answer: Answer) -> None:
@@ -529,15 +529,15 @@ class AnswerEvents:
             "model": model,
         }
         self._deltas: AsyncIterator[OutputDelta] | None = None
-        """None: there is nothing more to read."""
+        """None once everything has been read."""
         self._delta: OutputDelta | None = None
-        """The latest."""
+        """Id of the latest event."""
         self._opening = b""
-        """Told before the answer."""
+        """Events before the answer."""
         self._is_over = False
 
     async def whole(self) -> dict[str, Any]:
-        """Without streaming. A cancelled answer is one; one that has failed is an error."""
+        """The response without streaming. A cancelled answer is one; a failed one is an error."""
         whole = joined(await while_connected(self._caller, _all_of(self._answer.read())))
         self._note(whole)
         _raise_if_silent(whole)
@@ -547,14 +547,14 @@ class AnswerEvents:
         return {**self._shape(whole), "object": "session.answer", **message}
 
     def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
-        """From a token on; None: from its end."""
+        """Read from this token on; None: from the end."""
         if offset and self._answer.is_rerun and not self._answer.is_exact:
             self._opening, offset = self._restarted(), 0
         self._deltas = None if offset is None else self._answer.read(offset)
         return EventStream(self, self._caller, config)
 
     def _restarted(self) -> bytes:
-        """Another server runs the answer again, and its tokens may differ: what the client has of it is void."""
+        """Another server reruns the answer, possibly with other tokens: the client discards what it has."""
         shape = {**self._head, "object": "session.restarted", "offset": 0}
         return event(shape, "restarted", f"{self._answer.request_id}:0")
 
@@ -580,10 +580,10 @@ class AnswerEvents:
         return self._event(self._delta) + DONE
 
     async def close(self) -> None:
-        """The answer goes on without it."""
+        """The answer continues without it."""
 
     def _note(self, delta: OutputDelta) -> None:
-        """It is read for the caller, on its account."""
+        """Read for the caller, and charged to its account."""
         if delta.token_ids and self._caller.first_token_at is None:
             self._caller.first_token_at = time.monotonic()
         if delta.usage is not None:
@@ -597,7 +597,7 @@ class AnswerEvents:
             log_failure(error, error)
             self._caller.outcome = Outcome.FAILED
             shape |= error.body()
-        # An answer that was cut off and is run again elsewhere has not ended: its client goes on after what it has.
+        # An interrupted answer that is rerun elsewhere has not ended: its client resumes from what it has.
         is_handed_over = delta.finish_reason == FinishReason.SHUTDOWN.value and delta.durable is False
         is_end = delta.finish_reason is not None and not is_handed_over
         return event(shape, event_id=f"{self._answer.request_id}:{END if is_end else place}")
@@ -621,25 +621,25 @@ async def _all_of(deltas: AsyncIterator[OutputDelta]) -> list[OutputDelta]:
 
 
 def _answer_error(delta: OutputDelta) -> ApiError | None:
-    """The error of an answer that has failed; None if it is complete or was cancelled."""
+    """The error of a failed answer; None if it is complete or was cancelled."""
     is_failure = delta.is_failure and delta.finish_reason != FinishReason.CANCELLED.value
     return _failure(delta) if is_failure else None
 
 
 def _raise_if_silent(delta: OutputDelta) -> None:
-    """Raise if an answer has failed, or was cancelled, before its first token: then there is nothing to tell."""
+    """Raise if an answer failed or was cancelled before its first token: there is nothing to send."""
     if delta.is_failure and not delta.token_ids:
         raise _failure(delta)
 
 
 @dataclass(frozen=True)
 class EventId:
-    """The last event that a client has seen."""
+    """The last event that a client has received."""
 
     request_id: str | None
-    """Of the answer; None: whichever is the last one."""
+    """Id of the answer; None for the latest one."""
     offset: int | None
-    """The token after it; None if it was the end."""
+    """The token after it; None if it was the last event."""
 
     def check(self, answer: Answer) -> None:
         if self.request_id not in (None, answer.request_id):
@@ -648,7 +648,7 @@ class EventId:
 
 
 def read_event_id(header: str | None) -> EventId:
-    """A Last-Event-ID; without one a client has seen nothing."""
+    """Parse a Last-Event-ID; without one, the client has received nothing."""
     if header is None:
         return EventId(None, 0)
     name, _, place = header.rpartition(":")
@@ -658,11 +658,11 @@ def read_event_id(header: str | None) -> EventId:
     return EventId(name, None if is_end else int(place))
 
 
-# -- clients that leave -----------------------------------------------------------------------------------------------
+# -- disconnects ------------------------------------------------------------------------------------------------------
 
 
 async def while_connected(caller: Caller, work: Awaitable[T]) -> T:
-    """The result of some work; `ClientGone` if the client disconnects first, and the work has been cancelled."""
+    """The result of some work; `ClientGone` if the client disconnects first, after cancelling the work."""
     doing, lost = asyncio.ensure_future(work), caller.connection.lost
     waited_for: set[asyncio.Future[Any]] = {doing, lost}
     try:
@@ -675,7 +675,7 @@ async def while_connected(caller: Caller, work: Awaitable[T]) -> T:
 
 
 async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all; when one fails, or nobody waits any more, the others have ended before this does."""
+    """All results; if one fails or the caller is cancelled, the others have ended before this returns."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -686,6 +686,6 @@ async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def stop(task: asyncio.Future[Any]) -> None:
-    """Cancel it, and wait until it has ended."""
+    """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
