@@ -291,7 +291,7 @@ def test_a_message_that_fails_in_the_child_ends_its_own_request_only(child: Chil
     assert child.ending("cancelled").finish_reason is FinishReason.ERROR
     child.post(wire.Finish("finished", 1_000_000))
     assert "cannot keep" in (child.ending("finished").error or "")
-    child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
+    child.post(wire.Submit("bad", np.array([99], dtype=np.int32).tobytes(), Limits(), Hints(), None, Draw()))
     assert "outside the vocabulary" in (child.ending("bad").error or "")
     child.mail.post(b"\xc1 not msgpack")
     child.mail.post(msgspec.msgpack.encode({"type": "Nonsense"}))
@@ -312,7 +312,7 @@ def test_statistics_of_a_core_that_stalls_do_not_stop_the_mail(child: Child) -> 
     try:
         assert fault.stalled.wait(WAIT_S)
         child.post(wire.AskStats(1))
-        child.post(wire.Submit("bad", [99], Limits(), Hints(), None, Draw()))
+        child.post(wire.Submit("bad", np.array([99], dtype=np.int32).tobytes(), Limits(), Hints(), None, Draw()))
         heard: list[wire.FromEngine] = []
         child.until(lambda message: heard.append(message) is None and isinstance(message, wire.Step))
         assert not any(isinstance(message, wire.Answer) for message in heard)

@@ -267,7 +267,7 @@ def test_one_token_without_kv_is_no_eviction(num_same: int, num_cached: int, cau
         session.log = replace(TokenLog().added(0, list(range(30)), Turn("input", (), 30)), low=num_same)
         session.mark = KVMark(20, session.core, 0, 5.0)
         verdict = CacheVerdict(num_cached, loss=Loss(6.0, "room", "other", "", 20))
-        asked = ("request", list(range(30)), num_cached, verdict, 0, 7.0, service._model().opened.text.tokenizer)
+        asked = ("request", 30, num_cached, verdict, 0, 7.0, service._model().opened.text.tokenizer)
         cost = cost_of(session, *asked)
         assert (cost.cause, cost.num_again) == (cause, num_again)
 

@@ -12,7 +12,9 @@ import pytest
 from tests.session.helpers import make_service, read, with_text
 from tests.text.families import TEMPLATES, VARIABLES, byte_level
 from tokenmill import SessionService
+from tokenmill.engine.request import RequestTokens
 from tokenmill.params import SamplingParams
+from tokenmill.pipeline.output import Generation
 from tokenmill.session import log as session_log
 from tokenmill.session import store as session_store
 from tokenmill.session.log import SharedList, TokenLog, Tokens, Turn
@@ -31,6 +33,8 @@ class Work:
         self.done: Counter[str] = Counter()
         run, encode, written = template.run_template, type(TOKENIZER).encode_template, session_store.turn_json
         copied, counted = session_log._Storage.__init__, session_log.num_chars
+        listed, iterated = RequestTokens.__getitem__, RequestTokens.__iter__
+        prompt_ids = Generation.prompt_token_ids.fget
 
         def run_counted(template: Any, variables: Any) -> str:
             self.done["templates run"] += 1
@@ -53,6 +57,22 @@ class Work:
             self.done["values counted"] += 1
             return counted(value)
 
+        def listed_counted(tokens: RequestTokens, index: Any) -> Any:
+            found = listed(tokens, index)
+            self.done["ids listed"] += len(found) if isinstance(index, slice) else 1
+            return found
+
+        def iterated_counted(tokens: RequestTokens) -> Any:
+            self.done["ids listed"] += len(tokens)
+            return iterated(tokens)
+
+        def prompt_ids_counted(generation: Generation) -> list[int]:
+            self.done["ids listed"] += generation.choices[0].request.num_prompt
+            return prompt_ids(generation)
+
+        monkeypatch.setattr(RequestTokens, "__getitem__", listed_counted)
+        monkeypatch.setattr(RequestTokens, "__iter__", iterated_counted)
+        monkeypatch.setattr(Generation, "prompt_token_ids", property(prompt_ids_counted))
         monkeypatch.setattr(template, "run_template", run_counted)
         monkeypatch.setattr(type(TOKENIZER), "encode_template", encode_counted)
         monkeypatch.setattr(session_store, "turn_json", written_counted)

@@ -209,7 +209,7 @@ def _greedy(handle: ModelHandle, limits: Any, prompts: Sequence[list[int]], num_
             engine.add(request)
         while engine.has_work:
             engine.step()
-        return [request.tokens for request in requests]
+        return [list(request.tokens) for request in requests]
     finally:
         engine.close()
 

@@ -289,9 +289,9 @@ class EngineCore:
         """End a request with `stop` after its first `keep_tokens` generated tokens: its text matched a stop string."""
         request = self.scheduler.requests.get(request_id)
         if request is not None:
-            if not 0 <= keep_tokens <= len(request.output):
-                raise InvalidRequest(f"cannot keep {keep_tokens} of {len(request.output)} generated tokens")
-            del request.tokens[request.num_prompt + keep_tokens :]
+            if not 0 <= keep_tokens <= len(request.tokens.generated):
+                raise InvalidRequest(f"cannot keep {keep_tokens} of {len(request.tokens.generated)} generated tokens")
+            request.tokens.keep_generated(keep_tokens)
             self.scheduler.finish(request, FinishReason.STOP)
             self._tell_cells()
         return request is not None
@@ -324,7 +324,7 @@ class EngineCore:
         is_same = draw.params.structured_outputs == source.draw.params.structured_outputs
         # The child's grammar goes on where its source's is, in the middle of the output.
         grammar = source.grammar.fork() if source.grammar is not None and is_same else None
-        child = Request(new_id, source.tokens, limits, shared, draw, grammar=grammar)
+        child = Request(new_id, source.tokens.array, limits, shared, draw, grammar=grammar)
         self.add(child)
         return child
 

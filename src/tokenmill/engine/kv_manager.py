@@ -82,7 +82,7 @@ class KVManager:
 
     def divergence(self, request: Request) -> Divergence | None:
         """Where the prompt of a starting request diverges from cached KV."""
-        return self.index.divergence(request.token_array(), request.hints.namespace, NUM_SHOWN) if self._reuse else None
+        return self.index.divergence(request.tokens.array, request.hints.namespace, NUM_SHOWN) if self._reuse else None
 
     def verdict(self, request: Request, num_cached: int, divergence: Divergence | None) -> CacheVerdict:
         """Why a request that starts now has this much cached and not more."""

@@ -483,7 +483,7 @@ class PrefixRoutes:
     @staticmethod
     def blocks_of(request: Request) -> list[int]:
         """One hash per whole block of its prompt, of everything up to the block's end."""
-        prompt = request.token_array()
+        prompt = request.tokens.array
         found, before = [], hash(request.hints.namespace)
         for end in range(ROUTE_BLOCK, len(prompt) + 1, ROUTE_BLOCK):
             before = hash((before, prompt[end - ROUTE_BLOCK : end].tobytes()))

@@ -247,7 +247,7 @@ class LookupProposer:
             index = self._own[request.request_id] = _sized_for(2 * (num_before + len(tokens)))
             if predicted:
                 index.add([*predicted, SEPARATOR])
-        index.add(tokens[index.num_added - num_before :])
+        index.add(tokens.array[index.num_added - num_before :])
         num_said = len(tokens) - request.num_prompt
         is_early = num_said < min(LONGEST_MATCH, len(predicted))  # too little to be found by
         if is_early and tuple(request.output) == predicted[:num_said]:
@@ -264,7 +264,7 @@ class LookupProposer:
 
     def keep(self, request: Request) -> None:
         """Add the log to those of its key; what it began with and was computed before has been added then."""
-        scope, tokens = _scope(request), request.token_array()
+        scope, tokens = _scope(request), request.tokens.array
         tokens = tokens[max(0, min(request.num_cached, len(tokens)) - LONGEST_MATCH) :][-self._most_shared // 2 :]
         index = self._shared.pop(scope, None) or SuffixIndex(min(MIN_CAPACITY, self._most_shared))
         num_held = min(index.num_added, index.capacity)
@@ -421,7 +421,7 @@ class DraftProposer:
         self._kv.trim(held.seq, held.num_computed)
 
     def _start(self, request: Request) -> _Held | None:
-        tokens, hints = request.token_array(), replace(request.hints, owner=None)
+        tokens, hints = request.tokens.array, replace(request.hints, owner=None)
         leased = self._kv.start(self._kv.match(tokens, hints), request)
         if leased is None:
             return None
@@ -439,7 +439,7 @@ class DraftProposer:
         try:
             self._settle(request, held)
             hints = replace(request.hints, owner=None)
-            self._kv.park(held.seq, request.token_array(), request.num_prompt, hints)
+            self._kv.park(held.seq, request.tokens.array, request.num_prompt, hints)
         except Exception as error:  # as in `propose`
             self._give_up(error)
 

@@ -6,9 +6,10 @@ How much of the log is computed is tracked by the running rows (`rows.py`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,11 +196,86 @@ class Draw:
 GREEDY = Draw(seed=0)
 
 
+class RequestTokens(Sequence[int]):
+    """A request's log: the prompt as an array, generated ids as a list that the engine appends to.
+
+    The prompt is copied once and never becomes a list, so that a turn of a long conversation costs what is new in it.
+    """
+
+    __slots__ = ("_array", "_num_converted", "append", "generated", "num_prompt")
+
+    def __init__(self, prompt: IntArray) -> None:
+        self.num_prompt = len(prompt)
+        self.generated: list[int] = []
+        self.append = self.generated.append
+        """Bound once: it is called for each token."""
+        self._array = _with_room(prompt, len(prompt))
+        self._num_converted = len(prompt)
+
+    @property
+    def array(self) -> IntArray:
+        """The log so far. Generated ids are converted once, behind those that earlier arrays hold."""
+        count, known = len(self), self._num_converted
+        if known < count:
+            if count > len(self._array):
+                self._array = _with_room(self._array[:known], count)
+            self._array[known:count] = self.generated[known - self.num_prompt :]
+            self._num_converted = count
+        return self._array[:count]
+
+    @property
+    def prompt(self) -> IntArray:
+        """Safe on any thread."""
+        return self._array[: self.num_prompt]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __len__(self) -> int:
+        return self.num_prompt + len(self.generated)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            ids: list[int] = self.array[index].tolist()
+            return ids
+        place = range(len(self))[index]
+        return self.generated[place - self.num_prompt] if place >= self.num_prompt else int(self._array[place])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iadd__(self, ids: Iterable[int]) -> Self:
+        self.generated += ids
+        return self
+
+    def keep_generated(self, count: int) -> None:
+        """Drop generated ids beyond the first `count`; earlier arrays keep them."""
+        del self.generated[count:]
+        if self._num_converted > len(self):
+            self._array = _with_room(self._array[: len(self)], len(self))
+            self._num_converted = len(self)
+
+
+def _with_room(ids: IntArray, count: int) -> IntArray:
+    """The ids in a larger array: for `count` of them, and an eighth more."""
+    grown = np.empty(count + count // 8 + 8, dtype=np.int32)
+    grown[: len(ids)] = ids
+    return grown
+
+
 class Request:
     """One generation. Owned by its engine core's thread."""
 
     __slots__ = (
-        "_array",
         "arrival",
         "arrived_at",
         "draw",
@@ -242,7 +318,7 @@ class Request:
         if len(prompt) == 0:
             raise InvalidRequest(f"request {request_id}: the prompt is empty")
         self.request_id = request_id
-        self.tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        self.tokens = RequestTokens(_checked_array(request_id, prompt))
         """The log: prompt and generated ids, never retokenized."""
         self.num_prompt = len(self.tokens)
         self.limits = limits
@@ -282,18 +358,11 @@ class Request:
         """...and the position it has to reach."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self._array = _checked_array(request_id, prompt)
-
-    def token_array(self) -> IntArray:
-        """The log as an array. Converts new tokens only."""
-        known = len(self._array)
-        if known < len(self.tokens):
-            self._array = np.concatenate([self._array, np.array(self.tokens[known:], dtype=np.int32)])
-        return self._array[: len(self.tokens)]
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
+        """A copy of the generated ids."""
+        return list(self.tokens.generated)
 
     @property
     def wants_scores(self) -> bool:
@@ -343,7 +412,7 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
     room = 0 if request.pooling is not None else 1
     if request.num_prompt + room > longest:
         raise ContextOverflow(context_overflow(longest, request.num_prompt, room))
-    prompt = request.token_array()
+    prompt = request.tokens.array
     if prompt.max() >= model.vocab_size:
         what = f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}"
         raise InvalidRequest(what, param="prompt")
@@ -376,7 +445,7 @@ def context_overflow(longest: int, num_prompt: int, num_new: int, *, is_exact: b
 def _checked_array(request_id: str, tokens: Sequence[int] | IntArray) -> IntArray:
     """The prompt as an array; rejects negative ids, which would refer to another request's last token."""
     try:
-        array = np.array(tokens, dtype=np.int32)
+        array = np.asarray(tokens, dtype=np.int32)
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidRequest(f"request {request_id}: the prompt must be a list of token ids: {error}") from None
     if array.ndim != 1:

@@ -274,7 +274,7 @@ class Results:
     def _completed_by(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Completed | None:
         """The token may be the request's last one: a stop token, the last that fits, or none at all."""
         if token == BAD_ROW:
-            request.tokens.pop()
+            request.tokens.keep_generated(len(request.tokens.generated) - 1)
             params = request.draw.params
             if request.grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
                 what = "its grammar allows only tokens that allowed_token_ids or banned_token_ids rule out"
@@ -293,7 +293,7 @@ class Results:
                 continue
             rows = logits[scores.output]
             known = len(request.prompt_logprobs) - scores.position  # from before it was preempted
-            targets = request.token_array()[scores.position + 1 : scores.position + 1 + len(rows)]
+            targets = request.tokens.array[scores.position + 1 : scores.position + 1 + len(rows)]
             count = request.draw.params.prompt_logprobs or 0
             request.prompt_logprobs += score(rows[known:], targets[known:], count) if known < len(rows) else []
 

@@ -298,7 +298,7 @@ class RunningRows:
         if draws:
             output[-1] = Output.LOGITS
         batch = Batch(
-            token=np.array(request.tokens[begin : begin + count], dtype=np.int32),
+            token=request.tokens.array[begin : begin + count],
             pos=np.arange(begin, begin + count, dtype=np.int32),
             seq_ids=np.full((count, 1), self.seq[row], dtype=np.int32),
             output=output,

@@ -22,7 +22,7 @@ from tokenmill.engine.events import EventBus, Phase
 from tokenmill.engine.kv_manager import WEIGHTS, KVManager
 from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.policies import SHARE_ROWS_TICKS, CoreUsage, Deadlines, Order, WaitingQueue, share_of
-from tokenmill.engine.prefix import Match
+from tokenmill.engine.prefix import Match, common_prefix
 from tokenmill.engine.request import (
     ENDINGS,
     NO_ROW,
@@ -159,7 +159,7 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 self.kv.release(seq)
             else:
-                self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
+                self.kv.park(seq, request.tokens.array, request.num_prompt, request.hints)
         elif request in self.queue:
             self.queue.remove(request)
         del self.requests[request.request_id]
@@ -329,7 +329,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         """What KV the request could start from; none if something is wanted of each of its own tokens."""
-        return Match() if request.computes_all else self.kv.match(request.token_array(), request.hints)
+        return Match() if request.computes_all else self.kv.match(request.tokens.array, request.hints)
 
     def _use_up_budget(self, draft: Draft) -> None:
         """Nobody decodes: give what is left of the budget and of the time to the chunks, first ones first."""
@@ -473,7 +473,7 @@ class Scheduler:
             and source.hints.namespace == request.hints.namespace
         ):
             length = min(int(self.rows.num_computed[source.row]), len(source.tokens), len(request.tokens) - 1)
-            if length > match.length and source.tokens[:length] == request.tokens[:length]:
+            if length > match.length and common_prefix(source.tokens.array, request.tokens.array) >= length:
                 seq = self.kv.fork(int(self.rows.seq[source.row]), length, request)
                 if seq is not None:
                     return seq, length
@@ -494,7 +494,7 @@ class Scheduler:
         if draw.params.speculation or self.config.speculation != "off":
             self.speculation.begin(request)
         self.order.started(request, self.tick)
-        self.kv.announce(seq, request.token_array(), request.hints.namespace, self._computed_in(row))
+        self.kv.announce(seq, request.tokens.array, request.hints.namespace, self._computed_in(row))
         self._events.phase(request, Phase.PREFILL, self.tick, num_computed)
 
     def _take_row(self, request: Request) -> int:
@@ -511,7 +511,7 @@ class Scheduler:
         if self.speculation.has_begun(request.row):
             self.speculation.forget(request)
         seq = self._take_row(request)
-        self.kv.park(seq, request.token_array(), request.num_prompt, request.hints)
+        self.kv.park(seq, request.tokens.array, request.num_prompt, request.hints)
         request.become(RequestState.PREEMPTED)
         request.num_preemptions += 1
         request.last_progress = self.tick

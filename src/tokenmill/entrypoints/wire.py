@@ -56,7 +56,8 @@ class Submit(msgspec.Struct, tag=True):
     """A request. Its namespace travels beside its hints: msgpack has no tuples, and a list is not hashable."""
 
     request_id: str
-    prompt: list[int]
+    prompt: bytes
+    """Its ids as int32: a list of them would be converted one by one."""
     limits: Limits
     hints: Hints
     namespace: Any
@@ -70,12 +71,20 @@ class Submit(msgspec.Struct, tag=True):
         namespace = plain_namespace(request.hints)
         hints = replace(request.hints, namespace=None)
         return cls(
-            request.request_id, request.tokens, request.limits, hints, namespace, request.draw, request.pooling, core
+            request.request_id,
+            request.tokens.array.tobytes(),
+            request.limits,
+            hints,
+            namespace,
+            request.draw,
+            request.pooling,
+            core,
         )
 
     def request(self) -> Request:
         hints = with_namespace(self.hints, self.namespace)
-        return Request(self.request_id, self.prompt, self.limits, hints, self.draw, self.pooling)
+        prompt = np.frombuffer(self.prompt, dtype=np.int32)
+        return Request(self.request_id, prompt, self.limits, hints, self.draw, self.pooling)
 
 
 class Cancel(msgspec.Struct, tag=True):

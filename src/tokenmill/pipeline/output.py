@@ -354,8 +354,8 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        request = self.choices[0].request
-        return request.tokens[: request.num_prompt]
+        ids: list[int] = self.choices[0].request.tokens.prompt.tolist()
+        return ids
 
     @property
     def usage(self) -> Usage:

@@ -207,7 +207,7 @@ def embedding_output(request: Request, end: End, *, normalize: bool) -> Embeddin
     length = math.sqrt(math.fsum(value * value for value in values)) if normalize else 1.0
     output = EmbeddingOutput([value / length for value in values] if length > 0 else values)
     return EmbeddingRequestOutput(
-        request.request_id, request.tokens, output, Usage(request.num_prompt, 0, request.num_cached)
+        request.request_id, list(request.tokens), output, Usage(request.num_prompt, 0, request.num_cached)
     )
 
 

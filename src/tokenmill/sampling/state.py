@@ -198,7 +198,8 @@ class SamplingState:
         )
 
     def _log(self, row: int, proposed: Sequence[int]) -> np.ndarray:
-        return np.asarray([*self._logs[row], *proposed] if proposed else self._logs[row], dtype=np.int32)
+        log = np.asarray(self._logs[row], dtype=np.int32)
+        return np.append(log, np.array(proposed, dtype=np.int32)) if proposed else log
 
     def edits(self, row: int, proposed: Sequence[int]) -> Listed:
         """Bias and bans: tokens, and what is added to their logits."""

@@ -113,31 +113,30 @@ def mark_before(session: Session) -> KVMark | None:
 def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> None:
     """An answer is over: record its cost, and how much of the log has KV now."""
     request, weights, now = generation.choices[0].request, opened.model.weights_version, time.monotonic()
-    prompt = generation.prompt_token_ids
     if generation.num_generated:
-        asked = (prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
+        asked = (request.num_prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.request_id, *asked)
         cost = replace(cost, num_proposed=request.num_proposed, num_agreed=request.num_agreed)
         session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
         # Tokens that a grammar forced are computed with what follows them. If none does, the next turn computes them.
         is_known = generation.params.structured_outputs is None or session.log.ended_with is not None
-        num_known = len(session.log) if is_known else len(prompt)
+        num_known = len(session.log) if is_known else request.num_prompt
         session.mark = KVMark(num_known, session.core, weights, now)
         session.log = session.log.marked()
 
 
 def cost_of(
-    session: Session, request_id: str, prompt: Sequence[int], num_cached: int, verdict: CacheVerdict | None,
+    session: Session, request_id: str, num_prompt: int, num_cached: int, verdict: CacheVerdict | None,
     weights: int, at: float, tokenizer: Tokenizer,
 ) -> TurnCost:  # fmt: skip
     """The cost of an answer that is over, before its session's mark is moved."""
     mark = session.mark
     if verdict is None:
-        return TurnCost(request_id, len(prompt), num_cached, Cause.UNKNOWN, 0)
-    base, cached = (request_id, len(prompt), num_cached), num_cached
+        return TurnCost(request_id, num_prompt, num_cached, Cause.UNKNOWN, 0)
+    base, cached = (request_id, num_prompt, num_cached), num_cached
     if mark is None:
         return TurnCost(*base, Cause.FIRST, 0, _difference(session, verdict.divergence, cached, tokenizer))
-    held, same = min(mark.num_tokens, len(prompt)), session.log.low
+    held, same = min(mark.num_tokens, num_prompt), session.log.low
     lost = max(0, min(held, same) - cached)
     if lost > SLACK:
         return _lost(base, mark, session.core, verdict, weights, at, lost)
