@@ -425,33 +425,74 @@ def report_table(name: str) -> str:
     return f"{report.markdown(found)}\n\n{report.setting(found)}"
 
 
-CPU_REPORTS = ("cpu", "cpu-1b")
+CPU_REPORTS = {"cpu": "135M", "cpu-1b": "1B"}
 CPU_TASKS = ("prefill 512", "decode 16", "decode 4", "decode 1")
+GPU_REPORTS = {"h200": "HTTP", "h200-offline": "offline"}
+TURNS = {"stateless, prefix reuse": "stateless, prefix reuse", report.OFF: "stateless, no reuse"}
+
+
+def _report(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((REPORTS / f"{name}.json").read_text())
+    return found
 
 
 def readme_figures() -> str:
-    """Beside llama.cpp and vLLM: ratios, and the commands that measure them."""
-    reports = {name: json.loads((REPORTS / f"{name}.json").read_text()) for name in (*CPU_REPORTS, "h200")}
+    """Beside llama.cpp, vLLM and stateless requests: throughput and ratios, and the commands that measure them."""
+    reports = {name: _report(name) for name in (*CPU_REPORTS, *GPU_REPORTS)}
     rows = {name: _rows(found) for name, found in reports.items()}
     cpu = [
-        (reports[name]["model"].removesuffix(".gguf"), *(_ratio(rows[name][task], "llama.cpp") for task in CPU_TASKS))
+        (
+            reports[name]["model"].removesuffix(".gguf"),
+            *(_beside(rows[name].get(task), "llama.cpp") for task in CPU_TASKS),
+        )
         for name in CPU_REPORTS
     ]
-    gpu = [
-        (one["title"].removeprefix("Over HTTP, "), *(_ratio(row, "vllm") for row in one["rows"]))
-        for one in reports["h200"]["sections"]
+    parts = [
+        "CPU, tok/s (ratio to llama.cpp's `llama_decode` in the same run):",
+        _table(("", *CPU_TASKS), cpu),
     ]
-    clients = [row["name"] for row in reports["h200"]["sections"][0]["rows"]]
-    return "\n\n".join(
-        [
-            "CPU, throughput relative to llama.cpp (`llama_decode`) in the same run:",
-            _table(("", *CPU_TASKS), cpu),
-            "\n".join(f"- {report.setting(reports[name])}" for name in CPU_REPORTS),
-            "H200, new tok/s over HTTP relative to vLLM in the same run, 512 + 256 tokens, default settings:",
-            _table(("", *clients), gpu),
-            f"- {report.setting(reports['h200'])}",
-        ]
-    )
+    titles = {
+        "h200": "H200, new tok/s over HTTP, 512 + 256 tokens, default settings (ratio to vLLM in the same run):",
+        "h200-offline": "H200, tok/s offline without KV reuse (ratio to vLLM on such a card); mixed lengths are 100 to 1,024 "
+        "tokens of prompt and output, at temperature 0.6:",
+    }
+    for name, title in titles.items():
+        sections = reports[name]["sections"]
+        table = [(one["title"].rpartition(", ")[2], *(_beside(row, "vllm") for row in one["rows"])) for one in sections]
+        parts += [title, _table(("", *(row["name"] for row in sections[0]["rows"])), table)]
+    turn, unit = rows["cpu"]["turn 6, p50 TTFT"], "ms"
+    times = (("session", turn["median"]), *((shown, turn["medians"][other]) for other, shown in TURNS.items()))
+    parts += [
+        "Sessions, p50 time to first token of turn 6 (100 + 100 tokens a turn, SmolLM2-135M, CPU):",
+        _table([name for name, _ in times], [[f"{value:,.0f} {unit}" for _, value in times]]),
+        "\n".join(f"- {report.setting(found)}" for found in reports.values()),
+    ]
+    return "\n\n".join(parts)
+
+
+def _beside(row: Mapping[str, Any] | None, other: str) -> str:
+    """Ours, and how many times as much as the other's."""
+    return "" if row is None or other not in row["ratios"] else f"{row['median']:,.0f} ({row['ratios'][other]:.2f})"
+
+
+def proof_chart() -> str:
+    """The ratios of the README as bars."""
+    bars = [
+        {"name": f"CPU, {size}: {task}", "ratios": {"llama.cpp": ratio}}
+        for name, size in CPU_REPORTS.items()
+        for task in CPU_TASKS
+        if (ratio := _rows(_report(name))[task]["ratios"].get("llama.cpp")) is not None
+    ]
+    for name, how in GPU_REPORTS.items():
+        for section in _report(name)["sections"]:
+            shape = section["title"].rpartition(", ")[2].removesuffix(" shape")
+            bars += [
+                {"name": f"H200, {how}, {shape}: {row['name']}", "ratios": {"vLLM": row["ratios"]["vllm"]}}
+                for row in section["rows"]
+            ]
+    turn = _rows(_report("cpu"))["turn 6, p50 TTFT"]["ratios"]
+    bars += [{"name": "Session, turn 6", "ratios": {shown: turn[other]}} for other, shown in TURNS.items()]
+    return report.ratio_chart(bars, "tokenmill / others, higher is better")
 
 
 SWITCHED = {
@@ -481,11 +522,6 @@ def switches() -> str:
 
 def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
     return {row["name"]: row for section in found["sections"] for row in section["rows"]}
-
-
-def _ratio(row: Mapping[str, Any], other: str) -> str:
-    ratio = row["ratios"].get(other)
-    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def scaling_table() -> str:
@@ -531,6 +567,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         page = DOCS / name
         yield page, CHECK_ROW.sub(lambda row: f"{row[1]} {_files(tests.get(row[2], []))} |", page.read_text())
     yield from packaging_files()
+    yield DOCS / "images" / "proof.svg", proof_chart()
 
 
 def _files(paths: list[str]) -> str:
