@@ -453,8 +453,8 @@ def readme_figures() -> str:
     ]
     titles = {
         "h200": "H200, new tok/s over HTTP, 512 + 256 tokens, default settings (ratio to vLLM in the same run):",
-        "h200-offline": "H200, tok/s offline without KV reuse (ratio to vLLM on such a card); mixed lengths are 100 to 1,024 "
-        "tokens of prompt and output, at temperature 0.6:",
+        "h200-offline": "H200, tok/s offline without KV reuse (ratio to vLLM on such a card); mixed lengths are 100 to "
+        "1,024 tokens of prompt and output, at temperature 0.6:",
     }
     for name, title in titles.items():
         sections = reports[name]["sections"]

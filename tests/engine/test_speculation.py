@@ -345,8 +345,8 @@ BUGS = [
         "penalties without the proposed tokens",
         state.SamplingState,
         "_log",
-        "[*self._logs[row], *proposed] if proposed else self._logs[row]",
-        "self._logs[row]",
+        "np.append(log, np.array(proposed, dtype=np.int32)) if proposed else log",
+        "log",
     ),
     PlantedBug(
         "rules without the proposed tokens",
