@@ -50,6 +50,8 @@ IDLE_BYTES, TOKEN_BYTES = 4096, 8
 """Most memory of an idle session, and of each of its tokens."""
 WEIGHED = 500
 """Idle sessions whose memory is taken together."""
+TOGETHER = 32
+"""Sessions that are begun at the same time."""
 
 
 @dataclass
@@ -91,12 +93,15 @@ def idle(most: int, rounds: int) -> Curve:
         limits = SessionLimits(stall_timeout_s=None)
         async with _service(limits=limits) as service:
 
+            async def begin() -> None:
+                name = await service.create_session(sampling_params=_ANSWER, seed=0)
+                await service.append_input(name, prompt)
+                async for _ in await service.generate_stream(name, 1):
+                    pass
+
             async def add(count: int) -> None:
-                for _ in range(count):
-                    name = await service.create_session(sampling_params=_ANSWER, seed=0)
-                    await service.append_input(name, prompt)
-                    async for _ in await service.generate_stream(name, 1):
-                        pass
+                for begun in range(0, count, TOGETHER):
+                    await asyncio.gather(*(begin() for _ in range(min(TOGETHER, count - begun))))
 
             talk = await turns.Talk.begin(service, tokens)
             await talk.turns(3)

@@ -18,6 +18,7 @@ from tokenmill.errors import IntegrityError
 from tokenmill.outputs import Divergence
 
 Namespace = Hashable
+NO_TOKENS: IntArray = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +58,7 @@ class Node:
 
     def __init__(self, tokens: IntArray, end: int, parent: Node | None) -> None:
         self.tokens = tokens
+        """A part of the tokens of one of its entries."""
         self.end = end
         """Tokens from the root to the end of this edge."""
         self.parent = parent
@@ -68,6 +70,15 @@ class Node:
         """Among `entries`, parked ones of plain requests..."""
         self.num_owned = 0
         """...and of sessions."""
+
+    @property
+    def begin(self) -> int:
+        """Number of tokens from the root to the beginning of this edge."""
+        return self.end - len(self.tokens)
+
+    def show(self, begin: int) -> None:
+        """Take the tokens from `begin` on from the latest entry: edges have no copies of their own."""
+        self.tokens = next(reversed(self.entries)).tokens[begin : self.end]
 
     @property
     def is_parked(self) -> bool:
@@ -127,12 +138,12 @@ class PrefixIndex:
 
     def insert(self, entry: Entry) -> None:
         """Add an entry; its tokens must not be empty."""
-        node = self._roots.setdefault(entry.namespace, Node(entry.tokens[:0], 0, None))
+        node = self._roots.setdefault(entry.namespace, Node(NO_TOKENS, 0, None))
         at = 0
         while at < len(entry.tokens):
             child = node.children.get(int(entry.tokens[at]))
             if child is None:
-                child = Node(entry.tokens[at:].copy(), len(entry.tokens), node)
+                child = Node(entry.tokens[at:], len(entry.tokens), node)
                 node.children[int(child.tokens[0])] = child
             else:
                 shared = common_prefix(child.tokens, entry.tokens[at:])
@@ -157,8 +168,11 @@ class PrefixIndex:
             parent = node.parent
             if not node.entries:
                 del parent.children[int(node.tokens[0])]
-            elif len(node.children) == 1:
-                self._join_if_one_way(node)
+            else:
+                if np.may_share_memory(node.tokens, entry.tokens):
+                    node.show(node.begin)
+                if len(node.children) == 1:
+                    self._join_if_one_way(node)
             node = parent
         if node is not None and not node.children:
             del self._roots[entry.namespace]
@@ -227,11 +241,11 @@ class PrefixIndex:
         parent = node.parent
         if parent is None:
             raise IntegrityError("a root of the prefix index has no edge to split")
-        upper = Node(node.tokens[:length].copy(), node.end - len(node.tokens) + length, parent)
+        upper = Node(node.tokens[:length], node.begin + length, parent)
         upper.entries = dict(node.entries)
         upper.num_plain, upper.num_owned = node.num_plain, node.num_owned
         parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.parent = node.tokens[length:].copy(), upper
+        node.tokens, node.parent = node.tokens[length:], upper
         upper.children[int(node.tokens[0])] = node
         return upper
 
@@ -240,7 +254,7 @@ class PrefixIndex:
         (child,) = node.children.values()
         if len(child.entries) != len(node.entries) or node.parent is None:
             return
-        child.tokens = np.concatenate([node.tokens, child.tokens])
+        child.show(node.begin)
         child.parent = node.parent
         node.parent.children[int(child.tokens[0])] = child
 
@@ -253,6 +267,8 @@ class PrefixIndex:
                 node, spelled = stack.pop()
                 if node.parent is not None and (not node.entries or node.end != len(spelled)):
                     raise IntegrityError("an edge of the prefix index is unused or misplaced")
+                if node.entries and not any(np.may_share_memory(node.tokens, one.tokens) for one in node.entries):
+                    raise IntegrityError("an edge of the prefix index keeps the tokens of an entry that is gone")
                 for entry in node.entries:
                     if entry.namespace != namespace or not np.array_equal(entry.tokens[: node.end], spelled):
                         raise IntegrityError(f"sequence {entry.seq} lies on a path that does not spell it")

@@ -104,7 +104,7 @@ class _Storage:
     def append(self, ids: IntArray) -> None:
         needed = self.used + len(ids)
         if needed > len(self.array):
-            grown = np.empty(needed + needed // 8, dtype=np.int32)
+            grown = np.empty(needed + needed // 32, dtype=np.int32)
             grown[: self.used] = self.array[: self.used]
             grown[self.used : needed] = ids
             self.array = grown  # complete before it is visible to other threads
