@@ -9,7 +9,7 @@ MODEL  ?= smollm2-135m
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of test processes import the same sources
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP     = TOKENMILL_PURE=1 $(1)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 GPU    := $(strip $(shell nvidia-smi -L 2>/dev/null | grep '^GPU') $(wildcard /proc/driver/nvidia/gpus/*))
 TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*))),$(if $(GPU),cuda,none))
@@ -22,15 +22,24 @@ TESTED := $(if $(filter none,$(TORCH)),$(if $(GPU),cuda,cpu),$(TORCH))  # the bu
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-KERNELS := $(wildcard src/tokenmill/backends/cpu/*.c src/tokenmill/backends/cpu/*.h)
+# A target of its own, not of pip's build: it compiles beside pip, and again only when its sources have changed.
+CPU     := src/tokenmill/backends/cpu
+LIBRARY := $(CPU)/libtokenmill.so
+KERNELS := $(wildcard $(CPU)/*.c $(CPU)/*.h) $(CPU)/build.py
+
+$(LIBRARY): $(KERNELS)
+	-@$(PYTHON) $(CPU)/build.py >/dev/null
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenmill needs Python 3.11 or newer" >&2; exit 3; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --without-pip $(VENV)
+
+$(BIN)/pip: | $(BIN)/python
+	@$(BIN)/python -m ensurepip --default-pip >/dev/null
 
 # One stamp for each build, so that another TORCH replaces what is there.
-$(VENV)/.torch-%: constraints.txt tools/install_torch.py | $(BIN)/python
+$(VENV)/.torch-%: constraints.txt tools/install_torch.py | $(BIN)/pip
 	@echo "setting up $(VENV): torch"
 	@rm -f $(VENV)/.torch-*
 	@$(BIN)/python tools/install_torch.py $*
@@ -40,14 +49,18 @@ $(VENV)/.torch-none: | $(BIN)/python
 	@if ls $(VENV)/.torch-* >/dev/null 2>&1; then $(BIN)/python -m pip uninstall --quiet --yes torch; rm -f $(VENV)/.torch-*; fi
 	@touch $@
 
+$(VENV)/.packages: pyproject.toml constraints.txt hatch_build.py | $(BIN)/pip
+	@$(call PIP,$(VENV)) --no-compile -e '.[server]'
+	@touch $@
+
 $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV)/.torch-$(TORCH)
 	@echo "setting up $(VENV): what engine and server need, less than a minute"
-	@$(PIP) --no-compile -e '.[server]'
-	@touch $@
+	@$(MAKE) --no-print-directory --jobs=2 $(LIBRARY) $(VENV)/.packages
+	@test ! -e $(LIBRARY) || touch $@
 
 $(VENV)/.dev: $(VENV)/.base | $(VENV)/.torch-$(strip $(TESTED))
 	@echo "setting up $(VENV): test and quality tools, a browser, nginx, PostgreSQL, llama.cpp (built if there is no wheel: some minutes)"
-	@$(PIP) -e '.[dev,llamacpp]'
+	@$(call PIP,$(VENV)) -e '.[dev,llamacpp]'
 	@sh tools/test_packages.sh
 	@touch $@
 
@@ -77,10 +90,10 @@ LIGHT := .venv-light
 LIGHT_TESTS := conformance/test_checks.py conformance/test_state_machine.py engine/test_properties.py session/test_properties.py \
     session/test_store.py session/test_kill.py native/test_reference_ids.py server/test_openai.py server/test_session_verbs.py web/test_chat.py
 
-$(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+$(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py | $(LIBRARY)
 	@echo "setting up $(LIGHT): the light install, and what its tests need"
 	@$(PYTHON) -m venv $(LIGHT)
-	@$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(call PIP,$(LIGHT)) -e '.[test]'
 	@! $(LIGHT)/bin/python -c 'import torch' 2>/dev/null
 	@touch $@
 

@@ -27,11 +27,7 @@ class KernelBuild(BuildHookInterface):
         try:
             built = build.build()
         except build.BuildFailed as failure:
-            print(
-                f"tokenmill: the CPU kernels could not be built ({failure}); quantized models will run as float32, "
-                "several times slower. Install a C compiler and install again.",
-                file=sys.stderr,
-            )
+            print(f"tokenmill: the CPU kernels could not be built ({failure}): {build.LOST}", file=sys.stderr)
             build.LIBRARY.unlink(missing_ok=True)  # one that is there was built from something else
             return
         build_data["artifacts"].append(str(built.relative_to(Path(self.root))))

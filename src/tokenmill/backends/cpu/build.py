@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -28,6 +29,7 @@ VARIANTS = {
     "avx512vnni": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -mprefer-vector-width=512",
     "neon": "-march=armv8.2-a+dotprod",
 }
+LOST = "quantized models will need torch and be several times slower; install a C compiler and try again"
 ONLY_ON = {"avx2": "x86_64", "avx512vnni": "x86_64", "neon": "aarch64"}
 
 
@@ -50,14 +52,16 @@ def build(target: Path = LIBRARY, more_flags: str = "") -> Path:
             # The sampler rounds after every operation: it draws the same ids on all machines.
             sources += [(f"variant_{variant}.c", flags), ("sampler.c", f"{flags} {UNFUSED} -DTM_VARIANT={variant}")]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects: list[str] = []
-        for name, flags in sources:
-            objects.append(str(Path(folder) / f"{len(objects)}.o"))
-            own = [*f"{FLAGS} {flags} {more_flags}".split(), sources_flag]
-            _run([*compiler, *own, "-c", str(FOLDER / name), "-o", objects[-1]])
-        made = Path(folder) / target.name
-        _run([*compiler, "-shared", *more_flags.split(), "-o", str(made), *objects, "-lm", "-lpthread"])
-        made.replace(target)  # whoever has the old one open keeps it
+        objects = [str(Path(folder) / f"{i}.o") for i in range(len(sources))]
+        commands = [
+            [*compiler, *f"{FLAGS} {flags} {more_flags}".split(), sources_flag, "-c", str(FOLDER / name), "-o", made]
+            for (name, flags), made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            list(compilers.map(_run, commands))
+        linked = Path(folder) / target.name
+        _run([*compiler, "-shared", *more_flags.split(), "-o", str(linked), *objects, "-lm", "-lpthread"])
+        linked.replace(target)  # whoever has the old one open keeps it
     return target
 
 
@@ -79,4 +83,4 @@ if __name__ == "__main__":
     try:
         print(build())
     except BuildFailed as failure:
-        sys.exit(f"the kernels could not be built: {failure}")
+        sys.exit(f"tokenmill: the CPU kernels could not be built ({failure}): {LOST}")
