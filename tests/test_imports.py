@@ -62,7 +62,7 @@ WINDOWS = """
 import importlib, os, pkgutil, signal, sys, types
 # What is not ours is imported first, as it is on this system.
 import asyncio, multiprocessing.connection, subprocess, tempfile, socket, zipfile, uuid
-import fastapi, gguf, httptools, huggingface_hub, jinja2, numpy, prompt_toolkit, prometheus_client, pydantic
+import fastapi, gguf, httptools, huggingface_hub, jinja2, numpy, prometheus_client, pydantic
 import safetensors, tokenizers, typer, uvicorn, zmq
 import contextlib
 with contextlib.suppress(ImportError):
@@ -72,7 +72,7 @@ class Missing:
     def find_spec(self, name, path=None, target=None):
         if name in UNIX_ONLY:
             raise ModuleNotFoundError(name)
-UNIX_ONLY = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty", "uvloop", "triton"}
+UNIX_ONLY = {"fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty", "uvloop", "triton"}
 for name in UNIX_ONLY & sys.modules.keys():
     del sys.modules[name]
 sys.meta_path.insert(0, Missing())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +125,7 @@ def chat(
         is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             print(f"{model}. /help for help.")
-        read = _terminal_reader() if is_terminal else _line_reader
+        read = terminal_reader() if is_terminal else _line_reader
         talk(lambda prompt: Conversation(llm, params, prompt), system, read, show_thinking=show_thinking)
 
 
@@ -264,29 +265,31 @@ def _line_reader() -> str:
     return line
 
 
-def _terminal_reader() -> Read:
-    """Editing, history over the arrow keys and Ctrl-R, several lines."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings
-
+def terminal_reader() -> Read:
+    """Editing, history over the arrow keys and Ctrl-R, several lines: readline's, where Python has it."""
+    try:
+        import readline
+    except ImportError:  # Windows: its console has editing and history of its own
+        return lambda: input("> ")
     from tokenmill.backends.library import cache_folder
 
-    keys = KeyBindings()
+    readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt-Enter
+    path = cache_folder() / "chat_history.jsonl"
+    with suppress(OSError, ValueError):  # a history that can't be kept is no reason not to talk
+        for line in path.read_text().splitlines():
+            readline.add_history(json.loads(line))
 
-    @keys.add("enter")
-    def _send(event: object) -> None:
-        event.current_buffer.validate_and_handle()  # type: ignore[attr-defined]
+    def read() -> str:
+        try:
+            said = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()  # the cursor is beside the prompt
+            raise
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            with path.open("a") as file:
+                print(json.dumps(said), file=file)
+        return said
 
-    @keys.add("escape", "enter")
-    def _new_line(event: object) -> None:
-        event.current_buffer.insert_text("\n")  # type: ignore[attr-defined]
-
-    history: History = InMemoryHistory()
-    path = cache_folder() / "chat_history"
-    with suppress(OSError):  # a history that can't be kept is no reason not to talk
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        history = FileHistory(str(path))
-    session: PromptSession[str] = PromptSession(history=history, multiline=True, key_bindings=keys)
-    return lambda: session.prompt("> ", prompt_continuation="  ")
+    return read
