@@ -44,7 +44,7 @@ def make_server(most_idle_s: float = MOST_IDLE_S, **settings: Any) -> AbstractCo
 
 @contextmanager
 def server_on(loop: str) -> Iterator[Running]:
-    """Each event loop tells of a client's end in its own way, and `tokenmill serve` takes uvloop."""
+    """Each event loop tells of a client's end in its own way; `tokenmill serve` takes uvloop where it is installed."""
     with ExitStack() as stack:
         with production_loop() if loop == "uvloop" else nullcontext():
             one = stack.enter_context(make_server(max_body_bytes=65_536))

@@ -186,7 +186,7 @@ def stream_text(read: bytes) -> str:
 
 @contextmanager
 def production_loop() -> Iterator[None]:
-    """Servers that are started in here run on the event loop that `tokenmill serve` takes."""
+    """Servers that are started in here run on uvloop, as those of `tokenmill serve` do where it is installed."""
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
         yield
