@@ -9,7 +9,7 @@ MODEL  ?= smollm2-135m
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of test processes import the same sources
-PIP     = TOKENMILL_PURE=1 $(1)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 GPU    := $(strip $(shell nvidia-smi -L 2>/dev/null | grep '^GPU') $(wildcard /proc/driver/nvidia/gpus/*))
 TORCH  := $(or $(TORCH),$(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*))),$(if $(GPU),cuda,none))
@@ -22,13 +22,13 @@ TESTED := $(if $(filter none,$(TORCH)),$(if $(GPU),cuda,cpu),$(TORCH))  # the bu
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-# A target of its own, not of pip's build: it compiles beside pip, and again only when its sources have changed.
+# For this machine alone and beside pip, which would compile all variants first: tests need those.
 CPU     := src/tokenmill/backends/cpu
 LIBRARY := $(CPU)/libtokenmill.so
 KERNELS := $(wildcard $(CPU)/*.c $(CPU)/*.h) $(CPU)/build.py
 
 $(LIBRARY): $(KERNELS)
-	-@$(PYTHON) $(CPU)/build.py >/dev/null
+	-@$(PYTHON) $(CPU)/build.py --native >/dev/null
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH; set PYTHON=..." >&2; exit 3; }
@@ -50,7 +50,7 @@ $(VENV)/.torch-none: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.packages: pyproject.toml constraints.txt hatch_build.py | $(BIN)/pip
-	@$(call PIP,$(VENV)) --no-compile -e '.[server]'
+	@TOKENMILL_PURE=1 $(PIP) --no-compile -e '.[server]'
 	@touch $@
 
 $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV)/.torch-$(TORCH)
@@ -60,7 +60,7 @@ $(VENV)/.base: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(VENV
 
 $(VENV)/.dev: $(VENV)/.base | $(VENV)/.torch-$(strip $(TESTED))
 	@echo "setting up $(VENV): test and quality tools, a browser, nginx, PostgreSQL, llama.cpp (built if there is no wheel: some minutes)"
-	@$(call PIP,$(VENV)) -e '.[dev,llamacpp]'
+	@$(PIP) -e '.[dev,llamacpp]'
 	@sh tools/test_packages.sh
 	@touch $@
 
@@ -90,10 +90,10 @@ LIGHT := .venv-light
 LIGHT_TESTS := conformance/test_checks.py conformance/test_state_machine.py engine/test_properties.py session/test_properties.py \
     session/test_store.py session/test_kill.py native/test_reference_ids.py server/test_openai.py server/test_session_verbs.py web/test_chat.py
 
-$(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py | $(LIBRARY)
+$(LIGHT)/.ready: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@echo "setting up $(LIGHT): the light install, and what its tests need"
 	@$(PYTHON) -m venv $(LIGHT)
-	@$(call PIP,$(LIGHT)) -e '.[test]'
+	@$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@! $(LIGHT)/bin/python -c 'import torch' 2>/dev/null
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tests.parity.checkpoints import LIMITS, TOKENS, all_logits, reference, save
 from tests.parity.gguf_files import write
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.cpu.backend import CPUKV, KV_DTYPES
-from tokenmill.backends.cpu.bindings import INT4, INT8, KINDS, library
+from tokenmill.backends.cpu.bindings import INT4, INT8, KINDS, declare, library
 from tokenmill.backends.cpu.build import FLAGS, BuildFailed, build
 from tokenmill.backends.cpu.model import CPUModel
 from tokenmill.backends.cpu.packing import as_kind
@@ -350,7 +351,7 @@ def test_a_variant_can_be_forced(name: str, used: str | None) -> None:
     command = [sys.executable, "-c", f"{said}; print(lib().tm_variant().decode())"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TOKENMILL_KERNELS": name})
     assert done.stdout.strip() == (used or own)
-    assert ("sse9 is not a kernel variant this machine can run" in done.stderr) == (used is None)
+    assert ("sse9 is not a kernel variant of this build and machine" in done.stderr) == (used is None)
 
 
 @pytest.mark.req("B1")
@@ -395,6 +396,17 @@ def test_nothing_is_read_or_written_that_is_not_ours(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
+
+
+def test_a_build_for_this_machine_has_its_variant_and_the_plain_one(tmp_path: Path) -> None:
+    native = declare(ctypes.CDLL(str(build(tmp_path / "libtokenmill.so", "-O0", native=True))))
+    found = library()
+    assert found is not None
+    assert native.tm_variant() == found.tm_variant()
+    assert native.tm_sources() == found.tm_sources()
+    assert native.tm_use(b"plain")
+    others = {"avx512vnni", "avx2", "neon"} - {found.tm_variant().decode()}
+    assert not any(native.tm_use(name.encode()) for name in others)
 
 
 def test_a_compiler_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

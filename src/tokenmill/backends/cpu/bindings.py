@@ -113,7 +113,7 @@ def library() -> Any | None:
         return None
     if switch != "1" and not lib.tm_use(switch.encode()):
         used = lib.tm_variant().decode()
-        log.warning("%s=%s is not a kernel variant this machine can run; using %s", SWITCH, switch, used)
+        log.warning("%s=%s is not a kernel variant of this build and machine; using %s", SWITCH, switch, used)
     return lib
 
 

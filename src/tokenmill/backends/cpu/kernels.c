@@ -35,41 +35,30 @@ typedef struct {
     int64_t tm_peak_##v(int32_t);                                                               \
     static const variant v = {#v,          tm_scratch_bytes_##v, tm_product_bytes_##v, tm_run_##v,    tm_product_##v, \
                               tm_norm_##v, tm_sample_bytes_##v,  tm_sample_##v,        tm_peak_##v};
+#define ADDRESS(v) &v,
 
-DECLARE(plain)
-#if defined(__x86_64__)
-DECLARE(avx2)
-DECLARE(avx512vnni)
-#elif defined(__aarch64__)
-DECLARE(neon)
-#endif
+/* TM_VARIANTS(X): those that were compiled, the fastest first (build.py). */
+TM_VARIANTS(DECLARE)
+static const variant *const VARIANTS[] = {TM_VARIANTS(ADDRESS)};
 
 static int can_use(const variant *v) {
+    if (strcmp(v->name, "plain") == 0) return 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (v == &avx512vnni)
+    if (strcmp(v->name, "avx512vnni") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vnni");
     unsigned a, b, c, d; /* older compilers do not know "f16c" by its name */
     int has_halves = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    if (v == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_halves;
+    if (strcmp(v->name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_halves;
 #elif defined(__aarch64__) && defined(__linux__)
-    if (v == &neon) return getauxval(AT_HWCAP) >> 20 & 1; /* HWCAP_ASIMDDP: dot products of bytes */
+    if (strcmp(v->name, "neon") == 0) return getauxval(AT_HWCAP) >> 20 & 1; /* HWCAP_ASIMDDP: dot products of bytes */
 #elif defined(__aarch64__)
-    if (v == &neon) return 1; /* every Apple processor has them */
+    if (strcmp(v->name, "neon") == 0) return 1; /* every Apple processor has them */
 #endif
-    return v == &plain;
+    return 0;
 }
-
-static const variant *const VARIANTS[] = {
-#if defined(__x86_64__)
-    &avx512vnni, &avx2,
-#elif defined(__aarch64__)
-    &neon,
-#endif
-    &plain,
-};
 
 static const variant *_Atomic chosen = NULL;
 
