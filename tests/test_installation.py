@@ -85,6 +85,30 @@ def test_21_9_make_rejects_an_unknown_build() -> None:
     assert 'TORCH is "gpu"; it must be none, cpu or cuda' in done.stderr
 
 
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="a source distribution has no CI")
+def test_public_ci_runs_what_ours_runs() -> None:
+    ours = re.findall(
+        r"^((?:make|python3|\.venv/bin/python) .*)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE
+    )
+    theirs = re.findall(r"- run: (.*)$", (ROOT / ".github" / "workflows" / "ci.yml").read_text(), flags=re.MULTILINE)
+    assert len(ours) > 5
+    assert set(ours) <= set(theirs)
+
+
+def test_make_compiles_for_this_machine_beside_pip_and_all_variants_for_tests() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"} | {"TORCH": "none"}
+    command = ["make", "-n", "VENV=nowhere", "--always-make"]
+    steps = [
+        subprocess.run([*command, target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        for target in ("serve", "test-light")
+    ]
+    assert re.search(r"--jobs=2 \S+libtokenmill.so nowhere/.packages", steps[0])
+    assert "build.py --native" in steps[0]
+    assert "TOKENMILL_PURE=1 nowhere/bin/python -m pip" in steps[0]
+    assert "TOKENMILL_PURE" not in steps[1]
+    assert "--native" not in steps[1]
+
+
 # --- what is installed ------------------------------------------------------------------------------------------------
 
 
