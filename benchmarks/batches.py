@@ -2,9 +2,9 @@
 
 One server, in a process of its own. First the batch alone, which is what the machine can do; then the streams alone
 (the control), the streams beside the batch until all lines are done, and the streams alone once more: the ratio of the
-two controls (A/A) says how much of a difference is noise. Throughput is in computed tokens, prompts and drawn ones, by
-the server's counter and the batch's usage. What the streams leave is the throughput of the batch alone, less that of
-the streams alone.
+two controls (A/A) says how much of a difference is noise. Throughput is in tokens of prompts and answers, without
+cached ones and without those that speculation proposed in vain. What the streams leave is the throughput of the batch
+alone, less that of the streams alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import re
 import sys
 import time
 import urllib.request
@@ -39,8 +38,6 @@ class Phase:
 
     name: str
     seconds: float = 0.0
-    computed: float = 0.0
-    """Tokens that the server computed, prompts and drawn ones."""
     streamed: int = 0
     """Those of the streams, without their short prompts."""
     gaps_s: list[float] = field(default_factory=list)
@@ -58,8 +55,8 @@ class Phase:
         return 1000 * float(np.median(self.gaps_s)) if self.gaps_s else float("nan")
 
     @property
-    def computed_per_s(self) -> float:
-        return self.computed / self.seconds
+    def tokens_per_s(self) -> float:
+        return (self.line_tokens + self.streamed) / self.seconds
 
     @property
     def streamed_per_s(self) -> float:
@@ -89,14 +86,6 @@ class Streams:
                         self.phase.streamed += 1
                         self.phase.gaps_s += [] if before is None else [now - before]
                     before = now
-
-
-async def computed_tokens(target: Target) -> float:
-    async with exchange(target, "GET", "/metrics") as answer:
-        text = (await answer.content()).decode()
-    return sum(
-        float(one) for one in re.findall(r"^tokenmill_computed_tokens_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-    )
 
 
 def line_tokens(batch: dict[str, Any]) -> int:
@@ -139,7 +128,7 @@ async def measure(
     """So many seconds after it has settled, or until the batch is over."""
     await asyncio.sleep(settle_s)
     before = await call(target, "GET", f"/v1/batches/{batch}") if batch else None
-    began, computed = time.perf_counter(), await computed_tokens(target)
+    began = time.perf_counter()
     streams.phase = phase
     after = before
     while time.perf_counter() - began < seconds:
@@ -150,7 +139,6 @@ async def measure(
                 break
     streams.phase = None
     phase.seconds = time.perf_counter() - began
-    phase.computed = await computed_tokens(target) - computed
     if before and after:
         if after["request_counts"]["failed"]:
             raise SystemExit(f"lines of the batch failed: {after}")
@@ -211,7 +199,7 @@ class Report:
 
 def report(phases: Sequence[Phase]) -> Report:
     alone, control, both, again = phases
-    left = alone.computed_per_s - (control.computed_per_s + again.computed_per_s) / 2
+    left = alone.tokens_per_s - (control.tokens_per_s + again.tokens_per_s) / 2
     before = float(np.percentile(control.gaps_s + again.gaps_s, 99)) * 1000
     batch = both.line_tokens / both.seconds
     return Report(list(phases), left, batch, both.p99_ms / before, again.p99_ms / control.p99_ms)
@@ -224,7 +212,7 @@ def table(found: Report) -> str:
     ]
     for one in found.phases:
         gaps = f"{one.median_ms:.1f} ms | {one.p99_ms:.1f} ms" if one.gaps_s else "- | -"
-        lines.append(f"| {one.name} | {one.computed_per_s:.0f} | {one.streamed_per_s:.0f} | {gaps} | {one.lines} |")
+        lines.append(f"| {one.name} | {one.tokens_per_s:.0f} | {one.streamed_per_s:.0f} | {gaps} | {one.lines} |")
     share = found.batch / found.left if found.left > 0 else float("inf")
     return "\n".join(
         [

@@ -10,9 +10,9 @@ from benchmarks.batches import Phase, main, report
 
 
 def test_what_streams_leave_is_what_the_batch_does_alone_less_theirs() -> None:
-    alone = Phase("alone", seconds=10, computed=10_000)
-    control = Phase("control", seconds=10, computed=5_000, gaps_s=[0.010] * 200)
-    both = Phase("both", seconds=10, computed=8_000, gaps_s=[0.014] * 200, line_tokens=3_000)
+    alone = Phase("alone", seconds=10, line_tokens=10_000)
+    control = Phase("control", seconds=10, streamed=5_000, gaps_s=[0.010] * 200)
+    both = Phase("both", seconds=10, streamed=5_000, gaps_s=[0.014] * 200, line_tokens=3_000)
     found = report([alone, control, both, control])
     assert (found.left, found.batch) == (500, 300)
     assert found.itl_ratio == pytest.approx(1.4)

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.helpers import Transcript, alone, assert_clean, make_engine, request, run, ticks_of, timed_engine
 from tests.planting import PlantedBug, plant
 from tokenmill.engine import policies
-from tokenmill.engine.cost_model import CostModel
+from tokenmill.engine.cost_model import BackgroundCost
 from tokenmill.engine.policies import WaitingQueue
 from tokenmill.engine.request import BACKGROUND, Quota
 from tokenmill.engine.scheduler import Scheduler
@@ -263,7 +263,7 @@ BUGS: list[tuple[PlantedBug, Callable[[], None]]] = [
         test_lines_never_starve,
     ),
     (
-        PlantedBug("time without bound", CostModel, "background_s", "slowdown - 1", "9"),
+        PlantedBug("time without bound", BackgroundCost, "budget_s", "slowdown - 1", "9"),
         lambda: test_lines_use_half_of_what_eight_streams_leave_and_are_hardly_felt(0),
     ),
 ]

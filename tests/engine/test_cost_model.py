@@ -218,3 +218,46 @@ def test_what_proposed_tokens_cost_long_ago_is_doubted() -> None:
     assert price is not None
     assert price.proposed.entry + price.proposed.each < 0.01
     assert price.most == FEW_PROPOSED
+
+
+# -- background requests ----------------------------------------------------------------------------------------------
+
+
+def test_background_time_is_a_share_of_the_steps_that_were_observed_without_it() -> None:
+    cost = CostModel()
+    assert cost.background.alone_s(8) is None
+    for seconds in (0.010, 0.011, 0.010, 0.090, 0.009):  # one was swapped out
+        cost.background.observe(8, seconds, 0.0)
+    assert cost.alone_s(8, 1000.0) == pytest.approx(0.010)
+    assert cost.alone_s(2, 1000.0) == pytest.approx(0.0025), "fewer rows are not slower"
+    assert cost.alone_s(20, 1000.0) == pytest.approx(0.010), "more rows have not been observed"
+    assert cost.background.budget_s(0.010, 1.5) == pytest.approx(0.005)
+
+
+def test_background_time_is_left_where_fits_extrapolate_below_zero() -> None:
+    """Beside background requests most steps are of one size, and noise can turn the fit through them."""
+    cost = CostModel()
+    for i in range(40):
+        size = 20 + i % 20
+        cost.observe(size, 0.0, 0.030 + 0.004 * (size - 20), 0)
+        cost.observe(size, 0.0, 0.030 + 0.004 * (size - 20), 4)
+        cost.predict(size, 0.0)
+    assert cost.predict(8, 0.0) < 0
+    for _ in range(3):
+        cost.background.observe(8, 0.020, 0.0)
+    assert cost.alone_s(8, 0.0) == pytest.approx(0.020)
+
+
+def test_background_time_shrinks_while_its_tokens_take_longer_than_predicted() -> None:
+    background = CostModel().background
+    for _ in range(5):
+        background.observe(8, 0.010, 0.0)
+    for _ in range(5):
+        background.observe(8, 0.017, 0.005)  # 2 ms more than predicted
+    assert background.budget_s(0.010, 1.5) == pytest.approx(0.003)
+    for _ in range(15):
+        background.observe(8, 0.050, 0.003)
+    assert background.budget_s(0.010, 1.5) == pytest.approx(0.25 * 0.005), "never none: its cost would be unknown"
+    for _ in range(15):
+        background.observe(8, 0.011, 0.005)
+    assert background.budget_s(0.010, 1.5) == pytest.approx(0.005), "less than predicted adds nothing"

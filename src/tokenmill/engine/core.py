@@ -454,7 +454,7 @@ class EngineCore:
         self._isolation.note_success()
         plan, now = flight.step.plan, self.events.clock()
         step_s, self._last_collect = now - max(flight.handed_at, self._last_collect), now
-        self.scheduler.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill, plan.num_proposed)
+        self.scheduler.observe(plan, step_s)
         self._last_tick = plan.tick
         if self.events.is_heard:
             self._tell_tick(plan, now, flight, step_s)

@@ -39,6 +39,10 @@ TOLERANCE = 0.01
 FORGET = 0.98
 
 
+ALONE_STEPS, ERRORS = 7, 15
+"""Observations that `BackgroundCost` keeps of steps without background requests, and with them."""
+LEAST_SHARE = 0.25
+"""Least fraction of their time that background requests keep when they take longer than predicted."""
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
 LEAST = 0.02
@@ -199,6 +203,39 @@ class StepFit:
         self._fixed, self._slopes = fixed, slopes / scale
 
 
+class BackgroundCost:
+    """What steps take without background requests, and how well the time that these take beside others is predicted.
+
+    Both are medians of what was observed: beside background requests, steps without them are few and of one size, so
+    that a fit through all steps would have to extrapolate to them.
+    """
+
+    def __init__(self) -> None:
+        self._alone: deque[tuple[int, float]] = deque(maxlen=ALONE_STEPS)
+        """Rows and seconds of the latest steps that decoded without background requests."""
+        self._errors: deque[float] = deque(maxlen=ERRORS)
+        """Predicted seconds of background tokens less those that they took, relative to the step without them."""
+
+    def observe(self, num_rows: int, seconds: float, background_s: float) -> None:
+        """A step in which others decoded so many rows; `background_s` was predicted for background tokens."""
+        if background_s == 0:
+            self._alone.append((num_rows, seconds))
+        elif (alone := self.alone_s(num_rows)) is not None:
+            self._errors.append((alone + background_s - seconds) / alone)
+
+    def alone_s(self, num_rows: int) -> float | None:
+        """Seconds of a step in which others decode so many rows; None before enough of them were seen."""
+        if len(self._alone) < ENOUGH:
+            return None
+        return statistics.median(seconds * min(1.0, num_rows / rows) for rows, seconds in self._alone)
+
+    def budget_s(self, alone_s: float, slowdown: float) -> float:
+        """Predicted seconds by which background tokens may lengthen such a step."""
+        share = slowdown - 1
+        error = statistics.median(self._errors) if len(self._errors) >= ENOUGH else 0.0
+        return alone_s * min(max(share + error, LEAST_SHARE * share), share)
+
+
 class CostModel:
     """Predicts the duration of steps. `error` is its latest relative error on steps with prompt tokens, decaying."""
 
@@ -211,6 +248,7 @@ class CostModel:
         """What proposed tokens took, in the latest steps that had some and no prompts..."""
         self._since_proposed = 0
         """...and the decode steps since."""
+        self.background = BackgroundCost()
 
     def observe(
         self, num_tokens: int, attention: float, seconds: float, num_prefill: int, num_proposed: int = 0
@@ -265,10 +303,12 @@ class CostModel:
 
     # -- background requests ------------------------------------------------------------------------------------------
 
-    def background_s(self, num_rows: int, cells: float, slowdown: float) -> float:
-        """Seconds by which background requests may lengthen a step in which others decode so many rows."""
-        alone = [kind.predict(num_rows, cells) for kind in (self._decode, self._prefill)]
-        return (slowdown - 1) * max(0.0, min((one for one in alone if one is not None), default=0.0))
+    def alone_s(self, num_rows: int, cells: float) -> float:
+        """Seconds of a step in which so many rows decode, and no background requests; 0 before it is known."""
+        if (observed := self.background.alone_s(num_rows)) is not None:
+            return observed
+        predicted = [kind.predict(num_rows, cells) for kind in (self._decode, self._prefill)]
+        return max(0.0, min((one for one in predicted if one is not None), default=0.0))
 
     def decodes_in(self, seconds: float, cells: IntArray) -> int:
         """How many rows, with so many cells each, may decode beside others in this time; one before that is known."""
@@ -303,8 +343,9 @@ class CostModel:
         if draft.num_tokens > len(draft.decodes):
             return 0.0
         with_prompt = self._prefill.predict(draft.num_tokens, draft.attention)
-        without = self._decode.predict(draft.num_tokens, draft.attention)
-        return 0.0 if with_prompt is None or without is None else max(0.0, with_prompt - without)
+        if with_prompt is None or draft.alone_s == 0:
+            return 0.0
+        return max(0.0, with_prompt - draft.alone_s - draft.background_given_s)
 
     # -- chunks of prompts --------------------------------------------------------------------------------------------
 

@@ -86,6 +86,10 @@ class StepPlan(StepShape):
     """Cells read by attention, over all tokens: its cost."""
     decode_attention: float = field(kw_only=True, default=0.0)
     """The part of it read by decodes."""
+    background_s: float | None = field(kw_only=True, default=None)
+    """Predicted seconds of background tokens, where they are bounded; 0 without any."""
+    num_background: int = field(kw_only=True, default=0)
+    """Rows of background requests that decode."""
     verifications: tuple[Verification, ...] = field(kw_only=True, default=())
     more_rows: IntArray = field(kw_only=True, default_factory=lambda: NO_ROWS)
     """The row of each draw after proposed tokens; parallel to the next two arrays."""
@@ -140,6 +144,10 @@ class Draft:
     """Of the decodes alone."""
     background_s: float | None = None
     """Seconds left for background requests; None if they are not bounded."""
+    alone_s: float = 0.0
+    """Seconds of the step without background requests; 0 before it is known."""
+    background_given_s: float = 0.0
+    """Predicted seconds of the tokens that background requests were given."""
     background_tokens: int = 0
     """Tokens left for them, if the time is bounded."""
 

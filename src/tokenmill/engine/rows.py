@@ -229,6 +229,9 @@ class RunningRows:
             pools = self._hidden_of(chunks)
             sampled = np.concatenate([decodes, np.array(completed, dtype=np.int32)])
             logits_rows = np.concatenate([logits_rows, np.array(completed_logits, dtype=np.int32)])
+        background_s: float | None = 0.0
+        if self.is_background[all_rows].any():
+            background_s = None if draft.background_s is None else draft.background_given_s
         leases = self.lease[all_rows]
         return StepPlan(
             tick=tick,
@@ -245,6 +248,8 @@ class RunningRows:
             pools=pools,
             attention=draft.attention,
             decode_attention=draft.decode_attention,
+            background_s=background_s,
+            num_background=int(np.count_nonzero(self.is_background[decodes])),
             num_proposed=len(proposed.more_rows),
             verifications=proposed.verifications,
             more_rows=proposed.more_rows,

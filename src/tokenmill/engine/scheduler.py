@@ -238,7 +238,8 @@ class Scheduler:
             self._background_tick = self.tick
         elif self.tick - self._background_tick <= BACKGROUND_TICKS:
             cells = float(self.rows.num_computed[foreground].sum())
-            draft.background_s = self.cost.background_s(int(foreground.sum()), cells, self._background_slowdown)
+            draft.alone_s = self.cost.alone_s(int(foreground.sum()), cells)
+            draft.background_s = self.cost.background.budget_s(draft.alone_s, self._background_slowdown)
             draft.background_s += self._background_left_s
             if self.tick % PROBE_TICKS:
                 draft.background_tokens = max(FIRST_BACKGROUND, 2 * self._background_tokens)
@@ -263,6 +264,7 @@ class Scheduler:
     def _give_background(self, draft: Draft, count: int, seconds: float) -> None:
         """Background requests get so many tokens of a step beside others."""
         draft.background_s = (draft.background_s or 0.0) - seconds
+        draft.background_given_s += seconds
         draft.background_tokens -= count
         self._background_tokens += count
         self._background_tick = self.tick
@@ -582,6 +584,13 @@ class Scheduler:
         self.speculation.learn(verified)
         if self._events.is_heard:
             self._events.emit(self.speculation.told(verified, self._events.clock()))
+
+    def observe(self, plan: StepPlan, step_s: float) -> None:
+        """Learn from the duration of a step."""
+        self.cost.observe(plan.num_tokens, plan.attention, step_s, plan.num_prefill, plan.num_proposed)
+        num_others = plan.num_decode - plan.num_background
+        if num_others and plan.background_s is not None and not (plan.num_prefill and plan.background_s == 0):
+            self.cost.background.observe(num_others, step_s, plan.background_s)
 
     def undo(self, plan: StepPlan) -> None:
         """The step could not be submitted: its tokens are to be computed again."""
