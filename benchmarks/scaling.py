@@ -50,8 +50,8 @@ IDLE_BYTES, TOKEN_BYTES = 4096, 8
 """Most memory of an idle session, and of each of its tokens."""
 WEIGHED = 500
 """Idle sessions whose memory is taken together."""
-TOGETHER = 32
-"""Sessions that are begun at the same time."""
+TOGETHER, SAVED_TOGETHER = 32, 5000
+"""Sessions that are begun, and saved, at the same time."""
 
 
 @dataclass
@@ -232,9 +232,10 @@ def store(most: int, rounds: int) -> Curve:
         saved = SessionStore(Path(folder))
         count = 0
         for size in found.sizes:
-            waiting = [saved.save(record(number, 1), "fingerprint") for number in range(count, size)]
-            for one in waiting:
-                one.result()
+            for begin in range(count, size, SAVED_TOGETHER):
+                some = range(begin, min(begin + SAVED_TOGETHER, size))
+                for one in [saved.save(record(number, 1), "fingerprint") for number in some]:
+                    one.result()
             count = size
             taken = []
             for i in range(20 * rounds):
