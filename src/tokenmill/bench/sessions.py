@@ -214,7 +214,8 @@ def line_chart(
     for value in _ticks(values, is_log=is_log):
         y = up(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     for one in x:
         place = f'<text x="{across(one):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
         parts.append(f"{place}{f'{one:g}' if one < 1e5 else f'{one:.0e}'}</text>")
