@@ -17,7 +17,7 @@ $(if $(filter none cpu cuda,$(TORCH)),,$(error TORCH is "$(TORCH)"; it must be n
 TESTED := $(if $(filter none,$(TORCH)),$(if $(GPU),cuda,cpu),$(TORCH))  # the build that the tests run with
 
 .DEFAULT_GOAL := help
-.PHONY: help serve tour test test-fast test-cluster test-arm test-light flaky mutants soak walks clients screenshots docs docs-site figures wheel check format requirements clean
+.PHONY: help serve tour test test-fast test-cluster test-arm test-light flaky mutants soak walks clients screenshots docs docs-site figures growth wheel check format requirements clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -130,7 +130,10 @@ docs-site: $(VENV)/.dev  ## build the documentation site into .site; a broken li
 figures: $(VENV)/.dev  ## measure the figures of the README and of docs/benchmarks.md again: 20 minutes on two quiet cores
 	@$(BIN)/tokenmill bench report --quick --json docs/reports/cpu.json --html docs/reports/cpu.html
 	@$(BIN)/tokenmill bench report --quick --shape 1b --sections kernels --rounds 3 --json docs/reports/cpu-1b.json --html docs/reports/cpu-1b.html
-	@$(BIN)/python -m benchmarks.scaling --json docs/reports/scaling.json --plots docs/images || true
+	@$(BIN)/python -m tests.generated_docs
+
+growth: $(VENV)/.dev  ## measure the growth curves of docs/benchmarks.md again, to their full sizes: 20 minutes of processor time
+	@$(BIN)/python -m benchmarks.scaling --full --json docs/reports/scaling.json --plots docs/images || true
 	@$(BIN)/python -m tests.generated_docs
 
 wheel:  ## build the sdist and the wheel into dist/, twice, and install the wheel with PYTHON into an empty environment

@@ -525,7 +525,16 @@ def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scaling_table() -> str:
-    return scaling.table(json.loads((REPORTS / "scaling.json").read_text())["curves"])
+    """The curves, and what else was measured with them."""
+    found = json.loads((REPORTS / "scaling.json").read_text())
+    notes = {one["name"]: one["notes"] for one in found["curves"]}
+    idle, turns = notes["idle"], notes["turns"]
+    told = (
+        f"Turn 1,000 costs {turns['last_to_first']:.2f} times turn 10. An idle session with 65 tokens takes "
+        f"{idle['bytes_per_idle_session']:,.0f} bytes (limit: 4 KB + 8 bytes per token, "
+        f"{idle['most_bytes_per_idle_session']:,.0f}). Python {found['python']}, {found['date']}."
+    )
+    return f"{scaling.table(found['curves'])}\n\n{told}"
 
 
 GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
