@@ -90,6 +90,24 @@ def test_alone_they_run_as_all_others_do() -> None:
     assert_clean(engine)
 
 
+def test_lines_that_come_late_lengthen_no_step_beyond_their_share() -> None:
+    """Streams have run for long: the lines have not been waiting all that time."""
+    engine, _ = timed_engine(0, DEVICE, FAKE, max_num_seqs=32)
+    ticks = ticks_of(engine)
+    for number in range(8):
+        engine.add(request(f"live{number}", prompt(number, 12), max_new_tokens=900))
+    for _ in range(300):
+        engine.step()
+    alone_s = max(tick.step_s for tick in ticks[20:])
+    for number in range(24):
+        engine.add(request(f"line{number}", prompt(20 + number, 30), max_new_tokens=16, priority=BACKGROUND))
+    del ticks[:]
+    for _ in range(100):
+        engine.step()
+    assert sum(tick.plan.num_tokens for tick in ticks) > 900, "lines have run"
+    assert max(tick.step_s for tick in ticks) < 1.6 * alone_s
+
+
 def test_a_request_takes_the_row_of_the_newest_line() -> None:
     engine = make_engine(max_num_seqs=2)
     for name in ("old", "new"):

@@ -195,6 +195,8 @@ class Scheduler:
         draft = Draft(self.config.max_num_batched_tokens)
         if self._has_background:
             self._bound_background(draft)
+        else:
+            self._background_tick = self.tick
         self._lacks_kv = False
         owed = self.rows.owed()
         decodes = (owed == 1) & ~self.rows.pools
