@@ -17,7 +17,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.pool import EnginePool
 from tokenmill.engine.request import Limits, Request
 from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed
-from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, joined
+from tokenmill.outputs import End, FinishReason, OutputDelta, RequestOutput, StepResult, TurnPart, joined
 from tokenmill.pipeline.bridge import _LoopEnd
 from tokenmill.pipeline.output import deliver
 
@@ -77,6 +77,43 @@ def test_tokens_that_can_not_be_decoded_end_their_own_request_only(
                 stats = await asyncio.to_thread(llm.client.stats)
                 if stats[0] is not None and stats[0].num_running == 0:
                     break
+
+    asyncio.run(play())
+
+
+class BrokenParser:
+    """Fails with the first text, or with the end."""
+
+    in_reasoning, num_calls = False, 0
+
+    def __init__(self, fails_at_end: bool) -> None:
+        self._fails_at_end = fails_at_end
+
+    def push(self, text: str) -> list[TurnPart]:
+        if not self._fails_at_end:
+            raise ValueError("no such call")
+        return [TurnPart("content", text)]
+
+    def close(self, *, is_cut: bool) -> list[TurnPart]:
+        raise ValueError(f"no such call, cut: {is_cut}")
+
+
+@pytest.mark.req("G18")
+@pytest.mark.parametrize("fails_at_end", [False, True])
+def test_an_answer_that_cannot_be_parsed_ends_with_an_error(fails_at_end: bool) -> None:
+    async def play() -> None:
+        async with asyncio.timeout(60), make_llm() as llm:
+            generation = llm.generation("bad", PARAMS)
+            broken: Any = BrokenParser(fails_at_end)
+            generation.choices[0].parser = broken
+            stream, deltas = llm.open_stream([generation]), list[OutputDelta]()
+            while some := await stream.take():
+                deltas += some
+            llm.close_stream(stream)
+            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["error"]
+            assert (deltas[-1].error or "").startswith("ValueError: no such call")
+            while not generation.choices[0].is_released:
+                await asyncio.sleep(0)
 
     asyncio.run(play())
 

@@ -223,12 +223,12 @@ class Choice:
                 generation.num_generated += 1
             try:
                 delta = stage.push(token_id, end, logprobs)
-            except Exception as error:  # a tokenizer that cannot decode the model's ids
-                log.exception("request %s: its tokens could not be detokenized", self.request.request_id)
+                if self.parser is not None and delta is not None:
+                    delta = self._parsed(self.parser, delta)
+            except Exception as error:  # the tokenizer cannot decode the model's ids, or the parser fails
+                log.exception("request %s: its tokens could not be detokenized or parsed", self.request.request_id)
                 delta = stage.fail(f"{type(error).__name__}: {error}")
                 generation.cancel(FinishReason.ERROR)
-            if self.parser is not None and delta is not None:
-                delta = self._parsed(self.parser, delta)
             if delta is not None and delta.finish_reason is None:
                 generation.on_delta(delta)
             elif delta is not None:
