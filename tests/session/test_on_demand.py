@@ -6,12 +6,14 @@ import asyncio
 import sqlite3
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.session.helpers import GREEDY, make_service, tokens_of
 from tests.session.storing import ask, converse, play
 from tokenmill import SessionService
+from tokenmill.errors import SessionNotFound, StoreUnavailable
 from tokenmill.session import manager
 from tokenmill.session.store import DATABASE
 
@@ -33,6 +35,31 @@ def copy_many(directory: Path, name: str, count: int) -> None:
             connection.execute(
                 f"INSERT INTO {table} SELECT 'copy-' || n, {columns} FROM {table}, numbers WHERE session = ?", (name,)
             )
+
+
+@pytest.mark.req("B3", "G18")
+def test_a_store_that_fails_costs_the_command_that_needed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session is looked for when a command comes and again when its turn comes; the second look fails."""
+
+    async def scene(service: SessionService) -> None:
+        assert service.store is not None
+        name, claim, num_claims = await converse(service, "hello"), service.store.claim, 0
+
+        def failing(*given: Any, **options: Any) -> Any:
+            nonlocal num_claims
+            num_claims += 1
+            if num_claims == 2:
+                raise StoreUnavailable("the database is restarting")
+            return claim(*given, **options)
+
+        monkeypatch.setattr(service.store, "claim", failing)
+        with pytest.raises(StoreUnavailable):
+            await service.cancel_generate("unknown")
+        with pytest.raises(SessionNotFound):
+            await service.cancel_generate("unknown")
+        assert await ask(service, name)
+
+    play(tmp_path, scene)
 
 
 @pytest.mark.req("B3")

@@ -207,7 +207,7 @@ class CommandQueue:
     def _route(self, command: Command) -> None:
         try:
             session = self.find(command.session_id)
-        except SessionNotFound as error:
+        except Exception as error:  # of the store, too: the consumer must go on for the other sessions
             _fail(command, error)
             return
         if session.waiting:  # some may have left
