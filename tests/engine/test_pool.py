@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -258,6 +260,52 @@ def test_a_hanging_core_is_abandoned_and_its_requests_are_told_once(caplog: pyte
     for listener in (running, waiting):
         assert len(listener.outputs) == 1
     assert ended == ["running", "good"]
+
+
+@pytest.mark.req("G13")
+def test_a_hang_without_a_free_descriptor_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stacks of the threads go through a file."""
+
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    pool = make_pool(num_cores=1, hang_timeout_s=0.1)
+    fault, listener = stall(pool)
+    assert listener.result()[1] is FinishReason.ERROR
+    fault.release.set()
+    pool.close(WAIT_S)
+
+
+@pytest.mark.req("G13")
+def test_a_core_that_cannot_end_its_requests_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step fails, and then so does the bookkeeping: the core takes nothing more, and the other one goes on."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a bug in the scheduler")
+
+    pool = make_pool(num_cores=2)
+    hold = Fault(FaultKind.STALL)
+    backend(pool).faults.add(hold)
+    monkeypatch.setattr(pool.cores[0].core.scheduler, "abandon_all", fail)
+    monkeypatch.setattr(pool.cores[0].core.scheduler, "update", fail)
+    running, waiting = Listener(), Listener()
+    pool.submit(request("running", (1,), max_new_tokens=3), running, core=0)
+    assert hold.stalled.wait(WAIT_S)
+    pool.submit(request("waiting", (2,), max_new_tokens=3), waiting, core=0)
+    question = pool.cores[0].call(lambda engine: engine.stats(), when_idle=True)
+    hold.release.set()
+    for listener in (running, waiting):
+        assert listener.result() == ([], FinishReason.ERROR)
+    with pytest.raises(EngineDead, match="a bug in the scheduler"):
+        question.result(WAIT_S)
+    assert "cannot be rebuilt" in caplog.text
+    good = Listener()
+    assert pool.submit(request("good", (4, 5), max_new_tokens=5), good) == 1
+    assert good.result() == (alone((4, 5), 5), FinishReason.LENGTH)
+    assert pool.close(WAIT_S)
 
 
 @pytest.mark.req("G13")

@@ -29,7 +29,7 @@ from tokenmill.engine.client import ThreadClient, done
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
 from tokenmill.entrypoints import process, wire
-from tokenmill.entrypoints.process import EngineProcess, ProcessClient
+from tokenmill.entrypoints.process import STACKS, EngineProcess, ProcessClient
 from tokenmill.entrypoints.wire import Mailroom
 from tokenmill.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, TokenmillError
 from tokenmill.outputs import FinishReason, GeneratedToken, StepResult
@@ -425,6 +425,14 @@ def test_an_engine_process_that_does_not_stop_is_killed(monkeypatch: pytest.Monk
 
 
 # -- another child in place of one that died --------------------------------------------------------------------------
+
+
+def test_stacks_that_cannot_be_read_hold_up_nothing(client: ProcessClient) -> None:
+    child = client._child
+    (child.folder / STACKS).unlink()
+    (child.folder / STACKS).mkdir()
+    assert "Is a directory" in child.stacks()
+    assert is_serving(client)
 
 
 def kill(client: ProcessClient) -> None:

@@ -140,10 +140,13 @@ def _ignore_reason(why: str) -> None:
 
 def stack_dump() -> str:
     """The stacks of all threads. Works while a thread is inside native code that has released the GIL."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError as error:  # no descriptor or disk space left: requests must end without the stacks
+        return f"(none: {error})"
 
 
 class RestartLimit:
@@ -340,18 +343,25 @@ class CoreThread:
             if self._stopped.is_set():  # the step has just returned, and the core has ended
                 return
             self.is_hung, self._gone = True, why
+        self._end_requests(why)
+        self._stopped.set()
+
+    def _end_requests(self, why: str) -> None:
+        """End the requests of a core whose own thread cannot, and refuse new ones."""
         self.core.scheduler.usage.close()
         for request in list(self.core.scheduler.requests.values()):
             self.events.phase(request, Phase.ENDED, self.core.scheduler.tick, reason=FinishReason.ERROR)
         self.events.close()
         self._refuse_all(FinishReason.ERROR, why)
-        self._stopped.set()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._run_core()
+        except BaseException as error:  # it could not even end its requests
+            log.critical("engine core %s failed and cannot be rebuilt", self._thread.name, exc_info=True)
+            self._end_requests(self._give_up(error))
         finally:
             self._stopped.set()
 

@@ -165,11 +165,12 @@ class _Child:
         path, deadline = self.folder / STACKS, time.monotonic() + STACKS_S
         self.process.send_signal(signal.SIGUSR1)
         found, before = "", None
-        while found != before or not found:  # until it has written all, or can't
-            if time.monotonic() > deadline:
-                break
-            time.sleep(STACKS_S / 20)
-            before, found = found, path.read_text(errors="replace") if path.exists() else ""
+        try:
+            while (found != before or not found) and time.monotonic() < deadline:  # until it has written all, or can't
+                time.sleep(STACKS_S / 20)
+                before, found = found, path.read_text(errors="replace") if path.exists() else ""
+        except OSError as error:  # no descriptor left: it is replaced without them
+            return f"(none: {error})"
         return found or "(none: it does not react to signals)"
 
     def end(self) -> None:
