@@ -45,10 +45,11 @@ class Store:
         llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4), kv_cache_tokens=4096)
         close = llm.close
 
-        async def closed() -> None:
+        async def closed(timeout_s: float | None = None) -> bool:
             await asyncio.to_thread(self.may_close.wait, WAIT_S)
-            await close()
+            has_stopped = await close(timeout_s)
             self.happened.append("close")
+            return has_stopped
 
         llm.close = closed  # type: ignore[method-assign]
         return llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -131,6 +132,22 @@ def test_l04_a_hanging_engine_process_is_replaced(
         assert talk.said() == told.said()
         until(lambda: server.served.gate.num_inside == 0)
     assert "in _wait" in caplog.text, "the log has no stacks"
+
+
+@pytest.mark.slow
+@pytest.mark.req("G13")
+def test_l04_a_hanging_step_does_not_keep_the_server_from_stopping(tmp_path: Path) -> None:
+    """Long before the hang timeout: its clients are told, and then the thread is not waited for."""
+    file = tmp_path / "hang"
+    options = ["--hang-timeout", "600", "--drain", "0.2", "--extra", f"hang_file={file}"]
+    with child(tmp_path / "log", "fake", "--engine", "thread", *options) as one, Wire(one.port) as client:
+        file.touch()
+        client.send(chat())
+        until(lambda: not file.exists())
+        one.process.send_signal(signal.SIGTERM)
+        reply = read(client)
+        assert (reply.status, reply.error["code"]) == (503, "shutdown")
+        assert one.process.wait(60) == 0
 
 
 @pytest.mark.slow

@@ -178,6 +178,19 @@ def test_l07_a_second_signal_ends_it_at_once(tmp_path: Path, second: signal.Sign
         assert_ends(server)
 
 
+def test_a_server_that_cannot_close_a_model_stops_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+        from tokenmill.server.batch_runner import Batches
+        async def fail(_): raise RuntimeError("a bug")
+        Batches.stop = fail
+    """
+    change_program(tmp_path / "program", program, monkeypatch)
+    with child(tmp_path / "log", "fake") as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(SOON_S)
+        assert "RuntimeError: a bug" in server.said()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_l07_a_signal_while_the_model_is_loaded(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,9 @@ class EngineClient(RequestClient, Protocol):
         """Subscribe to a core's events, on the client's thread, from a snapshot on; returns the call to unsubscribe."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop; requests that were not done end with `shutdown`. False if a step has not returned in time."""
+        ...
 
 
 def done(result: T) -> Future[T]:
@@ -181,9 +183,10 @@ class InlineClient:
             while not interrupts.is_pending and not is_done() and self.core.has_work:
                 self._dispatch(self.core.step())
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002 (no step is running)
         with deferred_interrupts():
             self._dispatch(self.core.close())
+        return True
 
     def _dispatch(self, result: StepResult) -> None:
         for sink, part in self._sinks.route(result):
@@ -317,8 +320,8 @@ class ThreadClient:
     def subscribe(self, core: int, make: MakeSubscriber) -> Callable[[], None]:
         return self.pool.follow(core, make)
 
-    def close(self) -> None:
-        self.pool.close()
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self.pool.close(timeout_s)
 
 
 # -- Ctrl-C between steps, never inside one: an interrupted step would leave inconsistent bookkeeping -----------------

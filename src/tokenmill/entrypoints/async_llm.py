@@ -302,13 +302,17 @@ class AsyncLLM:
         if self._closed:
             raise EngineDead("the AsyncLLM was closed")
 
-    async def close(self) -> None:
-        """Stop the engine; generations that were not done end with `shutdown`."""
+    async def close(self, timeout_s: float | None = None) -> bool:
+        """Stop the engine; generations that were not done end with `shutdown`.
+
+        False if a step has not returned in time, or hangs: it may still use the model, which stays open.
+        """
         self._closed = True
         self.bridge.end_all()
-        await asyncio.to_thread(self._client.close)
-        if not self._client.is_hung:
+        has_stopped = await asyncio.to_thread(self._client.close, timeout_s) and not self._client.is_hung
+        if has_stopped:
             self.opened.close()
+        return has_stopped
 
     async def __aenter__(self) -> Self:
         return self

@@ -387,8 +387,8 @@ class ProcessClient:
                 self._child.mail.post(message)
         return answer
 
-    def close(self) -> None:
-        """Stop the engine process; requests that were not done end with `shutdown`."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop the engine process, which is killed if it does not stop in time (default: `CLOSE_S`)."""
         with self._lock:
             is_loading = self._gone is not None and not self._is_closed.is_set()
             self._gone = "the engine was closed"
@@ -396,10 +396,11 @@ class ProcessClient:
             self._child.mail.post(wire.encode(wire.Close()))
             if is_loading:  # it reads no message before that is done, and nothing runs there
                 self._child.process.kill()
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S if timeout_s is None else timeout_s)
         if self._thread.is_alive():
             self._child.process.kill()
             self._thread.join()
+        return True
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

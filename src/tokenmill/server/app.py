@@ -164,7 +164,8 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
         finally:
             for listener in listeners:
                 listener.close()
-        if not is_loaded or server.has_hung:  # a thread that loads a model, or hangs, cannot be stopped
+        # A thread that loads a model, or whose step does not return, cannot be stopped.
+        if not is_loaded or server.has_hung or server.served.models.is_stuck:
             sys.stderr.flush()
             os._exit(EXIT_HUNG if server.has_hung else 0)
 
@@ -314,18 +315,20 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         """Wait for running requests; then end the rest with an error."""
         self.served.is_leaving = True
-        delay_ends = time.monotonic() + self.served.config.drain_delay_s
-        while time.monotonic() < delay_ends and not self._is_hurried:
-            await asyncio.sleep(0.02)
-        self.served.drain()
-        await self.served.batches.stop()
-        inside = self.served.gate
-        if inside.num_inside:
-            say(f"stopping; {inside.num_inside} requests may go on for {self.served.config.drain_s:g} s")
-        await self._until_empty(self.served.config.drain_s, lambda: self._is_hurried)
-        await self.served.models.close()
-        await self._until_empty(LAST_WORDS_S, lambda: False)
-        self.should_exit = True
+        try:
+            delay_ends = time.monotonic() + self.served.config.drain_delay_s
+            while time.monotonic() < delay_ends and not self._is_hurried:
+                await asyncio.sleep(0.02)
+            self.served.drain()
+            await self.served.batches.stop()
+            inside = self.served.gate
+            if inside.num_inside:
+                say(f"stopping; {inside.num_inside} requests may go on for {self.served.config.drain_s:g} s")
+            await self._until_empty(self.served.config.drain_s, lambda: self._is_hurried)
+            await self.served.models.close()
+            await self._until_empty(LAST_WORDS_S, lambda: False)
+        finally:  # whatever fails on the way, it stops
+            self.should_exit = True
 
     async def _until_empty(self, most_s: float, is_enough: Callable[[], bool]) -> None:
         deadline = time.monotonic() + most_s

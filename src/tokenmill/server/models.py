@@ -49,6 +49,8 @@ from tokenmill.text.workers import TextWorkers
 
 log = logging.getLogger(__name__)
 
+ENGINE_S = 5.0
+"""How long shutdown waits for the step of an engine to return."""
 ANY_NAME = "*"
 """As a name of a server's only model: clients may use any name."""
 T = TypeVar("T")
@@ -124,9 +126,10 @@ class ServedModel:
         family = json.loads(config.read_text()).get("model_type", "") if config.is_file() else ""
         return str(family), sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
-    async def close(self) -> None:
+    async def close(self, engine_s: float | None = None) -> bool:
+        """False if a step of the engine has not returned within `engine_s`."""
         await self.sessions.close()
-        await self.llm.close()
+        return await self.llm.close(engine_s)
 
 
 class ModelEntry:
@@ -174,6 +177,10 @@ class Models:
         self._memory = asyncio.Lock()
         """Serializes loading and unloading: each is planned with the memory that the others leave free."""
         self._closing = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        """Closes the loaded models, once."""
+        self.is_stuck = False
+        """Is an engine inside a step that has not returned when it was closed?"""
         self.after_change: Callable[[], None] = lambda: None
         """Called on a thread when a model was loaded or unloaded."""
         for spec in specs:
@@ -399,10 +406,18 @@ class Models:
         return [one for one in self._unused() if now - one.last_used >= (one.keep_alive_s or 0.0)]
 
     async def close(self) -> None:
-        """Everything that runs ends with `shutdown`."""
+        """Everything that runs ends with `shutdown`. Engine steps that do not return are not waited for."""
         self._closing.set()
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._close_all(), name="tokenmill-close")
+        await asyncio.shield(self._ending)
+
+    async def _close_all(self) -> None:
         for model in self.loaded:
-            await model.close()
+            try:
+                self.is_stuck = not await model.close(ENGINE_S) or self.is_stuck
+            except Exception:  # the others are to be closed, too
+                log.exception("%s could not be closed", model.name)
 
 
 def out_of_memory(shortage: str) -> ApiError:
