@@ -17,8 +17,9 @@ from tests.session.helpers import GREEDY, continuation, make_service, read, scen
 from tests.session.storing import Held
 from tokenmill import AsyncLLM, SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
-from tokenmill.errors import EngineDead, SessionFileError
+from tokenmill.errors import EngineDead, Overloaded, SessionFileError
 from tokenmill.session import manager
+from tokenmill.session.manager import SessionLimits, SessionQuota
 from tokenmill.session.records import DIGEST_BYTES, LENGTHS, MAGIC, pack, unpack, write_whole
 
 
@@ -249,6 +250,20 @@ def test_whoever_leaves_while_a_file_is_restored_leaves_no_kv(monkeypatch: pytes
         assert await asyncio.wrap_future(loaded.client.export_kv(session.core, session.session_id)) is None
 
     scene(play)
+
+
+@pytest.mark.req("G8")
+def test_files_restored_at_the_same_time_do_not_exceed_a_quota() -> None:
+    limits = SessionLimits(quota=lambda _: SessionQuota(max_sessions=2))
+
+    async def play(service: SessionService) -> None:
+        data = await service.export(await conversation(service))
+        restoring = [service.restore(data, template_options=()) for _ in range(4)]
+        outcomes = await asyncio.gather(*restoring, return_exceptions=True)
+        assert [type(one) for one in outcomes if not isinstance(one, str)] == [Overloaded] * 3
+        assert service.usage_of("")[0] == 2
+
+    scene(play, limits=limits)
 
 
 @settings(max_examples=60, deadline=None)

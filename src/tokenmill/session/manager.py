@@ -804,10 +804,14 @@ class SessionManager:
             try:
                 await import_kv(self.client, self.opened.model, session, tokens, file.kv)
             except BaseException:  # the caller has gone
-                self.routing.leave(core, session.system)
-                self.client.release(name)
+                self.discard(session)
                 raise
         return session
+
+    def discard(self, session: Session) -> None:
+        """Release the core and the KV of an imported session that was not added."""
+        self.routing.leave(session.core, session.system)
+        self.client.release(session.session_id)
 
     def read_file(self, data: bytes, session_id: str) -> SessionFile:
         """A session's file, if it is of this model. Not for an event loop: it may hold a long conversation."""

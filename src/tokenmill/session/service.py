@@ -25,6 +25,7 @@ from tokenmill.errors import (
     SessionEnded,
     SessionMoved,
     SessionNotFound,
+    TokenmillError,
 )
 from tokenmill.outputs import FinishReason, OutputDelta
 from tokenmill.params import SamplingParams
@@ -246,9 +247,9 @@ class SessionService:
         `title` and `metadata` are for lists of sessions: the model does not see them.
         """
         loaded = self._model()
-        loaded.budget.check(key, num_new=int(is_kept))
         if sampling_params is not None:
             await loaded.intake.prepare(sampling_params)
+        loaded.budget.check(key, num_new=int(is_kept))
         session = loaded.new_session(
             system=system,
             sampling_params=sampling_params,
@@ -550,8 +551,13 @@ class SessionService:
         loaded.budget.check(key, num_new=1)
         hints = Hints(key=key, namespace=namespace, priority=priority)
         session = await loaded.imported(source, hints, template_options)
-        if loaded.is_leaving:
-            raise EngineDead("the model was closed while the file was read")
+        try:
+            if loaded.is_leaving:
+                raise EngineDead("the model was closed while the file was read")
+            loaded.budget.check(key, num_new=1)  # others may have been created meanwhile
+        except TokenmillError:
+            loaded.discard(session)
+            raise
         return await loaded.begin(session)
 
     # -- what there is ------------------------------------------------------------------------------------------------
