@@ -368,6 +368,19 @@ def test_quotas_of_a_request_over_http(server: Running) -> None:
 
 
 @pytest.mark.req("G8")
+def test_requests_are_counted_when_they_are_done(server: Running) -> None:
+    """Until then the queue may refuse one, and a counter must not go down."""
+    before = usage(server, "narrow")["requests"]
+    with waiting(server, "narrow", 1) as (clients, hold):
+        running = usage(server, "narrow")
+        assert (running["running"], running["requests"]) == (1, before)
+        hold.release()
+        assert read(clients[0]).status == 200
+    server.wait_until_idle()
+    assert usage(server, "narrow")["requests"] == before + 1
+
+
+@pytest.mark.req("G8")
 def test_usage_is_that_of_the_key_and_an_admin_sees_all(server: Running) -> None:
     before = usage(server, "short")
     told = chat(server, "short").json()["usage"]

@@ -374,7 +374,6 @@ class Account:
             self._pace.begin(now)
             self._everybody.note(now, 1)
         self.totals.running += 1
-        self.totals.requests += 1
         return None
 
     def _refusal(self, limit: str, wait_s: float) -> ApiError:
@@ -389,9 +388,10 @@ class Account:
         if self._tokens is not None and reserved:
             self._tokens.take(-reserved, now)
         if status == 429:
-            self.totals.requests -= 1
             self.totals.refused += 1
-        elif status < 400:  # others had no row
+        else:
+            self.totals.requests += 1
+        if status < 400:  # others had no row
             self._pace.note_done(now)
         self._everybody.note(now, 0 if self.totals.running else -1, is_done=status < 400)
 

@@ -630,7 +630,7 @@ class KeyUsage(BaseModel):
     admin: bool
     expires_at: int | None
     running: int = Field(description="Requests that are not done.")
-    requests: int = Field(description="Requests that were admitted.")
+    requests: int = Field(description="Requests that were admitted and are done.")
     refused: int = Field(description="Requests that exceeded a limit of the key, or found the queue full.")
     prompt_tokens: int
     cached_tokens: int

@@ -344,7 +344,7 @@ class KeyTotals:
     running: int = 0
     """Requests that are not done."""
     requests: int = 0
-    """Requests that were admitted."""
+    """Requests that were admitted and are done: until then the queue may refuse one, and counters only grow."""
     refused: int = 0
     """Requests that exceeded a limit of the key, or found the queue full."""
     prompt_tokens: int = 0
