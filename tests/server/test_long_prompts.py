@@ -183,6 +183,17 @@ def test_21_1_a_client_that_leaves_is_not_tokenized_for(server: Running, monkeyp
     assert len(begun) == 1
 
 
+@pytest.mark.req("R35")
+def test_a_request_times_out_while_its_prompt_is_tokenized(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with slow_tokenizer(monkeypatch) as begun:
+        late = server.post(CHAT, chat_body(f"{LONG} late", max_tokens=1, timeout_s=0.05))
+        assert (late.status, late.error["code"]) == (503, "timeout")
+        assert int(late.headers["retry-after"]) >= 1
+        assert server.chat().status == 200
+        assert len(begun) <= 1
+    server.wait_until_idle()
+
+
 def test_21_1_the_bytes_of_long_prompts_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_server(max_tokenizing_bytes=len(LONG) + 4 * KIB) as server:
         with ThreadPoolExecutor(1) as clients, slow_tokenizer(monkeypatch) as begun:

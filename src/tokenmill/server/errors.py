@@ -157,6 +157,12 @@ def cancelled() -> ApiError:
     return ApiError(499, "the request ended: cancelled", code="cancelled")
 
 
+def timed_out(timeout_s: float) -> ApiError:
+    """Before the engine had the request."""
+    message = f"the request ended: not done after {timeout_s:g} s"
+    return unavailable(message, FinishReason.TIMEOUT.value, RETRY_SOON)
+
+
 def stopping() -> ApiError:
     return unavailable("the server is shutting down", "stopping")
 

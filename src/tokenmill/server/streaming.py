@@ -27,7 +27,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.pipeline.bridge import EngineStream
 from tokenmill.pipeline.output import Generation
 from tokenmill.server.config import ServerConfig
-from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, to_api_error
+from tokenmill.server.errors import ApiError, cancelled, ended_badly, log_failure, timed_out, to_api_error
 from tokenmill.server.middleware import Caller
 from tokenmill.server.requests import ChatInput
 from tokenmill.server.sse import DONE, EventStream, Framing, event
@@ -267,6 +267,11 @@ class Call:
         """Per choice, deltas without output yet: sent with the next one that has some."""
 
     @property
+    def left_s(self) -> float:
+        """Seconds until its timeout, which counts from the request's arrival; not positive once that is over."""
+        return self.timeout_s - (time.monotonic() - self.caller.began)
+
+    @property
     def num_choices(self) -> int:
         """Upper bound on its engine rows, at least one."""
         return sum(len(generation.choices) for generation in self.generations) or 1
@@ -297,7 +302,9 @@ class Call:
             raise ContextOverflow(context_overflow(max_model_len, len(prompt), num_wanted))
         self._messages = messages
         index = sum(len(generation.choices) for generation in self.generations)
-        more: dict[str, Any] = {"hints": self.hints, "timeout_s": self.timeout_s, "first_index": index, "plan": plan}
+        if (left_s := self.left_s) <= 0:
+            raise timed_out(self.timeout_s)
+        more: dict[str, Any] = {"hints": self.hints, "timeout_s": left_s, "first_index": index, "plan": plan}
         name = f"{self.id}/{len(self.generations)}"
         self.generations.append(self.llm.generation(prompt, params, name, **more))
         if self.caller.account.is_rated:
@@ -353,7 +360,12 @@ class Call:
             self._work.cancel()
         self._calls.add(self)
         try:
-            return await while_connected(self.caller, self._work)
+            async with asyncio.timeout(self.left_s) as limit:
+                return await while_connected(self.caller, self._work)
+        except TimeoutError:
+            if limit.expired():
+                raise timed_out(self.timeout_s) from None
+            raise
         except asyncio.CancelledError:
             if self._is_cancelled:  # cancelled by id; the waiting task has not been
                 raise cancelled() from None
