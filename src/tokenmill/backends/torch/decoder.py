@@ -52,7 +52,7 @@ class Decoder:
 
     def hidden(self, token: Tensor, pos: Tensor, slots: Tensor, kv: TorchKV, attention: Attention) -> Tensor:
         """[tokens, hidden]: run all layers; keys and values go into the slots. Still to be normed."""
-        x = F.embedding(token, self.weights.embed)
+        x = self._embedded(token)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         turns = self._rotations.of(pos)
@@ -75,6 +75,9 @@ class Decoder:
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, vocab] in float32."""
         return scaled_logits(self.config, self.weights.head(normed).float())
+
+    def _embedded(self, token: Tensor) -> Tensor:
+        return F.embedding(token, self.weights.embed)
 
     def _qkv(self, layer: LayerConfig, weights: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, qkv = self.config, weights.qkv(x)
