@@ -14,7 +14,7 @@ from tests.parity.checkpoints import LIMITS, PHI, TOKENS, VARIANTS, all_logits, 
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.families.config import DecoderConfig, LayerConfig
 from tokenmill.backends.families.names import shapes
-from tokenmill.contract import Batch, BatchBuilder
+from tokenmill.contract import Batch, BatchBuilder, SampleRows, last_sampled
 from tokenmill.errors import ConfigError, ForwardFailed, InvalidBatch, OutOfKV
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -108,6 +108,20 @@ def test_a_batch_that_is_refused_leaves_the_ranks_in_step(tmp_path: Path) -> Non
         for _ in range(2):  # a second backend starts from nothing, on all ranks
             found = logits(model)
             assert np.abs(found - wanted).max() <= ROUNDING * np.abs(wanted).max()
+
+
+def test_ids_that_were_sampled_are_known_to_every_rank(tmp_path: Path) -> None:
+    folder = save("tied, 9 heads", tmp_path)
+
+    def logits(model: Any) -> np.ndarray:
+        with model.new_backend(LIMITS) as backend:
+            step = backend.forward(BatchBuilder().add_run(TOKENS[:20], 0, 0).build())
+            backend.collect(backend.sample(step, SampleRows(np.array([0], np.int32), np.array([3], np.int32))))
+            return np.asarray(backend.decode(BatchBuilder().add_run([last_sampled(3)], 20, 0).build()).logits)
+
+    wanted = logits(open_model(str(folder), backend="torch"))
+    with sharded(folder, 2) as model:
+        assert np.abs(logits(model) - wanted).max() <= ROUNDING * np.abs(wanted).max()
 
 
 def _wide(tokens: int) -> Batch:
