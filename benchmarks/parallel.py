@@ -1,8 +1,8 @@
 """`python -m benchmarks.parallel MODEL`: one model on several ranks (tensor parallelism over gloo), beside one rank.
 
 A prototype of docs/multi-device.md on the torch backend in float32. Every rank is a process with its share of heads,
-MLP and vocabulary, and with the KV of its own heads. Rank 0 is the backend of the engine; it sends each call that changes
-anything to the others, which repeat it in lockstep. Each layer has two all-reduces, the head an all-gather.
+MLP and vocabulary, and with the KV of its own heads. Rank 0 is the backend of the engine; it sends each call that
+changes anything to the others, which repeat it in lockstep. Each layer has two all-reduces, the head an all-gather.
 """
 
 from __future__ import annotations
