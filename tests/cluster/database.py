@@ -68,6 +68,8 @@ class Database:
             settings.write(f"{SETTINGS}port = {self.port}\n")
         self.process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
+        self._observer = "tokenmill"
+        """The role of its own connection."""
         self.start()
 
     @property
@@ -144,13 +146,33 @@ class Database:
         import psycopg
 
         if self._connection is None or self._connection.closed or self._connection.broken:
-            self._connection = psycopg.connect(self.url, autocommit=True)
+            url = self.url.replace("//tokenmill@", f"//{self._observer}@")
+            self._connection = psycopg.connect(url, autocommit=True)
         cursor = self._connection.execute(text, values)
         return cursor.fetchall() if cursor.description is not None else []
 
     def empty(self) -> None:
+        """As it was made."""
         self.query("DROP SCHEMA public CASCADE")
         self.query("CREATE SCHEMA public")
+        self.query("GRANT USAGE ON SCHEMA public TO public")
+
+    def use_tls(self, certificate: Path, key: Path) -> None:
+        """From now on it takes encrypted connections only, apart from this one's own."""
+        for path, name, mode in ((certificate, "server.crt", 0o644), (key, "server.key", 0o600)):
+            to = self._data / name
+            shutil.copyfile(path, to)
+            to.chmod(mode)
+            if self._user is not None:
+                owner = pwd.getpwnam(self._user)
+                os.chown(to, owner.pw_uid, owner.pw_gid)
+        with (self._data / "pg_hba.conf").open("w") as rules:
+            rules.write("host all observer 127.0.0.1/32 trust\nhostssl all all 127.0.0.1/32 trust\n")
+        self.query("CREATE ROLE observer SUPERUSER LOGIN")
+        self.query("ALTER SYSTEM SET ssl = on")
+        self.query("SELECT pg_reload_conf()")
+        self._hang_up()
+        self._observer = "observer"
 
 
 @contextmanager

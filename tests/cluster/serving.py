@@ -85,8 +85,8 @@ class Node:
 
 
 @contextmanager
-def nodes(db: Database, folder: Path, count: int = 2, *options: str) -> Iterator[list[Node]]:
-    made = [Node(folder, f"node{i}", db.url, *options) for i in range(count)]
+def nodes(db: Database, folder: Path, count: int = 2, *options: str, url: str | None = None) -> Iterator[list[Node]]:
+    made = [Node(folder, f"node{i}", url or db.url, *options) for i in range(count)]
     try:
         for one in made:
             one.start(wait=False)
