@@ -203,11 +203,18 @@ class Served:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     async def model_of(
-        self, caller: Caller, session_id: str, *, is_read: bool = False, resumes: str | None = None
+        self,
+        caller: Caller,
+        session_id: str,
+        *,
+        is_read: bool = False,
+        resumes: str | None = None,
+        may_be_stale: bool = True,
     ) -> ServedModel:
         """The model of a session of the caller's key; those of other keys are not found.
 
-        Unless it `is_read` only, loads the session into memory.
+        Unless it `is_read` only, loads the session into memory, as it is now unless it `may_be_stale`: operations see
+        to that themselves.
         """
         for model in self.models.loaded:
             try:
@@ -216,7 +223,7 @@ class Served:
                 continue
             if key == caller.key:
                 if not is_read and self.store is not None:
-                    await model.sessions.open(session_id, resumes=resumes)
+                    await model.sessions.open(session_id, resumes=resumes, may_be_stale=may_be_stale)
                 caller.session_id = session_id
                 model.last_used = time.monotonic()
                 return model

@@ -11,6 +11,7 @@ import bisect
 import copy
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from tokenmill.errors import IntegrityError, InvalidRequest
@@ -46,6 +47,8 @@ class Answer:
         """Takes all of it back, with its input..."""
         self.void: Callable[[], None] | None = None
         """...if it could not be noted in a store that is shared."""
+        self.begun: Future[None] | None = None
+        """Done when a store that is shared has noted that it begins."""
         self.is_rerun = False
         """Was it begun by another server? Readers may have had more of it than there is."""
         self.is_exact = True
@@ -96,7 +99,7 @@ class Answer:
     def kept(self) -> Answer:
         """It is over: all that readers who come back need, without what only made it."""
         twin = copy.copy(self)
-        twin._generation, twin.undo, twin.on_void, twin.is_over = None, None, None, True
+        twin._generation, twin.undo, twin.on_void, twin.begun, twin.is_over = None, None, None, None, True
         twin._on_end, twin._grown = _said_before, _NOTHING_COMES  # idle sessions are many: each keeps one
         return twin
 

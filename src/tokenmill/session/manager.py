@@ -371,19 +371,20 @@ class SessionManager:
 
     # -- sessions that are not in memory ------------------------------------------------------------------------------
 
-    async def open(self, session_id: str, *, resumes: str | None = None) -> None:
+    async def open(self, session_id: str, *, resumes: str | None = None, may_be_stale: bool = False) -> None:
         """Have a session in memory as it is now, if there is one; it is this server's from now on.
 
-        `resumes` names an answer that is to be gone on with, if its server has not finished it.
+        `resumes` names an answer that is to be gone on with, if its server has not finished it. One that is in memory
+        and `may_be_stale` is not looked up: what is written of it will fail if another server has taken it.
         """
         persistence = self.persistence
         if persistence is None or not isinstance(session_id, str) or self.queue.has_ended(session_id):
             return
         session = self.queue.sessions.get(session_id)
         if session is not None:
-            if not session.epoch or session.is_busy or session.waiting:
+            if may_be_stale or not session.epoch or session.is_busy or session.waiting:
                 return
-            if await asyncio.to_thread(persistence.store.holds, session_id, session.epoch):
+            if await asyncio.wrap_future(persistence.store.holds(session_id, session.epoch)):
                 return
             if self.queue.sessions.get(session_id) is session and not session.is_busy:
                 self.drop(session)
@@ -663,22 +664,25 @@ class SessionManager:
         is_cut = live.end is not None and live.end.finish_reason == FinishReason.SHUTDOWN.value
         return self.is_leaving and is_cut and bool(session.epoch) and live.void is None
 
-    async def note_begun(self, session_id: str, live: Answer, answer: Mapping[str, Any]) -> bool:
-        """Note in a store that is shared that an answer has begun. False: the session has moved, and the answer ended.
+    def note_begun(self, session: Session, live: Answer, answer: Mapping[str, Any]) -> None:
+        """Note in a store that is shared that an answer begins. The engine computes it meanwhile."""
+        if self.persistence is not None and session.epoch:  # else it is not kept
+            live.begun = self.persistence.store.begin_answer(session.session_id, session.epoch, answer)
 
-        The engine computes it meanwhile; nobody has read any of it yet.
-        """
-        session = self.queue.sessions.get(session_id)
-        is_running = session is not None and session.live is live and not live.is_released
-        if self.persistence is None or session is None or not is_running or not session.epoch:
-            return True  # it is not kept, or is being written already
-        begun = self.persistence.store.begin_answer(session_id, session.epoch, answer)
+    async def has_begun(self, session_id: str, live: Answer) -> bool:
+        """Wait until that is noted; nobody reads the answer before. False: the session has moved, the answer ended."""
+        if live.begun is None:
+            return True
         try:
-            await asyncio.wrap_future(begun)
+            await asyncio.wrap_future(live.begun)
         except SessionMoved:
-            self.drop(session)
+            session = self.queue.sessions.get(session_id)
+            if session is not None and session.live is live:
+                self.drop(session)
             return False
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NotDurable) and live.is_released:
+                return True  # and it is not durable either
             live.void = live.on_void
             live.cancel()
             raise

@@ -8,8 +8,8 @@ from a server that is answering in it; an idle session may be claimed at any tim
 When an answer begins, all that is needed to run it again is written; the log itself is written when the answer ends. So
 what a dead server has left is a whole conversation and perhaps a question, never half an answer.
 
-Threads own the connections (`_Lane`). All writes of a session go through the same one, in order, and what waits there
-is committed together.
+Threads own the connections (`_Lane`). All writes of a session go through the same one, in order. What waits there is
+committed together, as one statement for all sessions in one round trip; a session that has moved is refused alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.errors import ConfigError, NotDurable, SessionElsewhere, SessionMoved, StoreUnavailable, TokenmillError
@@ -44,8 +46,8 @@ LEASE_S = 6.0
 """How long a server that has stopped renewing its lease keeps the sessions that it is answering in."""
 TIMEOUT_S = 5.0
 """A database that does not answer for so long is given up, and connected to again."""
-NUM_WRITERS, NUM_READERS = 8, 4
-"""Connections."""
+NUM_WRITERS, NUM_READERS = 2, 4
+"""Connections. Fewer writers commit more together."""
 FORGET_S = 24 * 3600.0
 """Servers whose lease ended so long ago are forgotten."""
 IDLE_AT_ONCE = 1000
@@ -72,8 +74,9 @@ MIGRATIONS = (
 MIGRATING = 0x746D696C
 """Advisory lock around migrations."""
 
-OURS = "id = %(id)s AND epoch = %(epoch)s AND owner = %(me)s"
-"""The fence: what every write of a session demands."""
+MINE = "unnest(%(id)s::text[], %(epoch)s::bigint[]) AS mine (id, epoch)"
+OURS = "sessions.id = mine.id AND sessions.epoch = mine.epoch AND sessions.owner = %(me)s"
+"""The fence: what every write of sessions demands."""
 ALIVE = "EXISTS (SELECT 1 FROM servers WHERE id = {owner} AND lease_until > now())"
 THEIRS_IS_ALIVE = ALIVE.format(owner="sessions.owner")
 RENEW = """
@@ -97,29 +100,43 @@ CREATE = """
 INSERT INTO sessions (id, fingerprint, head, used_at, key, created_at, num_bytes, epoch, owner)
 VALUES (%(id)s, %(fingerprint)s, %(head)s, %(used_at)s, %(key)s, %(created_at)s, %(num_bytes)s, %(epoch)s, %(me)s)
 ON CONFLICT (id) DO NOTHING"""
+HOLDS = f"SELECT sessions.id FROM sessions, {MINE} WHERE {OURS}"
+HOLD = f"{HOLDS} FOR UPDATE OF sessions"
 APPEND = f"""
-WITH ours AS (
-    UPDATE sessions SET fingerprint = %(fingerprint)s, head = %(head)s, used_at = %(used_at)s,
-        num_bytes = %(num_bytes)s, answering = false, answer_id = NULL, answer = NULL WHERE {OURS} RETURNING id),
-new_tokens AS (INSERT INTO tokens SELECT id, %(begin)s, %(ids)s FROM ours WHERE %(ids)s <> ''::bytea),
+WITH mine AS (
+    SELECT * FROM unnest(%(id)s::text[], %(epoch)s::bigint[], %(fingerprint)s::text[], %(head)s::text[],
+        %(used_at)s::double precision[], %(num_bytes)s::bigint[], %(begin)s::integer[], %(ids)s::bytea[],
+        %(first)s::integer[], %(turns)s::json[])
+        AS mine (id, epoch, fingerprint, head, used_at, num_bytes, begin, ids, first, turns)),
+ours AS (
+    UPDATE sessions SET fingerprint = mine.fingerprint, head = mine.head, used_at = mine.used_at,
+        num_bytes = mine.num_bytes, answering = false, answer_id = NULL, answer = NULL
+    FROM mine WHERE {OURS} RETURNING sessions.id),
+new_tokens AS (INSERT INTO tokens SELECT id, begin, ids FROM mine JOIN ours USING (id) WHERE ids <> ''::bytea),
 new_turns AS (
-    INSERT INTO turns SELECT ours.id, new.number, new.turn
-    FROM ours, unnest(%(numbers)s::integer[], %(turns)s::text[]) AS new (number, turn))
+    INSERT INTO turns SELECT id, first + place - 1, turn
+    FROM mine JOIN ours USING (id), json_array_elements_text(turns) WITH ORDINALITY AS new (turn, place))
 SELECT id FROM ours"""
-HOLD = f"SELECT id FROM sessions WHERE {OURS} FOR UPDATE"
-FENCED = f"EXISTS (SELECT 1 FROM sessions WHERE {OURS})"
-CUT_TOKENS = f"DELETE FROM tokens WHERE session = %(id)s AND begin >= %(same)s AND {FENCED}"
+CUT_TOKENS = f"""
+DELETE FROM tokens USING sessions, {MINE} WHERE session = sessions.id AND begin >= %(same)s AND {OURS}"""
 CUT_PIECE = f"""
-UPDATE tokens SET ids = substr(ids, 1, 4 * (%(same)s - begin))
-WHERE session = %(id)s AND begin < %(same)s AND begin + length(ids) / 4 > %(same)s AND {FENCED}"""
-CUT_TURNS = f"DELETE FROM turns WHERE session = %(id)s AND number >= %(same)s AND {FENCED}"
-BEGIN_ANSWER = f"UPDATE sessions SET answering = true, answer_id = %(answer_id)s, answer = %(answer)s WHERE {OURS}"
-RELEASE = f"UPDATE sessions SET owner = NULL WHERE {OURS}"
+UPDATE tokens SET ids = substr(ids, 1, 4 * (%(same)s - begin)) FROM sessions, {MINE}
+WHERE session = sessions.id AND begin < %(same)s AND begin + length(ids) / 4 > %(same)s AND {OURS}"""
+CUT_TURNS = f"DELETE FROM turns USING sessions, {MINE} WHERE session = sessions.id AND number >= %(same)s AND {OURS}"
+BEGIN_ANSWER = f"""
+UPDATE sessions SET answering = true, answer_id = mine.answer_id, answer = mine.answer
+FROM unnest(%(id)s::text[], %(epoch)s::bigint[], %(answer_id)s::text[], %(answer)s::text[])
+    AS mine (id, epoch, answer_id, answer)
+WHERE {OURS} RETURNING sessions.id"""
+RELEASE = f"UPDATE sessions SET owner = NULL FROM {MINE} WHERE {OURS} RETURNING sessions.id"
+LAZY = "SELECT set_config('synchronous_commit', 'off', true)"
+"""For this transaction: what it does is in the database, but need not be on its disk."""
 DELETE = """
 WITH gone AS (DELETE FROM sessions WHERE {which} RETURNING id),
     their_tokens AS (DELETE FROM tokens USING gone WHERE session = gone.id),
     their_turns AS (DELETE FROM turns USING gone WHERE session = gone.id)
 SELECT count(*) FROM gone"""
+DELETE_OURS = DELETE.format(which=f"id IN ({HOLD})")
 IDLE = f"""id IN (
     SELECT id FROM sessions WHERE fingerprint = %(fingerprint)s
         AND used_at <= extract(epoch FROM now()) - %(seconds)s
@@ -161,8 +178,9 @@ class PostgresStore:
         except driver.Error as error:
             raise ConfigError(f"cannot use the store {_shown(url)}: {_first_line(error)}") from None
         self._failures: tuple[type[Exception], ...] = (driver.Error, OSError)
-        self._writers = [_Lane(f"tokenmill-store-{i}", self._connect, driver.Error) for i in range(NUM_WRITERS)]
-        self._readers = [_Lane(f"tokenmill-reads-{i}", self._connect, driver.Error) for i in range(NUM_READERS)]
+        lane = partial(_Lane, connect=connect, failure=driver.Error, server_id=self.server_id)
+        self._writers = [lane(f"tokenmill-store-{i}") for i in range(NUM_WRITERS)]
+        self._readers = [lane(f"tokenmill-reads-{i}") for i in range(NUM_READERS)]
         self._turn = 0
         self.documents = Documents(self._post_document)
         self._closing = threading.Event()
@@ -173,13 +191,14 @@ class PostgresStore:
     # -- claims -------------------------------------------------------------------------------------------------------
 
     def claim(self, scope: Scope, session_id: str, *, resumes: str | None = None) -> Stored | None:
-        asked, lane = {**self._named(session_id), **_scoped(scope), "resumes": resumes}, self._writer(session_id)
+        asked = {"id": session_id, "me": self.server_id, **_scoped(scope), "resumes": resumes}
+        lane = self._writer(session_id)
 
         def work(connection: Connection) -> Stored | SessionElsewhere | None:
             row = connection.execute(CLAIM, asked).fetchone()
             if row is None:
                 owner = connection.execute(OWNER, asked).fetchone()
-                return None if owner is None else self._elsewhere(session_id, *owner)
+                return None if owner is None else self._elsewhere(f"session {session_id}", *owner)
             epoch, answer = row
             (found,) = _read(connection, scope, [session_id]) or (None,)
             if found is not None:
@@ -187,12 +206,12 @@ class PostgresStore:
             unfinished = None if answer is None else json.loads(answer)
             return None if found is None else replace(found, epoch=epoch, unfinished=unfinished)
 
-        found = lane.post(work).result()
+        found = lane.post(work, session_id).result()
         if isinstance(found, SessionElsewhere):
             raise found
         return found
 
-    def _elsewhere(self, session_id: str, address: str) -> SessionElsewhere:
+    def _elsewhere(self, name: str, address: str) -> SessionElsewhere:
         """By address: a server that was restarted there may be carrying out what was sent to the one before it."""
         query = "SELECT 1 FROM servers WHERE address = %s AND lease_until > now()"
 
@@ -201,53 +220,52 @@ class PostgresStore:
                 return self._read(lambda connection: connection.execute(query, (address,)).fetchone() is not None)
             return True
 
-        return SessionElsewhere(f"session {session_id} is on another server", address, is_there, self.lease_s / 6)
+        return SessionElsewhere(f"{name} is on another server", address, is_there, self.lease_s / 6)
 
-    def holds(self, session_id: str, epoch: int) -> bool:
-        query, ours = f"SELECT 1 FROM sessions WHERE {OURS}", self._named(session_id, epoch)
-        return self._read(lambda connection: connection.execute(query, ours).fetchone() is not None)
+    def holds(self, session_id: str, epoch: int) -> Future[bool]:
+        return self._next(self._readers).post_row(HOLDS, session_id, lambda _: _Row(_one(session_id, epoch)))
 
     def let_go(self, session_id: str, epoch: int = 0) -> None:
-        ours, lane = self._named(session_id, epoch), self._writer(session_id)
+        lane = self._writer(session_id)
 
-        def work(connection: Connection) -> None:
+        def row(_: Connection) -> _Row:
             lane.known.pop(session_id, None)
-            connection.execute(RELEASE, ours)
+            return _Row(_one(session_id, epoch))
 
-        lane.post(work)
+        lane.post_row(RELEASE, session_id, row)
 
     # -- writes -------------------------------------------------------------------------------------------------------
 
     def save(self, record: SessionRecord, fingerprint: str, epoch: int = 0, *, is_new: bool = False) -> Future[None]:
         lane = self._writer(record.session_id)
-        return lane.post(lambda connection: self._write(connection, lane.known, record, fingerprint, epoch, is_new))
+
+        def row(connection: Connection) -> _Row:
+            return self._difference(connection, lane.known, record, fingerprint, epoch, is_new)
+
+        return _if_ours(lane.post_row(APPEND, record.session_id, row), record.session_id)
 
     def begin_answer(self, session_id: str, epoch: int, answer: Mapping[str, Any]) -> Future[None]:
-        named = {**self._named(session_id, epoch), "answer_id": answer["id"], "answer": dump(answer)}
-
-        def work(connection: Connection) -> None:
-            if not connection.execute(BEGIN_ANSWER, named).rowcount:
-                raise _moved(session_id)
-
+        row = _Row({**_one(session_id, epoch), "answer_id": answer["id"], "answer": dump(answer)})
         # Nothing is acknowledged by it: if the database dies in this moment, the answer can't be run again, no more.
-        return self._writer(session_id).post(work, is_lazy=True)
+        begun = self._writer(session_id).post_row(BEGIN_ANSWER, session_id, lambda _: row, is_lazy=True)
+        return _if_ours(begun, session_id)
 
     def delete(self, session_id: str, epoch: int = 0) -> Future[None]:
-        ours, lane = self._named(session_id, epoch), self._writer(session_id)
+        ours, lane = self._fenced(session_id, epoch), self._writer(session_id)
 
         def work(connection: Connection) -> None:
             lane.known.pop(session_id, None)
-            there = "SELECT 1 FROM sessions WHERE id = %(id)s"
-            if not _count(connection, DELETE.format(which=OURS), ours) and connection.execute(there, ours).fetchone():
+            there = "SELECT 1 FROM sessions WHERE id = %s"
+            if not _count(connection, DELETE_OURS, ours) and connection.execute(there, (session_id,)).fetchone():
                 raise _moved(session_id)
 
-        return lane.post(work)
+        return lane.post(work, session_id)
 
     def delete_idle(self, scope: Scope, seconds: float) -> Future[int]:
         asked = {**_scoped(scope), "seconds": seconds}
         return self._next(self._writers).post(lambda connection: _count(connection, DELETE.format(which=IDLE), asked))
 
-    def _write(
+    def _difference(
         self,
         connection: Connection,
         written: dict[str, Known],
@@ -255,21 +273,20 @@ class PostgresStore:
         fingerprint: str,
         epoch: int,
         is_new: bool,
-    ) -> None:
-        """Write the difference from the stored state. After the first write that is known without reading it back."""
+    ) -> _Row:
+        """What a session has beyond its stored state. After the first write that is known without reading it back."""
         name, known = record.session_id, written.pop(record.session_id, None)
         used_at, key, created_at, num_bytes = listed(record)
         values = {
-            **self._named(name, epoch),
+            **_one(name, epoch),
             "fingerprint": fingerprint,
             "head": dump(head_json(record)),
             "used_at": used_at,
-            "key": key,
-            "created_at": created_at,
             "num_bytes": num_bytes,
         }
+        before: list[_Statement] = []
         if is_new:
-            connection.execute(CREATE, values)
+            before.append((CREATE, {**values, "key": key, "created_at": created_at, "me": self.server_id}))
         if known is None or known[0] != epoch:
             rows = connection.execute("SELECT ids FROM tokens WHERE session = %s ORDER BY begin", (name,)).fetchall()
             stored = Tokens(as_numbers(b"".join(ids for (ids,) in rows)))
@@ -283,24 +300,22 @@ class PostgresStore:
             same, num_turns = turns.num_shared(record.turns), len(turns)
             new = [dump(turn_json(turn)) for turn in record.turns[same:]]
         begin = stored.num_same(record.tokens)
-        self._cut(connection, values, begin if begin < len(stored) else None, same if same < num_turns else None)
+        before += self._cut(name, epoch, begin if begin < len(stored) else None, same if same < num_turns else None)
         rest = record.tokens.array[begin:].astype("<i4").tobytes()
-        values |= {"begin": begin, "ids": rest, "numbers": list(range(same, same + len(new))), "turns": new}
-        if connection.execute(APPEND, values).fetchone() is None:
-            raise _moved(name)
-        written[name] = (epoch, record.tokens, record.turns)
+        written[name] = (epoch, record.tokens, record.turns)  # until it is refused
+        return _Row({**values, "begin": begin, "ids": rest, "first": same, "turns": dump(new)}, before)
 
-    @staticmethod
-    def _cut(connection: Connection, ours: Mapping[str, Any], tokens: int | None, turns: int | None) -> None:
+    def _cut(self, session_id: str, epoch: int, tokens: int | None, turns: int | None) -> list[_Statement]:
         """Truncate the stored ids and turns, after a rewind and the like."""
         if tokens is None and turns is None:
-            return
-        connection.execute(HOLD, ours)
+            return []
+        ours = self._fenced(session_id, epoch)
+        cuts: list[_Statement] = [(HOLD, ours)]
         if tokens is not None:
-            connection.execute(CUT_TOKENS, {**ours, "same": tokens})
-            connection.execute(CUT_PIECE, {**ours, "same": tokens})
+            cuts += [(CUT_TOKENS, {**ours, "same": tokens}), (CUT_PIECE, {**ours, "same": tokens})]
         if turns is not None:
-            connection.execute(CUT_TURNS, {**ours, "same": turns})
+            cuts.append((CUT_TURNS, {**ours, "same": turns}))
+        return cuts
 
     # -- reads --------------------------------------------------------------------------------------------------------
 
@@ -383,8 +398,8 @@ class PostgresStore:
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
-    def _named(self, session_id: str, epoch: int | None = None) -> dict[str, Any]:
-        return {"id": session_id, "epoch": epoch, "me": self.server_id}
+    def _fenced(self, session_id: str, epoch: int) -> dict[str, Any]:
+        return {"id": [session_id], "epoch": [epoch], "me": self.server_id}
 
     def _writer(self, session_id: str) -> _Lane:
         return self._writers[zlib.crc32(session_id.encode()) % len(self._writers)]
@@ -403,21 +418,42 @@ class PostgresStore:
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
+_Statement = tuple[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
-class _Write:
-    work: Callable[[Any], Any]
-    done: Future[Any]
-    is_lazy: bool
+class _Row:
+    """What one session adds to a statement for many."""
+
+    values: Mapping[str, Any]
+    before: Sequence[_Statement] = ()
+    """Its own part of the transaction."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Something to be done, and who wants to know how it went."""
+
+    work: Callable[[Connection], Any]
+    """Does it; for a `statement` it gives the row, and the result is whether the statement was carried out for it."""
+    session_id: str | None
+    """Jobs of a session are done one after the other."""
+    statement: str | None = None
+    is_lazy: bool = False
     """Need it not be on the disk, but only in the database, when it is done?"""
+    done: Future[Any] = field(default_factory=Future)
 
 
 class _Lane:
     """A connection and the thread that owns it. What waits is done in one transaction."""
 
-    def __init__(self, name: str, connect: Callable[[], Connection], failure: type[Exception]) -> None:
+    def __init__(
+        self, name: str, *, connect: Callable[[], Connection], failure: type[Exception], server_id: str
+    ) -> None:
         self._connect = connect
         self._failure = failure
-        self._jobs: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._server_id = server_id
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self.known: dict[str, Known] = {}
         """What the database has of the sessions that are written here. For jobs."""
@@ -426,14 +462,22 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def post(self, work: Callable[[Connection], T], *, is_lazy: bool = False) -> Future[T]:
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+    def post(self, work: Callable[[Connection], T], session_id: str | None = None) -> Future[T]:
+        return self._post(_Job(work, session_id))
+
+    def post_row(
+        self, statement: str, session_id: str, row: Callable[[Connection], _Row], *, is_lazy: bool = False
+    ) -> Future[bool]:
+        """Have a row added to a statement, which is carried out for all that wait at once. False: it was refused."""
+        return self._post(_Job(row, session_id, statement, is_lazy))
+
+    def _post(self, job: _Job) -> Future[Any]:
+        job.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         if self._is_closed:
-            done.set_exception(NotDurable("the store was closed"))
+            job.done.set_exception(NotDurable("the store was closed"))
         else:
-            self._jobs.put(_Write(work, done, is_lazy))
-        return done
+            self._jobs.put(job)
+        return job.done
 
     def close(self) -> None:
         self._is_closed = True
@@ -447,18 +491,17 @@ class _Lane:
             _hang_up(connection)
 
     def _run(self) -> None:
-        is_open = True
-        while is_open:
-            jobs = [self._jobs.get()]
+        waiting: deque[_Job | None] = deque([self._jobs.get()])
+        while jobs := _first_of_each_session(waiting):
+            for is_row in (False, True):
+                self._carry_out([job for job in jobs if (job.statement is not None) is is_row])
             with suppress(queue.Empty):
-                while jobs[-1] is not None:
-                    jobs.append(self._jobs.get_nowait())
-            is_open = None not in jobs
-            self._carry_out([job for job in jobs if job is not None])
+                while True:
+                    waiting.append(self._jobs.get(block=not waiting))
         if self._connection is not None:
             self._connection.close()
 
-    def _carry_out(self, jobs: Sequence[_Write]) -> None:
+    def _carry_out(self, jobs: Sequence[_Job]) -> None:
         """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
         if not jobs:
             return
@@ -480,7 +523,7 @@ class _Lane:
             for job, result in zip(jobs, results, strict=True):
                 job.done.set_result(result)
 
-    def _commit(self, jobs: Sequence[_Write]) -> list[Any]:
+    def _commit(self, jobs: Sequence[_Job]) -> list[Any]:
         """Do some work as one transaction. It can be repeated, so a connection that was lost is replaced once."""
         for is_last in (False, True):
             was_open = self._connection is not None
@@ -488,9 +531,9 @@ class _Lane:
             try:
                 if self._connection is None:
                     self._connection = self._connect()
+                if jobs[0].statement is not None:
+                    return self._commit_rows(self._connection, jobs)
                 with self._connection.transaction():
-                    if all(job.is_lazy for job in jobs):
-                        self._connection.execute("SET LOCAL synchronous_commit = off")
                     return [job.work(self._connection) for job in jobs]
             except (self._failure, OSError):
                 self.known.clear()  # some of it may have been written by the jobs, and was rolled back
@@ -506,6 +549,40 @@ class _Lane:
             finally:
                 self._busy_since = None
         raise AssertionError
+
+    def _commit_rows(self, connection: Connection, jobs: Sequence[_Job]) -> list[bool]:
+        """Carry statements out for all rows at once: one transaction, and one round trip."""
+        rows = [job.work(connection) for job in jobs]  # all of them before anything is sent
+        places: dict[str, list[int]] = {}
+        for place, job in enumerate(jobs):
+            places.setdefault(str(job.statement), []).append(place)
+        cursors = {}
+        with connection.pipeline():  # a transaction of its own
+            if all(job.is_lazy for job in jobs):
+                connection.execute(LAZY)
+            for row in rows:
+                for statement, values in row.before:
+                    connection.execute(statement, values)
+            for statement, these in places.items():
+                names = rows[these[0]].values
+                columns = {name: [rows[place].values[name] for place in these] for name in names}
+                cursors[statement] = connection.execute(statement, {**columns, "me": self._server_id})
+        found = {statement: {name for (name,) in cursor.fetchall()} for statement, cursor in cursors.items()}
+        done = [job.session_id in found[str(job.statement)] for job in jobs]
+        for job, is_done in zip(jobs, done, strict=True):
+            if not is_done and job.session_id is not None:
+                self.known.pop(job.session_id, None)
+        return done
+
+
+def _first_of_each_session(waiting: deque[_Job | None]) -> list[_Job]:
+    """Take jobs up to the second one of a session, which waits for the first; none once the lane is to close."""
+    jobs, sessions = list[_Job](), set[str | None]()
+    while waiting and (job := waiting[0]) is not None and (job.session_id is None or job.session_id not in sessions):
+        jobs.append(job)
+        sessions.add(job.session_id)
+        waiting.popleft()
+    return jobs
 
 
 class _Deadline:
@@ -590,6 +667,26 @@ def _read(connection: Connection, scope: Scope, session_ids: Sequence[str]) -> l
 
 def _count(connection: Connection, statement: str, values: Mapping[str, Any]) -> int:
     return int(connection.execute(statement, values).fetchone()[0])
+
+
+def _one(session_id: str, epoch: int) -> dict[str, Any]:
+    return {"id": session_id, "epoch": epoch}
+
+
+def _if_ours(written: Future[bool], session_id: str) -> Future[None]:
+    """A write that is done, or `SessionMoved`."""
+    told: Future[None] = Future()
+
+    def tell(done: Future[bool]) -> None:
+        if (error := done.exception()) is not None:
+            told.set_exception(error)
+        elif done.result():
+            told.set_result(None)
+        else:
+            told.set_exception(_moved(session_id))
+
+    written.add_done_callback(tell)
+    return told
 
 
 def _scoped(scope: Scope) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tokenmill.errors import (
     SessionEnded,
     SessionMoved,
     SessionNotFound,
+    TokenmillError,
 )
 from tokenmill.session.session import Session, SessionState
 from tokenmill.text.model_text import ModelText
@@ -74,8 +75,8 @@ class Command:
 class Shelf(Protocol):
     """Where sessions come from that are not in memory."""
 
-    async def open(self, session_id: str) -> None:
-        """Have a session in memory, as it is now, if there is one."""
+    async def open(self, session_id: str, *, may_be_stale: bool = False) -> None:
+        """Have a session in memory, if there is one: as it is now, unless it `may_be_stale`."""
         ...
 
     def open_now(self, session_id: str) -> None:
@@ -105,8 +106,12 @@ class CommandQueue:
         at_once: bool = False,
         undo: Callable[[T], object] | None = None,
         prepare: TextWork | None = None,
+        is_fenced: bool = False,
     ) -> T:
         """Run an operation on a session, after those that were queued before it; the result.
+
+        If it `is_fenced`, its result is written before anyone sees it, which fails where another server has taken the
+        session; so that needs to be found out beforehand only for an operation that has failed.
 
         `operation` gets the session, and the result of `prepare` where that is done first; if either fails, the session
         is as it was. If the caller is cancelled first, nothing is done. If it is cancelled after the operation, `undo`
@@ -115,7 +120,7 @@ class CommandQueue:
         loop = asyncio.get_running_loop()
         for _ in range(MAX_MOVES):
             if self._shelf is not None:
-                await self._shelf.open(session_id)
+                await self._shelf.open(session_id, may_be_stale=is_fenced)
             if self._closed:
                 raise EngineDead("the service was closed")
             if self._consumer is None:
@@ -129,6 +134,13 @@ class CommandQueue:
                 return await answer
             except SessionMoved:
                 continue
+            except TokenmillError:
+                known = self.sessions.get(session_id)
+                if not is_fenced or self._shelf is None or known is None:
+                    raise
+                await self._shelf.open(session_id)
+                if self.sessions.get(session_id) is known:
+                    raise
             except asyncio.CancelledError:
                 if undo is not None and not answer.cancelled() and answer.exception() is None:
                     undo(answer.result())

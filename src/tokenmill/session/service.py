@@ -336,7 +336,7 @@ class SessionService:
         """
         loaded = self._model()
         loop = asyncio.get_running_loop()
-        asked_at = loop.time()
+        asked_at, is_shared = loop.time(), self.store is not None and self.store.is_shared
         if max_new_tokens is not None:
             changes["max_tokens"] = max_new_tokens
         if changes.get("structured_outputs") is not None:
@@ -372,13 +372,18 @@ class SessionService:
             live.on_void = partial(session.restore, before)
             if given is not None or again:
                 live.undo = partial(session.restore, before)
+            if is_shared:
+                options: dict[str, Any] = {"again": again, "must_fit": must_fit, "timeout_s": timeout_s}
+                options |= {"priority": priority, "thinking_budget": thinking_budget, "quota": asdict(quota)}
+                form = loaded.fingerprint.form
+                loaded.note_begun(session, live, answer_json(live.request_id, form, given, changes, use, **options))
             return live
 
         try:
             async with asyncio.timeout(timeout_s) as waiting:
                 for _ in range(MAX_MOVES):
                     if loaded.persistence is not None:
-                        await loaded.open(session_id)
+                        await loaded.open(session_id, may_be_stale=True)
                         if session_id in loaded.queue.sessions:
                             await loaded.persistence.warm(loaded.queue.sessions[session_id])
                     # Where a grammar has to be compiled, that is long.
@@ -387,14 +392,10 @@ class SessionService:
                     compiles = bool(use and use.tools) or thinking_budget is not None or outputs is not None
                     num_bytes = max(num_chars(given), self._texts.inline_bytes if compiles else 0)
                     work = loaded.text_work(num_bytes, take_in)
-                    live = await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)
-                    if self.store is None or not self.store.is_shared:
-                        return live
-                    options: dict[str, Any] = {"again": again, "must_fit": must_fit, "timeout_s": timeout_s}
-                    options |= {"priority": priority, "thinking_budget": thinking_budget, "quota": asdict(quota)}
-                    form = loaded.fingerprint.form
-                    begun = answer_json(live.request_id, form, given, changes, use, **options)
-                    if await loaded.note_begun(session_id, live, begun):
+                    live = await loaded.queue.ask(
+                        session_id, operation, undo=Answer.cancel, prepare=work, is_fenced=True
+                    )
+                    if await loaded.has_begun(session_id, live):
                         return live
         except TimeoutError:
             if not waiting.expired():
@@ -574,9 +575,9 @@ class SessionService:
     def get(self, session_id: str) -> SessionInfo:
         return self._model().queue.find(session_id).info(has_store=self.store is not None)
 
-    async def open(self, session_id: str, *, resumes: str | None = None) -> None:
+    async def open(self, session_id: str, *, resumes: str | None = None, may_be_stale: bool = False) -> None:
         """Have a session in memory, if there is one: what comes next need not wait for the store."""
-        await self._model().open(session_id, resumes=resumes)
+        await self._model().open(session_id, resumes=resumes, may_be_stale=may_be_stale)
 
     async def whose(self, session_id: str) -> str:
         """Whose session it is, without having it in memory; `SessionNotFound` if there is none."""

@@ -155,7 +155,7 @@ class Store(Protocol):
         """
         ...
 
-    def holds(self, session_id: str, epoch: int) -> bool:
+    def holds(self, session_id: str, epoch: int) -> Future[bool]:
         """Is a claim still ours? If not, the session has moved or ended."""
         ...
 
@@ -320,8 +320,9 @@ class SessionStore:
                 return None
             return found
 
-    def holds(self, session_id: str, epoch: int) -> bool:  # noqa: ARG002
-        return session_id not in self._gone
+    def holds(self, session_id: str, epoch: int) -> Future[bool]:
+        """No other process takes a session away."""
+        raise NotImplementedError("the store is not shared")
 
     def read(self, scope: Scope, session_ids: Sequence[str]) -> list[Stored]:
         names = [name for name in session_ids if name not in self._gone]

@@ -58,8 +58,8 @@ def session_routes(served: Served) -> APIRouter:
         **schemas.errors(*REFUSALS),
     }
 
-    async def find(http: Request, session_id: str, resumes: str | None = None) -> ServedModel:
-        return await served.model_of(http.state.caller, session_id, resumes=resumes)
+    async def find(http: Request, session_id: str) -> ServedModel:
+        return await served.model_of(http.state.caller, session_id)
 
     async def look(http: Request, session_id: str) -> tuple[ServedModel, SessionInfo]:
         """A session that is only read: it stays where it is."""
@@ -153,7 +153,8 @@ def session_routes(served: Served) -> APIRouter:
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
         names = served.telemetry.names.seen_by(http.state.caller.key)
-        costs = (await find(http, session_id)).sessions.explain(session_id)
+        model = await served.model_of(http.state.caller, session_id, may_be_stale=False)
+        costs = model.sessions.explain(session_id)
         turns = [
             {
                 "id": cost.request_id,
@@ -215,7 +216,7 @@ def session_routes(served: Served) -> APIRouter:
         After a restart: 409 `answer_lost`, with the `durable_offset` of tokens that are in the session's turns.
         """
         seen = read_event_id(last_event_id)
-        model = await find(http, session_id, resumes=seen.request_id or "")
+        model = await served.model_of(http.state.caller, session_id, resumes=seen.request_id or "", may_be_stale=False)
         found = await model.sessions.last_answer(session_id, seen.request_id)
         seen.check(found)
         if found.is_rerun:
