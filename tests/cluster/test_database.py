@@ -12,7 +12,10 @@ import pytest
 
 from tests.cluster.database import Database, database
 from tests.cluster.serving import nodes
+from tests.cluster.test_shared_batches import client
+from tests.server.test_batches import begin, line, results, until_over
 from tokenmill.errors import ConfigError
+from tokenmill.session import postgres
 from tokenmill.session.postgres import PostgresStore
 
 GUIDE = Path("docs/guides/several-servers.md")
@@ -80,6 +83,16 @@ def test_tls_to_the_database_is_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("B3")
+def test_the_database_of_an_earlier_version_is_upgraded(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(postgres, "MIGRATIONS", postgres.MIGRATIONS[:1])
+        PostgresStore(db.url).close()
+    assert db.query("SELECT to_regclass('blobs')") == [(None,)]
+    PostgresStore(db.url).close()
+    assert db.query("SELECT to_regclass('blobs')::text, version FROM tokenmill_version") == [("blobs", 2)]
+
+
+@pytest.mark.req("B3")
 def test_the_role_of_the_guide_serves_and_can_do_no_more(db: Database, tmp_path: Path) -> None:
     PostgresStore(db.url).close()  # an administrator has made the tables
     (statements,) = re.findall(r"```sql\n(CREATE ROLE.*?)```", GUIDE.read_text(), re.DOTALL)
@@ -103,6 +116,8 @@ def test_the_role_of_the_guide_serves_and_can_do_no_more(db: Database, tmp_path:
             response = one.request("POST", "/v1/responses", asked).json()["id"]
             assert two.request("GET", f"/v1/responses/{response}").json()["id"] == response
             assert two.request("DELETE", f"/v1/responses/{response}").status == 200
+            over = until_over(client(two), begin(client(one), [line("q")]))
+            assert set(results(client(one), over.output_file_id)) == {"q"}
         with psycopg.connect(url, autocommit=True) as limited:
             for statement in (
                 "CREATE TABLE mine (id integer)",

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 from starlette.responses import Response
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import SessionMoved, TokenmillError
 from tokenmill.outputs import Usage
 from tokenmill.server.errors import ApiError, log_failure, to_api_error
 from tokenmill.server.fields import read_json
@@ -33,8 +34,9 @@ from tokenmill.server.keys import KeyRing
 from tokenmill.server.middleware import REQUEST_ID, Caller
 from tokenmill.server.protocol import Connection
 from tokenmill.server.sse import escaped
-from tokenmill.server.stored_files import FILE_TTL_S, Files, StoredFile, durable
+from tokenmill.server.stored_files import FILE_TTL_S, Files, StoredFile, durable, durable_call
 from tokenmill.server.telemetry.figures import BatchFigures, Outcome
+from tokenmill.session.blobs import Blobs, Claim
 from tokenmill.session.documents import Document, Documents
 
 log = logging.getLogger(__name__)
@@ -307,15 +309,38 @@ def _used(usages: Sequence[Usage]) -> dict[str, int]:
 class ResultFiles:
     """The results of a batch as they grow. Appended in groups, each of which is one write and one sync a file."""
 
-    def __init__(self, folder: Path, batch: BatchJob, figures: BatchFigures) -> None:
+    def __init__(
+        self, folder: Path, batch: BatchJob, figures: BatchFigures, shared: tuple[Blobs, Claim] | None = None
+    ) -> None:
         self.answers, self.errors = (folder / f"{batch.id}.{name}.jsonl" for name in ("output", "errors"))
         self._batch = batch
         self._figures = figures
+        self._shared = shared
+        """Where they are durable, if not here; and that this server may write there."""
+        self._moved: SessionMoved | None = None
         self.num_bytes = 0
         """Of all results, those that wait included."""
         self._unwritten: dict[bool, list[Result]] = {True: [], False: []}
         """Answers, and errors."""
         self._writing: asyncio.Task[None] | None = None
+
+    def file_id(self, path: Path) -> str:
+        """Of the file that one of them becomes."""
+        return f"file-{self._batch.id.removeprefix('batch_')}{'o' if path is self.answers else 'e'}"
+
+    async def fetch(self) -> None:
+        """Have here what other servers have written."""
+        if self._shared is None:
+            return
+        blobs, _ = self._shared
+        for path in (self.answers, self.errors):
+            path.unlink(missing_ok=True)
+            await durable_call(blobs.fetch, self.file_id(path), path)
+
+    def check(self) -> None:
+        """`SessionMoved` if another server has taken the batch over."""
+        if self._moved is not None:
+            raise self._moved
 
     def replay(self) -> set[str]:
         """The lines that are done; what a crash left of an unfinished line is cut off. For any thread."""
@@ -351,6 +376,7 @@ class ResultFiles:
         """Wait until all results are on the disk."""
         while self._writing is not None and not self._writing.done():
             await asyncio.shield(self._writing)
+        self.check()
 
     async def close(self) -> None:
         """Write what can be written now."""
@@ -372,7 +398,14 @@ class ResultFiles:
         path, data = self.answers if is_answer else self.errors, b"".join(one.text for one in group)
         try:
             await asyncio.to_thread(_append, path, data)
-        except OSError as error:
+            if self._shared is not None:
+                await self._share(path, data, *self._shared)
+        except SessionMoved as error:
+            self._moved = error
+            for others in self._unwritten.values():
+                others.clear()
+            return
+        except (OSError, ApiError) as error:
             log.warning("results of %s could not be written, trying again: %s", self._batch.id, error)
             await asyncio.sleep(RETRY_S)
             return
@@ -380,6 +413,15 @@ class ResultFiles:
         for result in group:
             self._batch.note(result.is_answer, result.used)
             self._figures.lines[Outcome.FINISHED if result.is_answer else Outcome.FAILED] += 1
+
+    async def _share(self, path: Path, data: bytes, blobs: Blobs, claim: Claim) -> None:
+        """Append to a file in the database what was appended here; it is not here either if that fails."""
+        begin = path.stat().st_size - len(data)
+        try:
+            await durable(blobs.append(self.file_id(path), begin, data, claim))
+        except BaseException:
+            os.truncate(path, begin)
+            raise
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -425,6 +467,8 @@ class Batches:
         figures: BatchFigures,
         capacity: Callable[[], int],
         max_line_bytes: int,
+        blobs: Blobs | None = None,
+        look_s: float = 3.0,
     ) -> None:
         self._files = files
         self._documents = documents
@@ -433,6 +477,13 @@ class Batches:
         self._capacity = capacity
         """Lines that may run now, beside the live requests."""
         self._max_line_bytes = max_line_bytes
+        self._blobs = blobs
+        """Where other servers share the batches: each is claimed by the one that runs it."""
+        self._look_s = look_s
+        """How often to look for batches whose server is gone."""
+        self._claims: dict[str, Claim] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._saving = asyncio.Lock()
         self._answer: AnswerLine | None = None
         self._batches: dict[str, BatchJob] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -447,19 +498,73 @@ class Batches:
         """Go on with what an earlier process left."""
         self._answer = answer
         await self._files.load()
-        page = await durable(self._documents.list(KIND, None))
-        for document in [] if page is None else page.documents:
-            self._batches[document.id] = BatchJob.of(document.body)
+        if self._blobs is not None:
+            self._looking = asyncio.create_task(self._look(), name="tokenmill-batches")
+            return
+        await self._read_all()
         for batch in self._batches.values():
             if not batch.status.is_over:
                 self._begin(batch)
 
+    async def _read_all(self) -> None:
+        page = await durable(self._documents.list(KIND, None))
+        stored = {} if page is None else {one.id: BatchJob.of(one.body) for one in page.documents}
+        running = {name: batch for name, batch in self._batches.items() if name in self._running}
+        self._batches = {**stored, **running}
+
+    async def refresh(self) -> None:
+        """Know the batches of other servers, as they were last stored."""
+        if self._blobs is not None:
+            await self._read_all()
+
+    async def _look(self) -> None:
+        """Go on with what servers have left that are gone, and tell others how far the batches of this one are."""
+        while True:
+            try:
+                await self._files.refresh()
+                await self.refresh()
+                for batch in list(self._batches.values()):
+                    if batch.id in self._running:
+                        try:
+                            await self._save(batch)
+                        except SessionMoved as error:
+                            log.warning("%s is given up: %s", batch.id, error)
+                            if (task := self._running.get(batch.id)) is not None:
+                                task.cancel()
+                            self._claims.pop(batch.id, None)
+                    elif not batch.status.is_over and await self._claim(batch.id):
+                        self._begin(self._batches[batch.id])
+            except (ApiError, TokenmillError) as error:
+                log.warning("batches of other servers cannot be looked for: %s", getattr(error, "cause", None) or error)
+            await asyncio.sleep(self._look_s)
+
+    async def _claim(self, name: str) -> bool:
+        """Have a batch that is not over for this server alone, as it is now."""
+        if self._blobs is None:
+            return True
+        if name in self._claims or (claim := await durable(self._blobs.claim(name))) is None:
+            return False
+        await self._read_all()
+        if name not in self._batches or self._batches[name].status.is_over:
+            await durable(self._blobs.release(claim, is_over=True))
+            return False
+        self._claims[name] = claim
+        return True
+
+    async def _release(self, name: str, *, is_over: bool = False) -> None:
+        claim = self._claims.pop(name, None)
+        if claim is not None and self._blobs is not None:
+            with suppress(ApiError):  # then its lease ends
+                await durable(self._blobs.release(claim, is_over=is_over))
+
     async def stop(self) -> None:
         """Lines that run are given up; after a restart they are run again."""
-        tasks = list(self._running.values())
+        tasks = [*self._running.values(), *([] if self._looking is None else [self._looking])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for name in list(self._claims):
+            await self._release(name)
 
     # -- those of a key -----------------------------------------------------------------------------------------------
 
@@ -482,10 +587,14 @@ class Batches:
         self._batches[batch.id] = batch  # its file is in use from now on
         try:
             await self._remove_old(key)
+            if self._blobs is not None and (claim := await durable(self._blobs.claim(name))) is not None:
+                self._claims[name] = claim
             await self._save(batch)
         except BaseException:
-            del self._batches[batch.id]
+            self._batches.pop(batch.id, None)
+            await self._release(name, is_over=True)
             raise
+        self._batches[batch.id] = batch
         self._begin(batch)
         return batch
 
@@ -509,14 +618,23 @@ class Batches:
         """All of this key's, oldest first."""
         return [batch for batch in self._batches.values() if batch.key == key]
 
-    async def cancel(self, batch: BatchJob) -> None:
-        """End a batch: lines that run are given up, results so far can be read."""
+    async def cancel(self, batch: BatchJob) -> BatchJob:
+        """End a batch: lines that run are given up, results so far can be read. `SessionElsewhere` says where."""
+        if self._blobs is not None and not batch.status.is_over and batch.id not in self._running:
+            is_ours = await self._claim(batch.id)
+            elsewhere = None if is_ours else await durable(self._blobs.owner(batch.id))
+            if elsewhere is not None:
+                raise elsewhere
+            batch = self.find(batch.key, batch.id)
+            if batch.id in self._claims and batch.id not in self._running:
+                self._begin(batch)
         if batch.status.is_over or batch.status in (Status.CANCELLING, Status.FINALIZING):
             raise ApiError(409, f"the batch is {batch.status.value}", code="batch_not_cancellable")
         batch.become(Status.CANCELLING)
         if (event := self._cancelling.get(batch.id)) is not None:
             event.set()
         await self._save(batch)
+        return batch
 
     def uses(self, file: StoredFile) -> bool:
         """Does a batch that is not over read this file?"""
@@ -526,7 +644,14 @@ class Batches:
         return Counter(batch.status.value for batch in self._batches.values())
 
     async def _save(self, batch: BatchJob) -> None:
-        await durable(self._documents.put(Document(KIND, batch.id, batch.key, batch.body(), batch.created_at)))
+        async with self._saving:  # a later state is not overtaken by an earlier one
+            document = Document(KIND, batch.id, batch.key, batch.body(), batch.created_at)
+            if self._blobs is None:
+                await durable(self._documents.put(document))
+            elif (claim := self._claims.get(batch.id)) is not None:
+                await durable(self._documents.put(document, hold=claim.hold))
+            else:
+                raise SessionMoved(f"another server runs {batch.id}")
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
@@ -542,6 +667,10 @@ class Batches:
         while True:
             try:
                 await self._run_once(batch)
+            except SessionMoved as error:
+                log.warning("%s is given up: %s", batch.id, error)
+                self._claims.pop(batch.id, None)
+                return
             except Exception as error:
                 is_known = isinstance(error, ApiError | OSError | TokenmillError)
                 what = getattr(error, "cause", None) or error
@@ -549,16 +678,19 @@ class Batches:
                 await asyncio.sleep(MOST_RETRY_S)
             else:
                 self._cancelling.pop(batch.id, None)
+                await self._release(batch.id, is_over=True)
                 log.info("%s is %s: %d of %d", batch.id, batch.status.value, batch.completed, batch.total)
                 return
 
     async def _run_once(self, batch: BatchJob) -> None:
-        results = ResultFiles(self._files.directory / "batches", batch, self._figures)
+        shared = None if self._blobs is None else (self._blobs, self._claims[batch.id])
+        results = ResultFiles(self._files.directory / "batches", batch, self._figures, shared)
+        await results.fetch()
         if batch.is_settled:
             await self._finalize(batch, results)
             return
-        path = self._files.path(batch.input_file_id)
         try:
+            path = await self._files.content(batch.input_file_id)
             given = await asyncio.to_thread(read_input, path, batch.endpoint, self._max_line_bytes)
         except FileNotFoundError:  # results so far can be read
             what = "the input file is not there any more"
@@ -628,6 +760,7 @@ class Batches:
         given = self._files.path(batch.input_file_id).open("rb")
         try:
             for line in lines:
+                results.check()
                 while results.num_unwritten > MAX_UNWRITTEN:
                     await asyncio.sleep(RETRY_S)
                 try:
@@ -724,11 +857,10 @@ class Batches:
             batch.become(Status.FINALIZING)
         batch.is_settled = True
         await self._save(batch)
-        name = batch.id.removeprefix("batch_")
-        for path, purpose, suffix in ((results.answers, "output", "o"), (results.errors, "error", "e")):
+        for path, purpose in ((results.answers, "output"), (results.errors, "error")):
             filename = f"{batch.id}_{purpose}.jsonl"
             about = (filename, "batch_output", batch.output_ttl_s)
-            made = await self._files.adopt(f"file-{name}{suffix}", batch.key, path, *about)
+            made = await self._files.adopt(results.file_id(path), batch.key, path, *about)
             setattr(batch, f"{purpose}_file_id", None if made is None else made.id)
         batch.become(end)
         await self._save(batch)

@@ -83,13 +83,18 @@ class Served:
         self.busy_conversations: set[tuple[str, str]] = set()
         """Keys and ids of conversations that a response is being added to."""
         max_bytes_of: Callable[[str], int | None] = lambda key: self.keys.limits_of(key).file_bytes  # noqa: E731
-        # File contents are local to this server, so their metadata is, too, even with a shared store.
-        is_local = isinstance(config.store, str)
-        self._local = Documents.in_memory() if is_local else self.documents
+        blobs = None if self.store is None else self.store.blobs
         directory = config.store if isinstance(config.store, Path) else None
-        self.files = Files(self._local, directory, config.max_files_bytes, max_bytes_of)
+        self.files = Files(self.documents, directory, config.max_files_bytes, max_bytes_of, blobs)
         self.batches = Batches(
-            self.files, self._local, self.keys, self.telemetry.batches, self.num_spare_rows, config.max_body_bytes
+            self.files,
+            self.documents,
+            self.keys,
+            self.telemetry.batches,
+            self.num_spare_rows,
+            config.max_body_bytes,
+            blobs,
+            look_s=config.lease_s / 2,
         )
         self.responses = ResponseStore(
             config.max_stored_responses, lambda key: self.keys.limits_of(key).stored_responses
@@ -112,7 +117,6 @@ class Served:
         self.files.close()
         self.texts.close()
         self.documents.close()
-        self._local.close()
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
         if self.spans is not None:

@@ -1,7 +1,8 @@
 """`Files`: files that clients upload for batches, and those that batches write.
 
 What is known of a file is a document (`session/documents.py`); its content lies in `files/` of the store's directory,
-or of a temporary one that ends with the process. Everything here runs on the event loop, the disk's part of it on
+or of a temporary one that ends with the process. Where servers share a database, the content is there, and on each disk
+is a copy of what was needed here. Everything here runs on the event loop, the disk's part of it on
 threads.
 """
 
@@ -22,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from tokenmill.errors import NotDurable
+from tokenmill.errors import NotDurable, SessionMoved
 from tokenmill.server.errors import ApiError
+from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Document, Documents
 
 T = TypeVar("T")
@@ -66,9 +68,16 @@ class Files:
     """The files of a server."""
 
     def __init__(
-        self, documents: Documents, directory: Path | None, max_bytes: int, max_bytes_of: Callable[[str], int | None]
+        self,
+        documents: Documents,
+        directory: Path | None,
+        max_bytes: int,
+        max_bytes_of: Callable[[str], int | None],
+        blobs: Blobs | None = None,
     ) -> None:
         self._documents = documents
+        self._blobs = blobs
+        """The contents, where other servers share them; on this one's disk are copies."""
         self._given = directory
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._max_bytes = max_bytes
@@ -84,6 +93,7 @@ class Files:
 
     async def load(self) -> None:
         """Find the files that an earlier process left; contents without a document are of uploads that failed."""
+        await self.refresh()
         if self._given is None:
             return
         page = await durable(self._documents.list(KIND, None))
@@ -92,6 +102,20 @@ class Files:
             if self.path(file.id).is_file():
                 self._files[file.id] = file
         await asyncio.to_thread(self._remove_others, set(self._files))
+
+    async def refresh(self) -> None:
+        """Know the files of other servers, too."""
+        if self._blobs is not None:
+            page = await durable(self._documents.list(KIND, None))
+            found = [] if page is None else [StoredFile(**one.body) for one in page.documents]
+            self._files = {file.id: file for file in found}
+
+    async def content(self, file_id: str) -> Path:
+        """Where the content of a file can be read, if there is any."""
+        path = self.path(file_id)
+        if self._blobs is not None and not path.exists():
+            await durable_call(self._blobs.fetch, file_id, path)
+        return path
 
     def _remove_others(self, known: set[str]) -> None:
         folder = self.directory / "files"
@@ -147,12 +171,15 @@ class Files:
         self, key: str, content: IO[bytes], num_bytes: int, filename: str, ttl_s: int = FILE_TTL_S
     ) -> StoredFile:
         """Store an upload; done when it is on the disk."""
+        await self.refresh()
         await self.remove_expired()
         self.check_room(key, num_bytes)
         file_id = f"file-{secrets.token_hex(16)}"
         try:
             with self.growing(key, lambda: num_bytes):
                 await asyncio.to_thread(_write, self.path(file_id), content)
+                if self._blobs is not None:
+                    await durable_call(self._blobs.put, file_id, self.path(file_id))
                 file = await self._describe(file_id, key, filename, "batch", num_bytes, ttl_s)
         except OSError as error:
             raise not_stored(str(error)) from None
@@ -197,6 +224,8 @@ class Files:
         """Remove a file; the document goes first, so that none is left without its content."""
         self._files.pop(file.id, None)
         await durable(self._documents.delete(KIND, file.id, file.key))
+        if self._blobs is not None:
+            await durable(self._blobs.delete(file.id))
         await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
 
     async def remove_expired(self) -> None:
@@ -232,6 +261,16 @@ async def durable(future: Future[T]) -> T:
     """What the store's thread says, or an error that tells that nothing was stored."""
     try:
         return await asyncio.wrap_future(future)
+    except SessionMoved:
+        raise
+    except NotDurable as error:
+        raise not_stored(str(error)) from None
+
+
+async def durable_call(call: Callable[..., T], *arguments: Any) -> T:
+    """The same for a call that waits for the store."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
     except NotDurable as error:
         raise not_stored(str(error)) from None
 

@@ -120,12 +120,24 @@ class Documents:
 
         return cls(post, close)
 
-    def put(self, document: Document, bounds: Bounds = Bounds(), *, replaces: bool = False) -> Future[Put]:
+    def put(
+        self,
+        document: Document,
+        bounds: Bounds = Bounds(),
+        *,
+        replaces: bool = False,
+        hold: Callable[[Any], None] = lambda connection: None,  # noqa: ARG005
+    ) -> Future[Put]:
         """Store a document, or its new body; if it `replaces` one, only while that is still there.
 
-        The body is not to be changed any more.
+        The body is not to be changed any more. What must hold at that moment is looked at by `hold`, which raises.
         """
-        return self._post(lambda connection: _put(connection, document, bounds, replaces=replaces))
+
+        def work(connection: Any) -> Put:
+            hold(connection)
+            return _put(connection, document, bounds, replaces=replaces)
+
+        return self._post(work)
 
     def get(self, kind: str, name: str, owner: str, *, is_used: bool = False) -> Future[Document | None]:
         """One of this owner's; those of others are not found. One that `is_used` is evicted later than others."""

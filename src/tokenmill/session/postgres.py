@@ -32,6 +32,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.errors import ConfigError, NotDurable, SessionElsewhere, SessionMoved, StoreUnavailable, TokenmillError
+from tokenmill.session.blobs import TABLES as BLOBS
+from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Documents
 from tokenmill.session.log import SharedList, Tokens, Turn
 from tokenmill.session.records import SessionRecord, head_json, turn_json
@@ -69,6 +71,7 @@ MIGRATIONS = (
     CREATE INDEX documents_of_owner ON documents (owner, kind, created_at, used_at, id, num_bytes);
     CREATE INDEX documents_by_expiry ON documents (expires_at) WHERE expires_at IS NOT NULL;
     """,
+    BLOBS,
 )
 """Each brings the tables from one version to the next. They only add, so that servers of both can run side by side."""
 MIGRATING = 0x746D696C
@@ -183,6 +186,7 @@ class PostgresStore:
         self._readers = [lane(f"tokenmill-reads-{i}") for i in range(NUM_READERS)]
         self._turn = 0
         self.documents = Documents(self._post_document)
+        self.blobs = Blobs(self._post, self.server_id, self._elsewhere)
         self._closing = threading.Event()
         self._is_closed = False
         self._heart = threading.Thread(target=self._beat, args=(connection,), name="tokenmill-lease", daemon=True)
@@ -375,6 +379,7 @@ class PostgresStore:
                 connection.execute(
                     "UPDATE sessions SET owner = NULL WHERE owner = %s AND NOT answering", (self.server_id,)
                 )
+                connection.execute("UPDATE jobs SET owner = NULL WHERE owner = %s", (self.server_id,))
                 connection.execute("DELETE FROM servers WHERE id = %s", (self.server_id,))
 
     def _renew(self, connection: Connection) -> None:
@@ -411,6 +416,9 @@ class PostgresStore:
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._next(self._readers).post(work).result()
 
+    def _post(self, work: Callable[[Connection], T]) -> Future[T]:
+        return self._next(self._writers).post(work)
+
     def _post_document(self, work: Callable[[Any], T], *, frees_space: bool = False) -> Future[T]:  # noqa: ARG002
         return self._next(self._writers).post(lambda connection: work(_Dialect(connection)))
 
@@ -431,7 +439,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Queued:
     """Something to be done, and who wants to know how it went."""
 
     work: Callable[[Connection], Any]
@@ -453,7 +461,7 @@ class _Lane:
         self._connect = connect
         self._failure = failure
         self._server_id = server_id
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self.known: dict[str, Known] = {}
         """What the database has of the sessions that are written here. For jobs."""
@@ -463,15 +471,15 @@ class _Lane:
         self._thread.start()
 
     def post(self, work: Callable[[Connection], T], session_id: str | None = None) -> Future[T]:
-        return self._post(_Job(work, session_id))
+        return self._post(_Queued(work, session_id))
 
     def post_row(
         self, statement: str, session_id: str, row: Callable[[Connection], _Row], *, is_lazy: bool = False
     ) -> Future[bool]:
         """Have a row added to a statement, which is carried out for all that wait at once. False: it was refused."""
-        return self._post(_Job(row, session_id, statement, is_lazy))
+        return self._post(_Queued(row, session_id, statement, is_lazy))
 
-    def _post(self, job: _Job) -> Future[Any]:
+    def _post(self, job: _Queued) -> Future[Any]:
         job.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         if self._is_closed:
             job.done.set_exception(NotDurable("the store was closed"))
@@ -491,7 +499,7 @@ class _Lane:
             _hang_up(connection)
 
     def _run(self) -> None:
-        waiting: deque[_Job | None] = deque([self._jobs.get()])
+        waiting: deque[_Queued | None] = deque([self._jobs.get()])
         while jobs := _first_of_each_session(waiting):
             for is_row in (False, True):
                 self._carry_out([job for job in jobs if (job.statement is not None) is is_row])
@@ -501,7 +509,7 @@ class _Lane:
         if self._connection is not None:
             self._connection.close()
 
-    def _carry_out(self, jobs: Sequence[_Job]) -> None:
+    def _carry_out(self, jobs: Sequence[_Queued]) -> None:
         """All of it in one transaction; if that fails each job has one of its own, and fails alone."""
         if not jobs:
             return
@@ -523,7 +531,7 @@ class _Lane:
             for job, result in zip(jobs, results, strict=True):
                 job.done.set_result(result)
 
-    def _commit(self, jobs: Sequence[_Job]) -> list[Any]:
+    def _commit(self, jobs: Sequence[_Queued]) -> list[Any]:
         """Do some work as one transaction. It can be repeated, so a connection that was lost is replaced once."""
         for is_last in (False, True):
             was_open = self._connection is not None
@@ -550,7 +558,7 @@ class _Lane:
                 self._busy_since = None
         raise AssertionError
 
-    def _commit_rows(self, connection: Connection, jobs: Sequence[_Job]) -> list[bool]:
+    def _commit_rows(self, connection: Connection, jobs: Sequence[_Queued]) -> list[bool]:
         """Carry statements out for all rows at once: one transaction, and one round trip."""
         rows = [job.work(connection) for job in jobs]  # all of them before anything is sent
         places: dict[str, list[int]] = {}
@@ -575,9 +583,9 @@ class _Lane:
         return done
 
 
-def _first_of_each_session(waiting: deque[_Job | None]) -> list[_Job]:
+def _first_of_each_session(waiting: deque[_Queued | None]) -> list[_Queued]:
     """Take jobs up to the second one of a session, which waits for the first; none once the lane is to close."""
-    jobs, sessions = list[_Job](), set[str | None]()
+    jobs, sessions = list[_Queued](), set[str | None]()
     while waiting and (job := waiting[0]) is not None and (job.session_id is None or job.session_id not in sessions):
         jobs.append(job)
         sessions.add(job.session_id)

@@ -37,6 +37,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, NotDurable, TokenmillError
 from tokenmill.files import lock_file
+from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Documents, create_tables
 from tokenmill.session.log import SharedList, Tokens, Turn
 from tokenmill.session.records import MAX_KV_BYTES, KVFiles, SessionRecord, head_json, read_record, turn_json
@@ -138,6 +139,11 @@ class Store(Protocol):
     is_read_only: bool
 
     @property
+    def blobs(self) -> Blobs | None:
+        """Contents of files and who works on batches, if other servers share them."""
+        ...
+
+    @property
     def kv(self) -> KVFiles | None:
         """A cache of KV bytes, if there is one."""
         ...
@@ -207,6 +213,7 @@ class SessionStore:
     """A store in a directory, for one process. `ConfigError` if the directory can't be used at all."""
 
     is_shared = False
+    blobs = None
 
     def __init__(
         self, directory: str | Path, *, max_kv_bytes: int = MAX_KV_BYTES, reserve_bytes: int = RESERVE_BYTES

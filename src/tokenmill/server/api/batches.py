@@ -101,12 +101,14 @@ def batch_routes(served: Served) -> APIRouter:
         after: After = None,
     ) -> Response:
         """The files of the caller's key."""
+        await files.refresh()
         found = files.of(http.state.caller.key, purpose)
         return JSONResponse(_page(found if order == "asc" else found[::-1], limit, after))
 
     @api.get(FILES + "/{file_id}", responses={**about_file, **schemas.errors(401, 404, 503)})
     async def get_file(http: Request, file_id: FileId) -> Response:
         """What is known of a file."""
+        await files.refresh()
         return JSONResponse(files.find(http.state.caller.key, file_id).shape())
 
     @api.get(
@@ -116,14 +118,17 @@ def batch_routes(served: Served) -> APIRouter:
     )
     async def get_content(http: Request, file_id: FileId) -> Response:
         """The content of a file."""
+        await files.refresh()
         file = files.find(http.state.caller.key, file_id)
-        return FileResponse(files.path(file.id), media_type="application/octet-stream", filename=file.filename)
+        return FileResponse(await files.content(file.id), media_type="application/octet-stream", filename=file.filename)
 
     @api.delete(
         FILES + "/{file_id}", responses={200: {"model": schemas.FileDeleted}, **schemas.errors(401, 404, 409, 503)}
     )
     async def delete_file(http: Request, file_id: FileId) -> Response:
         """Delete a file, unless a batch still reads it."""
+        await files.refresh()
+        await batches.refresh()
         file = files.find(http.state.caller.key, file_id)
         if batches.uses(file):
             raise ApiError(409, "a batch that is not over reads this file; cancel it first", code="file_in_use")
@@ -135,6 +140,8 @@ def batch_routes(served: Served) -> APIRouter:
     @api.post("/batches", responses={**about_batch, **schemas.errors(400, 401, 404, 413, 429, 503, 507)})
     async def create_batch(http: Request, body: CreateBatch) -> Response:
         """Run the requests of a file in the background."""
+        await files.refresh()
+        await batches.refresh()
         file = files.find(http.state.caller.key, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise ApiError(400, f"the purpose of the file is {file.purpose}, not batch", param="input_file_id")
@@ -151,18 +158,21 @@ def batch_routes(served: Served) -> APIRouter:
         http: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: After = None
     ) -> Response:
         """The batches of the caller's key, newest first."""
+        await batches.refresh()
         return JSONResponse(_page(batches.of(http.state.caller.key)[::-1], limit, after))
 
     @api.get("/batches/{batch_id}", responses={**about_batch, **schemas.errors(401, 404, 503)})
     async def get_batch(http: Request, batch_id: BatchId) -> Response:
         """The state of a batch."""
+        await batches.refresh()
         return JSONResponse(batches.find(http.state.caller.key, batch_id).shape())
 
     @api.post("/batches/{batch_id}/cancel", responses={**about_batch, **schemas.errors(401, 404, 409, 503, 507)})
     async def cancel_batch(http: Request, batch_id: BatchId) -> Response:
         """End a batch; the results so far can be read."""
+        await batches.refresh()
         batch = batches.find(http.state.caller.key, batch_id)
-        await batches.cancel(batch)
+        batch = await batches.cancel(batch)
         return JSONResponse(batch.shape())
 
     return api
