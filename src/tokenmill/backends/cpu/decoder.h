@@ -63,6 +63,12 @@ static inline void put(float *y, const float *out, const float *bias, int32_t co
     }
 }
 
+/* Have the lines that outputs are written to on their way while the products are computed. */
+static inline void fetch_outputs(const float *y, int32_t stride, int num, int32_t together) {
+    for (int t = 0; t < num; t++)
+        for (int32_t k = 0; k < together; k++) __builtin_prefetch(y + (size_t)t * stride + k * TM_ROWS, 1);
+}
+
 /* Some blocks of rows of a matrix, whose outputs begin at y. */
 static void multiply_blocks(const product *p, const tm_matrix *m, float *y, int32_t first, int32_t last) {
     const rounded *in = has_slabs(m->kind) ? &p->in->slabs : &p->in->groups;
@@ -78,13 +84,15 @@ static void multiply_blocks(const product *p, const tm_matrix *m, float *y, int3
             int32_t together = last - b < ROW_BLOCKS ? last - b : ROW_BLOCKS;
             for (int32_t i = begin; i < end; i += TILE) {
                 int num = end - i < TILE ? (int)(end - i) : TILE;
+                float *to = y + (size_t)i * p->stride + b * TM_ROWS;
+                fetch_outputs(to, p->stride, num, together);
                 /* A block that has no other one beside it has itself: a stride of 0. */
                 product_of(m->kind, num)(weights, together < ROW_BLOCKS ? 0 : stride, blocks, tile_at(in, i), out);
                 for (int32_t k = 0; k < together; k++) {
                     int32_t row = (b + k) * TM_ROWS, count = m->rows - row < TM_ROWS ? m->rows - row : TM_ROWS;
                     for (int t = 0; t < num; t++)
-                        put(y + (size_t)(i + t) * p->stride + row, out[k * padded(num) + t], m->bias ? m->bias + row : NULL,
-                            count, p->adds);
+                        put(to + (size_t)t * p->stride + k * TM_ROWS, out[k * padded(num) + t],
+                            m->bias ? m->bias + row : NULL, count, p->adds);
                 }
             }
         }

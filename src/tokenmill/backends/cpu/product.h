@@ -375,22 +375,32 @@ CONSTANT int is_signed(int kind) { return kind == TM_Q8_0 || is_table(kind); }
 /* Products that fit into 16 bits, summed: 254 times the largest code for each. */
 CONSTANT int most_in_16_bits(int kind) { return is_signed(kind) ? 1 : 32767 / (254 * ((1 << code_bits(kind)) - 1)); }
 
-/* Products of a span's quads from `low` on with n inputs, added to the sums: pairs of 16 bits are multiplied by `by`,
- * which is 1 or the group's scale. All inputs in turn, so that no addition waits for the one before it. */
-INLINE void add_quads(int kind, const uint8_t *w, const uint8_t *q, int n, int low, int high, __m256i by, __m256i *total) {
+/* Products of a span's quads from `low` on, for one half of the rows or both, with `count` of n inputs, added to the sums:
+ * pairs of 16 bits are multiplied by `by`, which is 1 or the group's scale. Both halves use an input while it is there, and
+ * all inputs take turns, so that no addition waits for the one before it. */
+INLINE void add_quads(int kind, const uint8_t *w, int halves, const uint8_t *q, int n, int count, int low, int high,
+    const __m256i *by, __m256i total[2][TILE]) {
     int most = most_in_16_bits(kind);
-    __m256i part[TILE];
+    __m256i part[2][TILE];
     UNROLL
     for (int j = low; j < high; j++) {
-        __m256i u = unpack(kind, w, j), size = is_signed(kind) ? _mm256_abs_epi8(u) : u;
+        __m256i u[2], size[2];
         UNROLL
-        for (int t = 0; t < n; t++) {
+        for (int h = 0; h < halves; h++) {
+            u[h] = unpack(kind, w + 32 * h, j);
+            size[h] = is_signed(kind) ? _mm256_abs_epi8(u[h]) : u[h];
+        }
+        UNROLL
+        for (int t = 0; t < count; t++) {
             __m256i x = _mm256_set1_epi32(word_at(q + 4 * (j * n + t)));
-            __m256i product = _mm256_maddubs_epi16(size, is_signed(kind) ? _mm256_sign_epi8(x, u) : x);
-            part[t] = (j - low) % most ? _mm256_add_epi16(part[t], product) : product;
-            __asm__("" : "+x"(part[t])); /* or the compiler keeps all products and adds them up at the end */
-            if ((j - low) % most == most - 1 || j == high - 1)
-                total[t] = _mm256_add_epi32(total[t], _mm256_madd_epi16(part[t], by));
+            UNROLL
+            for (int h = 0; h < halves; h++) {
+                __m256i product = _mm256_maddubs_epi16(size[h], is_signed(kind) ? _mm256_sign_epi8(x, u[h]) : x);
+                part[h][t] = (j - low) % most ? _mm256_add_epi16(part[h][t], product) : product;
+                __asm__("" : "+x"(part[h][t])); /* or the compiler keeps all products and adds them up at the end */
+                if ((j - low) % most == most - 1 || j == high - 1)
+                    total[h][t] = _mm256_add_epi32(total[h][t], _mm256_madd_epi16(part[h][t], by[h]));
+            }
         }
     }
 }
@@ -414,34 +424,43 @@ INLINE __m256i offset(int kind, int32_t minus_sum) {
     return _mm256_slli_epi32(_mm256_set1_epi32(minus_sum), log_of_zero(kind));
 }
 
-/* Eight of the sixteen rows. */
-INLINE void half_groups(
-    int kind, const uint8_t *w, int part, int32_t groups, const uint8_t *in, int n, float out[][TM_ROWS]) {
-    __m256 acc[TILE];
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int t = 0; t < n; t++) acc[t] = _mm256_setzero_ps();
+/* Some of n inputs. */
+INLINE void some_groups(
+    int kind, const uint8_t *w, int32_t groups, const uint8_t *in, int n, int count, float out[][TM_ROWS]) {
+    __m256 acc[2][TILE];
+    const __m256i ones[2] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
+    for (int t = 0; t < count; t++) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
     for (int32_t g = 0; g < groups; g++, w += block_bytes(kind), in += n * GROUP_INPUT) {
-        if (part == 0) fetch_ahead(w, (int)block_bytes(kind));
-        __m256i total[TILE];
-        for (int t = 0; t < n; t++)
-            total[t] = has_minima(kind) || is_signed(kind) ? _mm256_setzero_si256() : offset(kind, word_at(in + 4 * (2 * n + t)));
-        add_quads(kind, w + 32 * part, in + 12 * n, n, 0, 8, ones, total);
-        __m256 scale = halves(w + units_at(kind) + 16 * part), min = scale;
-        if (has_minima(kind)) min = halves(w + units_at(kind) + 32 + 16 * part);
-        for (int t = 0; t < n; t++) {
-            __m256 whole = _mm256_cvtepi32_ps(total[t]);
-            acc[t] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, _mm256_set1_ps(float_at(in + 4 * t))), acc[t]);
-            if (has_minima(kind)) acc[t] = _mm256_fmadd_ps(min, _mm256_set1_ps(float_at(in + 4 * (n + t))), acc[t]);
+        fetch_ahead(w, (int)block_bytes(kind));
+        __m256i total[2][TILE];
+        for (int t = 0; t < count; t++)
+            total[0][t] = total[1][t] =
+                has_minima(kind) || is_signed(kind) ? _mm256_setzero_si256() : offset(kind, word_at(in + 4 * (2 * n + t)));
+        add_quads(kind, w, 2, in + 12 * n, n, count, 0, 8, ones, total);
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            const uint8_t *units = w + units_at(kind) + 16 * h;
+            __m256 scale = halves(units), min = has_minima(kind) ? halves(units + 32) : scale;
+            for (int t = 0; t < count; t++) {
+                __m256 by = _mm256_mul_ps(scale, _mm256_set1_ps(float_at(in + 4 * t)));
+                __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total[h][t]), by, acc[h][t]);
+                if (has_minima(kind)) sum = _mm256_fmadd_ps(min, _mm256_set1_ps(float_at(in + 4 * (n + t))), sum);
+                acc[h][t] = sum;
+            }
         }
     }
-    for (int t = 0; t < n; t++) _mm256_storeu_ps(out[t] + 8 * part, acc[t]);
+    for (int t = 0; t < count; t++)
+        for (int h = 0; h < 2; h++) _mm256_storeu_ps(out[t] + 8 * h, acc[h][t]);
 }
+
+/* So many sums of both halves of the rows as fit into registers. */
+CONSTANT int at_once(int n) { return n == 8 ? 4 : n == 6 ? 3 : n; }
 
 INLINE void product_groups(
     int kind, const uint8_t *w, size_t stride, int32_t groups, const uint8_t *in, int n, float out[][TM_ROWS]) {
     (void)stride;
-    half_groups(kind, w, 0, groups, in, n, out);
-    half_groups(kind, w, 1, groups, in, n, out);
+    NO_UNROLL
+    for (int t = 0; t < n; t += at_once(n)) some_groups(kind, w, groups, in + 4 * t, n, at_once(n), out + t);
 }
 
 /* Small numbers of a pair of groups, 16 bits each; and those of the first or the second group in both places. */
@@ -453,57 +472,66 @@ INLINE __m256i twice_second(__m256i pair) {
     return _mm256_or_si256(_mm256_srli_epi32(pair, 16), _mm256_and_si256(pair, _mm256_set1_epi32((int)0xffff0000)));
 }
 
-INLINE void half_slabs(
-    int kind, const uint8_t *w, int part, int32_t slabs, const uint8_t *in, int n, float out[][TM_ROWS]) {
+/* One half of the rows, or both from the first on. */
+INLINE void some_slabs(
+    int kind, const uint8_t *w, int first, int num_halves, int32_t slabs, const uint8_t *in, int n, float out[][TM_ROWS]) {
     int pairs = groups_in_slab(kind) / 2;
-    __m256 acc[TILE];
-    for (int t = 0; t < n; t++) acc[t] = _mm256_setzero_ps();
+    __m256 acc[2][TILE];
+    for (int t = 0; t < n; t++) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
     for (int32_t s = 0; s < slabs; s++, w += block_bytes(kind), in += n * SLAB_INPUT) {
         const uint8_t *q = in + n * (SLAB_INPUT - TM_SLAB), *sums = in + n * (groups_in_slab(kind) == 8 ? 4 : 20);
         group_scales scales;
         read_scales(kind, w, &scales);
-        __m256i total[TILE];
-        for (int t = 0; t < n; t++) total[t] = _mm256_setzero_si256();
+        __m256i total[2][TILE];
+        for (int t = 0; t < n; t++) total[0][t] = total[1][t] = _mm256_setzero_si256();
         for (int i = 0; i < SPANS; i++) {
-            const uint8_t *span = w + i * span_bytes(kind);
-            if (part == 0) fetch_ahead(span, (int)span_bytes(kind));
-            __m256i pair = pair_at(scales.scale + 32 * (pairs == 8 ? i : i / 2) + 16 * part);
-            __m256i first = twice_first(pair), second = twice_second(pair);
-            const uint8_t *numbers = q + 32 * i * n;
-            if (pairs == 8) {
-                add_quads(kind, span + 32 * part, numbers, n, 0, 4, first, total);
-                add_quads(kind, span + 32 * part, numbers, n, 4, 8, second, total);
-            } else add_quads(kind, span + 32 * part, numbers, n, 0, 8, i % 2 ? second : first, total);
+            const uint8_t *span = w + i * span_bytes(kind), *half = span + 32 * first, *numbers = q + 32 * i * n;
+            if (first == 0) fetch_ahead(span, (int)span_bytes(kind));
+            __m256i by[2], second[2]; /* where a span is two groups: those of the second one */
+            for (int h = 0; h < num_halves; h++) {
+                __m256i pair = pair_at(scales.scale + 32 * (pairs == 8 ? i : i / 2) + 16 * (first + h));
+                second[h] = twice_second(pair);
+                by[h] = pairs != 8 && i % 2 ? second[h] : twice_first(pair);
+            }
+            add_quads(kind, half, num_halves, numbers, n, n, 0, pairs == 8 ? 4 : 8, by, total);
+            if (pairs == 8) add_quads(kind, half, num_halves, numbers, n, n, 4, 8, second, total);
         }
-        if (part == 0) fetch_ahead(w + units_at(kind), (int)(block_bytes(kind) - units_at(kind)));
-        __m256 unit = halves(w + units_at(kind) + 16 * part), least = unit;
-        if (has_minima(kind)) least = halves(w + units_at(kind) + 32 + 16 * part);
-        for (int t = 0; t < n; t++) {
-            __m256i shift = _mm256_setzero_si256();
-            for (int p = 0; p < pairs && !is_signed(kind); p++) {
-                __m256i pair = pair_at((has_minima(kind) ? scales.min : scales.scale) + 32 * p + 16 * part);
-                __m256i sum = _mm256_set1_epi32(word_at(sums + 4 * (p * n + t)));
-                shift = _mm256_add_epi32(shift, _mm256_madd_epi16(pair, sum));
+        if (first == 0) fetch_ahead(w + units_at(kind), (int)(block_bytes(kind) - units_at(kind)));
+        for (int h = 0; h < num_halves; h++) {
+            const uint8_t *units = w + units_at(kind) + 16 * (first + h);
+            __m256 unit = halves(units), least = has_minima(kind) ? halves(units + 32) : unit;
+            for (int t = 0; t < n; t++) {
+                __m256i shift = _mm256_setzero_si256();
+                for (int p = 0; p < pairs && !is_signed(kind); p++) {
+                    __m256i pair = pair_at((has_minima(kind) ? scales.min : scales.scale) + 32 * p + 16 * (first + h));
+                    __m256i sum = _mm256_set1_epi32(word_at(sums + 4 * (p * n + t)));
+                    shift = _mm256_add_epi32(shift, _mm256_madd_epi16(pair, sum));
+                }
+                __m256 sum;
+                if (has_minima(kind)) {
+                    sum = _mm256_mul_ps(_mm256_cvtepi32_ps(total[h][t]), unit);
+                    sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(shift), least, sum);
+                } else {
+                    __m256i zero = _mm256_slli_epi32(shift, log_of_zero(kind));
+                    sum = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(total[h][t], zero)), unit);
+                }
+                acc[h][t] = _mm256_fmadd_ps(sum, _mm256_set1_ps(float_at(in + 4 * t)), acc[h][t]);
             }
-            __m256 sum;
-            if (has_minima(kind)) {
-                sum = _mm256_mul_ps(_mm256_cvtepi32_ps(total[t]), unit);
-                sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(shift), least, sum);
-            } else {
-                __m256i zero = _mm256_slli_epi32(shift, log_of_zero(kind));
-                sum = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(total[t], zero)), unit);
-            }
-            acc[t] = _mm256_fmadd_ps(sum, _mm256_set1_ps(float_at(in + 4 * t)), acc[t]);
         }
     }
-    for (int t = 0; t < n; t++) _mm256_storeu_ps(out[t] + 8 * part, acc[t]);
+    for (int t = 0; t < n; t++)
+        for (int h = 0; h < num_halves; h++) _mm256_storeu_ps(out[t] + 8 * (first + h), acc[h][t]);
 }
 
+/* Codes of superblocks take more to unpack: eight inputs share them, for one half of the rows at a time. */
 INLINE void product_slabs(
     int kind, const uint8_t *w, size_t stride, int32_t slabs, const uint8_t *in, int n, float out[][TM_ROWS]) {
     (void)stride;
-    half_slabs(kind, w, 0, slabs, in, n, out);
-    half_slabs(kind, w, 1, slabs, in, n, out);
+    if (n <= 4) some_slabs(kind, w, 0, 2, slabs, in, n, out);
+    else {
+        some_slabs(kind, w, 0, 1, slabs, in, n, out);
+        some_slabs(kind, w, 1, 1, slabs, in, n, out);
+    }
 }
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
