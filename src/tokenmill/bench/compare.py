@@ -107,9 +107,9 @@ def requests(counts: Sequence[int], prompt_tokens: int, new_tokens: int) -> list
     return [Task(f"{n} requests", f"requests {n} {line}", n * new_tokens, new_tokens) for n in counts]
 
 
-def tasks(sequences: Sequence[int]) -> list[Task]:
-    found = [Task(f"prefill {PREFILL}", f"prefill {PREFILL}", PREFILL, 1)]
-    return found + [Task(f"decode {n}", f"decode {n} {CONTEXT} {STEPS}", n * STEPS, STEPS) for n in sequences]
+def tasks(sequences: Sequence[int], prefill: int = PREFILL, context: int = CONTEXT, steps: int = STEPS) -> list[Task]:
+    found = [Task(f"prefill {prefill}", f"prefill {prefill}", prefill, 1)]
+    return found + [Task(f"decode {n}", f"decode {n} {context} {steps}", n * steps, steps) for n in sequences]
 
 
 @dataclass
@@ -135,9 +135,19 @@ class Row:
 class Running:
     """A contender's process."""
 
-    def __init__(self, name: str, model: Path, num_threads: int, python: str, *more: str, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        num_threads: int,
+        python: str,
+        *more: str,
+        clock: str = "wall",
+        quiet: bool = False,
+    ) -> None:
         here = Path(__file__).parents[2]
-        command = [python, "-m", "tokenmill.bench.contenders", name, str(model), str(num_threads), *more]
+        command = [python, "-m", "tokenmill.bench.contenders", "--clock", clock]
+        command += [name, str(model), str(num_threads), *more]
         if python != sys.executable:  # an environment of its own, without tokenmill's packages
             command[1:3] = [str(Path(__file__).with_name("contenders.py"))]
         settings = {**os.environ, "PYTHONPATH": str(here), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
@@ -282,11 +292,20 @@ def main(arguments: Sequence[str]) -> int:
         "--llamacpp-python", default=sys.executable, help="Python interpreter with llama-cpp-python (default: this one)"
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens of the prompt whose prefill is timed")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of context when decoding begins")
+    parser.add_argument("--steps", type=int, default=STEPS, help="decode steps that are timed")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help="prompt tokens of whole requests")
     parser.add_argument("--new-tokens", type=int, default=NEW, help="generated tokens of whole requests")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all cores)")
     parser.add_argument("--backend", default="auto", choices=["auto", "cpu", "torch", "llamacpp"], help="our backend")
     parser.add_argument("--dtype", default="auto", help="data type of our weights")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="seconds that count: wall, or CPU time of the process, for --threads 1 on a busy machine (default: wall)",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -296,23 +315,27 @@ def main(arguments: Sequence[str]) -> int:
     path = checkpoint(options.shape, options.type) if options.shape else Path(options.model)
     if not path.exists():
         path = pull(options.model)
+    if options.clock == "cpu" and not set(options.others) <= {"llama.cpp"}:
+        parser.error("--clock cpu compares with llama.cpp only")
     if SERVER in options.others and options.others != [SERVER]:
         parser.error(f"{SERVER} does whole requests and is compared alone")
     pythons = {"llama.cpp": options.llamacpp_python}
     machine = measure_machine(options.threads)
-    todo, most = tasks(options.sequences), max(options.sequences)
+    todo, most = tasks(options.sequences, options.prefill, options.context, options.steps), max(options.sequences)
     settings = None
     if options.others == [SERVER]:
         todo = requests(options.sequences, options.prompt_tokens, options.new_tokens)
         (trial,) = requests([most], options.prompt_tokens, min(32, options.new_tokens))
         settings = best_settings(path, options.server_python, options.threads, trial, most)
     given = [options.dtype, options.backend, *([str(most)] if settings is not None else [])]
-    running = [Running("tokenmill", path, options.threads, sys.executable, *given)]
+    running = [Running("tokenmill", path, options.threads, sys.executable, *given, clock=options.clock)]
     try:
         if settings is not None:
             running += [settings.start(path, options.server_python, most)]
         else:
-            running += [Running(one, path, options.threads, pythons.get(one, sys.executable)) for one in options.others]
+            for one in options.others:
+                python = pythons.get(one, sys.executable)
+                running.append(Running(one, path, options.threads, python, clock=options.clock))
         rows = measure(running[0], running[1:], todo, options.rounds)
     finally:
         for one in running:

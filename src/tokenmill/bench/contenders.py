@@ -2,6 +2,7 @@
 
 `python -m tokenmill.bench.contenders NAME MODEL THREADS`; a line "prefill TOKENS", "decode SEQUENCES CONTEXT STEPS" or
 "requests COUNT PROMPT NEW" is answered with a line that says how many seconds it took. Whoever is not asked sleeps.
+`--clock cpu` before NAME counts CPU seconds of the process instead.
 `contenders.py --serve-llama MODEL SETTINGS` runs llama.cpp's server over HTTP instead.
 Importing this file needs nothing but Python, so a contender may run in an environment that has only its own packages.
 """
@@ -19,6 +20,9 @@ WARM_UP = 2
 """Steps before the clock starts."""
 SLOT_CONTEXT = 512
 """Tokens of a request to a server, in and out."""
+
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Contender(Protocol):
@@ -40,6 +44,8 @@ def prompt(number: int, length: int, vocab_size: int) -> list[int]:
 class Tokenmill:
     """The engine with everything that belongs to a step: scheduling, KV bookkeeping, sampling, text."""
 
+    clock = staticmethod(CLOCKS["wall"])
+
     def __init__(
         self, model: str, num_threads: int, dtype: str = "auto", backend: str = "auto", slots: str = ""
     ) -> None:
@@ -57,9 +63,9 @@ class Tokenmill:
         from tokenmill.params import SamplingParams
 
         tokens = self._prompt(num_tokens)
-        began = time.perf_counter()
+        began = self.clock()
         self._llm.generate(tokens, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
         from tokenmill.params import SamplingParams
@@ -74,9 +80,9 @@ class Tokenmill:
 
         self._llm._client.run(lambda: has(WARM_UP + 1))
         self.started()
-        began = time.perf_counter()
+        began = self.clock()
         self._llm._client.run(lambda: has(WARM_UP + 1 + num_steps))
-        took = time.perf_counter() - began
+        took = self.clock() - began
         self.ended()
         self._llm._client.run(lambda: all(one.is_finished for one in generations))
         return took
@@ -93,9 +99,9 @@ class Tokenmill:
 
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         prompts = [self._prompt(prompt_tokens) for _ in range(count)]
-        began = time.perf_counter()
+        began = self.clock()
         self._llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def _prompt(self, length: int) -> list[int]:
         self._number += 1
@@ -104,6 +110,8 @@ class Tokenmill:
 
 class LlamaCpp:
     """llama.cpp's own `llama_decode`, with nothing around it: no sampling, no text."""
+
+    clock = staticmethod(CLOCKS["wall"])
 
     def __init__(self, model: str, num_threads: int) -> None:
         import ctypes
@@ -131,9 +139,9 @@ class LlamaCpp:
     def prefill(self, num_tokens: int) -> float:
         self._llama.llama_memory_clear(self._memory, True)
         tokens = self._prompt(num_tokens)
-        began = time.perf_counter()
+        began = self.clock()
         self._decode([(token, pos, 0, pos == num_tokens - 1) for pos, token in enumerate(tokens)])
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def decode(self, num_seqs: int, context: int, num_steps: int) -> float:
         self._llama.llama_memory_clear(self._memory, True)
@@ -142,9 +150,9 @@ class LlamaCpp:
         began = 0.0
         for step in range(WARM_UP + num_steps):
             if step == WARM_UP:
-                began = time.perf_counter()
+                began = self.clock()
             self._decode([(500 + 7 * step + seq, context + step, seq, True) for seq in range(num_seqs)])
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def _prompt(self, length: int) -> list[int]:
         self._number += 1
@@ -232,8 +240,9 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def main(name: str, model: str, num_threads: str, *more: str) -> None:
+def main(name: str, model: str, num_threads: str, *more: str, clock: str = "wall") -> None:
     contender: Any = CONTENDERS[name](model, int(num_threads), *more)
+    contender.clock = CLOCKS[clock]
     print("ready", flush=True)
     for line in sys.stdin:
         what, *numbers = line.split()
@@ -243,5 +252,7 @@ def main(name: str, model: str, num_threads: str, *more: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--serve-llama":
         serve_llama(*sys.argv[2:])
+    elif sys.argv[1] == "--clock":
+        main(*sys.argv[3:], clock=sys.argv[2])
     else:
         main(*sys.argv[1:])
