@@ -21,7 +21,7 @@ def test_what_streams_leave_is_what_the_batch_does_alone_less_theirs() -> None:
 
 
 def test_it_measures_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    short = ["--seconds", "0.5", "--most-seconds", "1", "--settle-seconds", "0.1", "--lines", "3000", "--json"]
+    short = ["--seconds", "0.5", "--most-seconds", "3", "--settle-seconds", "0.1", "--lines", "3000", "--json"]
     main(["fake", *short])
     told = json.loads(capsys.readouterr().out)
     alone, control, both, _ = told["phases"]
