@@ -257,22 +257,23 @@ def test_turning_of_some_dimensions_or_of_none() -> None:
         assert torch.equal(values[slot.long()], v)
 
 
-def test_product_with_one_row() -> None:
-    from tokenmill.backends.torch.kernels.islands import one_row_product
+def test_product_with_one_row_and_with_two() -> None:
+    from tokenmill.backends.torch.kernels.islands import few_rows_product
 
-    for width, num_out in ((48, 20), (1024, 66), (3584, 12)):
-        x, weight, bias = (torch.randn(*size, device=DEVICE) for size in ((1, width), (num_out, width), (num_out,)))
-        gain, base = torch.randn(width, device=DEVICE), torch.randn(1, num_out, device=DEVICE)
+    for num_rows, width, num_out in ((1, 48, 20), (1, 1024, 66), (1, 3584, 12), (2, 48, 20), (2, 1024, 70)):
+        sizes = (num_rows, width), (num_out, width), (num_out,)
+        x, weight, bias = (torch.randn(*size, device=DEVICE) for size in sizes)
+        gain, base = torch.randn(width, device=DEVICE), torch.randn(num_rows, num_out, device=DEVICE)
         normed = torch.nn.functional.rms_norm(x, (width,), gain, 1e-6)
-        assert error(one_row_product(x, weight, bias), x @ weight.T + bias) < 1e-5
-        assert error(one_row_product(x, weight, gain=gain, eps=1e-6), normed @ weight.T) < 1e-5
+        assert error(few_rows_product(x, weight, bias), x @ weight.T + bias) < 1e-5
+        assert error(few_rows_product(x, weight, gain=gain, eps=1e-6), normed @ weight.T) < 1e-5
         gate, up = (normed @ weight.T + bias).chunk(2, dim=1)
-        found = one_row_product(x, weight, bias, gain=gain, eps=1e-6, gates=True)
+        found = few_rows_product(x, weight, bias, gain=gain, eps=1e-6, gates=True)
         assert error(found, torch.nn.functional.silu(gate) * up) < 1e-5
-        found = one_row_product(x, weight, bias, gain=gain, eps=1e-6, gates=True, activation="gelu_tanh")
+        found = few_rows_product(x, weight, bias, gain=gain, eps=1e-6, gates=True, activation="gelu_tanh")
         assert error(found, torch.nn.functional.gelu(gate, approximate="tanh") * up) < 1e-5
         total = base.clone()
-        one_row_product(x, weight, add_to=total)
+        few_rows_product(x, weight, add_to=total)
         assert error(total, base + x @ weight.T) < 1e-5
 
 

@@ -22,9 +22,9 @@ from tokenmill.backends.torch.footprint import GATED_BYTES
 from tokenmill.backends.torch.kernels.islands import (
     add,
     embed,
+    few_rows_product,
     gate,
     norm,
-    one_row_product,
     scale_logits,
     turn_and_store,
 )
@@ -48,7 +48,7 @@ class Switches:
     islands: bool = True
     """Norms, rope with the KV store, and gates are one kernel each."""
     one_row: bool = True
-    """A step of a single token multiplies with kernels of its own. Needs `islands`."""
+    """A step of a single token, or of two in a small model, multiplies with kernels of its own. Needs `islands`."""
 
 
 class AnyCudaDecoder(ModelDecoder, Protocol):
@@ -216,27 +216,31 @@ class FusedOps:
         return x if weight is None else norm(x, weight, self._config.rms_eps)
 
 
-class OneRowOps(FusedOps):
-    """`LayerOps` for a single row: norm, gate and residual ride along with the products."""
+TWO_ROWS_WIDTH = 2048
+"""Widest hidden state of which two rows are multiplied so: cuBLAS reads large matrices as fast."""
+
+
+class FewRowsOps(FusedOps):
+    """`LayerOps` for a row or two: norm, gate and residual ride along with the products."""
 
     def qkv(self, number: int, x: Tensor) -> Tensor:
         weights = self._weights.layers[number]
-        return one_row_product(
+        return few_rows_product(
             x, weights.qkv.weight, weights.qkv.bias, gain=weights.attn_norm, eps=self._config.rms_eps
         )
 
     def gated(self, number: int, x: Tensor) -> Tensor:
         weights = self._weights.layers[number]
-        return one_row_product(
+        return few_rows_product(
             x, weights.gate_up.weight, weights.gate_up.bias, gain=weights.mlp_norm, eps=self._config.rms_eps,
             gates=True, activation=self._config.layers[number].activation,
         )  # fmt: skip
 
     def _product(self, linear: Linear, inner: Tensor) -> Tensor:
-        return one_row_product(inner, linear.weight, linear.bias)
+        return few_rows_product(inner, linear.weight, linear.bias)
 
     def _add(self, linear: Linear, inner: Tensor, x: Tensor) -> None:
-        one_row_product(inner, linear.weight, linear.bias, add_to=x)
+        few_rows_product(inner, linear.weight, linear.bias, add_to=x)
 
 
 class CudaDecoder(Decoder):
@@ -284,7 +288,8 @@ class CudaDecoder(Decoder):
     def _ops(self, inputs: StepInputs, kv: TorchKV) -> LayerOps:
         if not self.switches.islands:
             return PlainOps(self.config, self.weights, self._turns, kv, inputs)
-        kind = OneRowOps if self._is_one_row(inputs.token) else FusedOps
+        is_few = self._is_one_row(inputs.token) or self._is_two_rows(inputs.token)
+        kind = FewRowsOps if is_few else FusedOps
         return kind(self.config, self.weights, self._turns, kv, inputs)
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -296,7 +301,7 @@ class CudaDecoder(Decoder):
         """[rows, vocab] in the weights' own type, of states that are still to be normed."""
         head, gain = self.weights.head.weight, self.weights.norm
         if self._is_one_row(hidden):
-            logits = one_row_product(hidden, head, gain=gain, eps=self.config.rms_eps, out=out)
+            logits = few_rows_product(hidden, head, gain=gain, eps=self.config.rms_eps, out=out)
         else:
             logits = torch.mm(self.normed(hidden), head.t(), out=out)
         if self.config.logit_scale == 1.0 and self.config.logit_softcap is None:
@@ -307,3 +312,7 @@ class CudaDecoder(Decoder):
 
     def _is_one_row(self, rows: Tensor) -> bool:
         return len(rows) == 1 and self.switches.islands and self.switches.one_row
+
+    def _is_two_rows(self, rows: Tensor) -> bool:
+        is_narrow = self.config.hidden_size <= TWO_ROWS_WIDTH
+        return len(rows) == 2 and is_narrow and self.switches.islands and self.switches.one_row

@@ -1,6 +1,6 @@
 """What stands between the large products of a layer, each in one pass: embedding, norm, rope with the store, gate.
 
-`one_row_product` is a weight matrix times a single row: bound by reading the matrix, so everything else of the layer
+`few_rows_product` is a weight matrix times one row or two: bound by reading the matrix, so everything else of the layer
 rides along. The norm before the product is a scale of its result, the gate and the residual stand at its end.
 """
 
@@ -228,58 +228,73 @@ def gate(both: Tensor, out: Tensor, activation: str = "silu") -> None:
 
 
 @triton.jit
+def _with(values, place: tl.constexpr, value):
+    """The tuple with another value at this place."""
+    return values[:place] + (value,) + values[place + 1 :]  # noqa: RUF005
+
+
+@triton.jit
 def _multiply(
     x, weight, bias, gain, out, eps, num_out, width,
-    rows: tl.constexpr, block: tl.constexpr,
+    tokens: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     normed: tl.constexpr, biased: tl.constexpr, gates: tl.constexpr, adds: tl.constexpr,
     is_gelu: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     start = weight + row.to(tl.int64)[:, None] * width
     is_row = (row < num_out)[:, None]
-    total = tl.zeros([rows, block], tl.float32)
-    up_total = tl.zeros([rows, block], tl.float32)
-    squares = tl.zeros([block], tl.float32)
+    totals = (tl.zeros([rows, block], tl.float32),) * tokens
+    up_totals = (tl.zeros([rows, block], tl.float32),) * tokens
+    squares = (tl.zeros([block], tl.float32),) * tokens
     for at in range(0, width, block):
         k = at + tl.arange(0, block)
         inside = k < width
-        values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
-        if normed:
-            squares += values * values
-            values *= tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+        values = ()
+        for i in tl.static_range(tokens):
+            value = tl.load(x + i * width + k, mask=inside, other=0.0).to(tl.float32)
+            if normed:
+                squares = _with(squares, i, squares[i] + value * value)
+                value *= tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
         wanted = is_row & inside[None, :]
-        part = tl.load(start + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first")
-        total += part.to(tl.float32) * values[None, :]
+        part = tl.load(start + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        for i in tl.static_range(tokens):
+            totals = _with(totals, i, totals[i] + part * values[i][None, :])
         if gates:
             up = start + num_out.to(tl.int64) * width
-            part = tl.load(up + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first")
-            up_total += part.to(tl.float32) * values[None, :]
-    result = tl.sum(total, 1)
-    if normed:
-        scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
-        result *= scale
-    if biased:
-        result += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
-    if gates:
-        other = tl.sum(up_total, 1)
+            part = tl.load(up + k[None, :], mask=wanted, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            for i in tl.static_range(tokens):
+                up_totals = _with(up_totals, i, up_totals[i] + part * values[i][None, :])
+    for i in tl.static_range(tokens):
+        result = tl.sum(totals[i], 1)
         if normed:
-            other *= scale
+            scale = tl.rsqrt(tl.sum(squares[i], 0) / width + eps)
+            result *= scale
         if biased:
-            other += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)
-        result = _activated(result, is_gelu) * other
-    if adds:
-        result += tl.load(out + row, mask=row < num_out, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_out)
+            result += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
+        if gates:
+            other = tl.sum(up_totals[i], 1)
+            if normed:
+                other *= scale
+            if biased:
+                other += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)
+            result = _activated(result, is_gelu) * other
+        places = out + i * num_out + row
+        if adds:
+            result += tl.load(places, mask=row < num_out, other=0.0).to(tl.float32)
+        tl.store(places, result.to(out.dtype.element_ty), mask=row < num_out)
 
 
-def _tile(num_out: int) -> tuple[int, int]:
-    """Rows and columns that a program takes at a time, measured: few rows of small matrices, so that all can work."""
+def _tile(num_out: int, num_rows: int) -> tuple[int, int]:
+    """Rows and columns of the matrix that a program takes at a time, measured: few rows of small ones, so that all can
+    work.
+    """
     if num_out <= 2048:
         return 2, 1024
-    return (4, 512) if num_out <= 8192 else (8, 256)
+    return (4, 512 // num_rows) if num_out <= 8192 else (8, 256)
 
 
-def one_row_product(
+def few_rows_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -291,7 +306,9 @@ def one_row_product(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[1, out]: x times the matrix; x normed first where there is a `gain`, the result added to `add_to` in place.
+    """[rows, out]: x, of one row or two, times the matrix.
+
+    x is normed first where there is a `gain`; the result is added to `add_to` in place, where that is given.
 
     With `gates` the matrix is gate and up, one above the other, and the result is the activation of gate, times up.
     It is written to `out` where that is given.
@@ -300,11 +317,11 @@ def one_row_product(
     width = weight.shape[1]
     out = add_to if add_to is not None else out
     if out is None:
-        out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
-    rows, block = _tile(num_out)
+        out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
+    rows, block = _tile(num_out, len(x))
     _multiply[(triton.cdiv(num_out, rows),)](
         x, weight, bias if bias is not None else x, gain if gain is not None else x, out, eps, num_out, width,
-        rows=rows, block=block,
+        tokens=len(x), rows=rows, block=block,
         normed=gain is not None, biased=bias is not None, gates=gates, adds=add_to is not None,
         is_gelu=activation == "gelu_tanh",
         num_warps=4,
