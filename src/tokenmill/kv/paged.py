@@ -54,8 +54,12 @@ def cut_into_segments(batch: Batch) -> list[Segment]:
     """The batch's segments, in order."""
     if batch.seq_ids.shape[1] == 1:
         leads = batch.seq_ids[:, 0]
-        if np.bincount(leads).max() == 1:
+        counts = np.bincount(leads)
+        if counts.max() == 1:
             return [_one_token_each(batch, leads)]
+        first = np.concatenate([[0], (leads[1:] != leads[:-1]).nonzero()[0] + 1])
+        if len(first) == np.count_nonzero(counts):
+            return [_run_each(batch, leads, first)]
         return [_segment(batch, slice(0, len(batch)), leads, {})]
     segments: list[Segment] = []
     companions: dict[int, tuple[int, ...]] = {}
@@ -83,6 +87,21 @@ def _one_token_each(batch: Batch, leads: IntArray) -> Segment:
         lead=leads,
         count=ones,
         holders=ones,
+        groups=(),
+    )
+
+
+def _run_each(batch: Batch, leads: IntArray, first: NDArray[np.intp]) -> Segment:
+    """Every sequence once, alone, with one token or several in a row; `first`: where each begins."""
+    count = np.diff(first, append=len(leads)).astype(np.int32)
+    return Segment(
+        tokens=slice(0, len(leads)),
+        token_lead=leads,
+        token_pos=batch.pos,
+        token_rank=(np.arange(len(leads)) - np.repeat(first, count)).astype(np.int32),
+        lead=leads[first],
+        count=count,
+        holders=np.ones(len(first), dtype=np.int32),
         groups=(),
     )
 

@@ -27,6 +27,7 @@ from tokenmill.backends.torch.cuda.graphs import (
 from tokenmill.backends.torch.cuda.inputs import (
     FAR_CELLS,
     FAR_ROWS,
+    SHORT_RUN,
     DecodeInputs,
     InputBuffer,
     PromptShape,
@@ -141,7 +142,6 @@ class PagedAttention:
 WARM_UP_S = 10.0
 """For the capture of graphs at start-up, which takes 2 to 5 s."""
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int32)
-LOGITS_ALONE = np.uint8(Output.LOGITS)
 
 
 class CudaStep(TorchStep):
@@ -237,6 +237,7 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
             drawing.largest(logits)
             drawing.greedy(masked(logits, pack_mask(np.ones((1, self._vocab_size), dtype=bool))), BAD_ROW)
             drawing.draw(logits, told, BAD_ROW, is_filtered=True, is_typical=True)
+        self._take_ids(self._last_sampled, self._in_order[:1], self._in_order[:1])
 
     def _capture_decode(self, graphs: StepGraphs, size: int) -> None:
         """Graphs of decode steps of this size, run on padding."""
@@ -290,12 +291,10 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         lead, slot = segment.token_lead[ubatch.inside], slots[ubatch.inside]
         output = batch.output[ubatch.tokens]
         is_decode = len(segment.lead) == len(segment.token_lead)  # one token of each sequence
-        runs = None if is_decode else StepRuns.of(lead, pos, self._most_singles)
-        reads_one_by_one = runs is None or not runs.num_longs
-        if self._graphs is not None and reads_one_by_one and len(token) <= self._decode_sizes.largest:
+        if self._graphs is not None and len(token) <= self._decode_sizes.largest and _are_short(segment):
             self._decode(step, self._graphs, token, pos, slot, lead, output)
             return
-        wanted, runs = np.flatnonzero(output), runs or StepRuns.of(lead, pos, self._most_singles)
+        wanted, runs = np.flatnonzero(output), StepRuns.of(lead, pos, self._most_singles)
         on_card = None if len(wanted) == len(token) else self._to_device(wanted)
         shape = None
         if self._graphs is not None and not is_decode:
@@ -323,19 +322,23 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
         """Decodes, and proposed tokens behind them: all that is done to them is one graph, logits and the largest ones
         too.
         """
-        count, size = len(token), self._decode_sizes.size_for(len(token))
+        size = self._decode_sizes.size_for(len(token))
         inputs, outputs = self._decode_inputs(size), self._turns.begin(step)
         inputs.send(self._kv.tables, token, pos, slot, lead)
         self._run_decode(graphs, size, outputs)
-        if (output == LOGITS_ALONE).all():
-            step.largest = outputs.first(count)
-            step.logits_parts.append(step.largest.logits)
-            return
-        logits, hidden = (self._to_device(np.flatnonzero(output & flag)) for flag in (Output.LOGITS, Output.HIDDEN))
+        logits, hidden = (np.flatnonzero(output & np.uint8(flag)) for flag in (Output.LOGITS, Output.HIDDEN))
         if len(logits):
-            step.logits_parts.append(outputs.logits[logits])
+            step.largest = outputs.of(lambda some: self._rows_of(some, logits))
+            step.logits_parts.append(step.largest.logits)
         if len(hidden):
-            step.hidden_parts.append(self._decoder.normed(self._state[hidden]).float())
+            step.hidden_parts.append(self._decoder.normed(self._rows_of(self._state, hidden)).float())
+
+    def _rows_of(self, tensor: Tensor, rows: NDArray[np.integer]) -> Tensor:
+        """A view where they follow one another, which is nearly always so; else a copy."""
+        first, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        if end - first == len(rows) and (len(rows) < 3 or (np.diff(rows) == 1).all()):
+            return tensor[first:end]
+        return tensor[self._to_device(rows)]
 
     def _run_decode(self, graphs: StepGraphs, size: int, outputs: GraphOutputs) -> None:
         """A decode step of this padded size, whose inputs were sent."""
@@ -383,23 +386,22 @@ class CudaBackend(TorchBackend[AnyCudaDecoder, CudaStep]):
 
     @torch.inference_mode()
     def _sample(self, step: CudaStep, rows: SampleRows, mask: Mask | None) -> Sampled:
-        logits = self._all_logits(step)
-        if len(rows.logits_row) != len(logits) or not _are_equal(rows.logits_row, self._in_order[: len(logits)]):
-            logits = logits[self._to_device(rows.logits_row)]
-        sampled = rows.sampler(logits, mask) if rows.sampler is not None else self._greedy(step, logits, mask)
+        logits, wanted = self._all_logits(step), rows.logits_row
+        largest = step.largest if step.largest is not None and step.largest.logits is logits else None
+        if rows.sampler is not None:
+            sampled = rows.sampler(self._rows_of(logits, wanted), mask)
+        elif mask is not None:
+            sampled = Sampled(drawing.greedy(masked(self._rows_of(logits, wanted), mask), BAD_ROW))
+        elif largest is not None:
+            sampled = Sampled(self._rows_of(largest.ids, wanted))
+        else:
+            sampled = Sampled(drawing.greedy(self._rows_of(logits, wanted), BAD_ROW))
         ids = torch.as_tensor(sampled.ids, dtype=torch.int32, device=self._device)
         kept = ids[: len(rows.table_row)]
         self._last_sampled.index_copy_(0, self._table_rows_on_card(rows.table_row), kept)
         on_host = Sampled(download(ids), {name: _downloaded(value) for name, value in sampled.extras.items()})
         step.mark_launched(self._stream)
         return on_host
-
-    def _greedy(self, step: CudaStep, logits: Tensor, mask: Mask | None) -> Sampled:
-        if mask is not None:
-            return Sampled(drawing.greedy(masked(logits, mask), BAD_ROW))
-        if step.largest is not None and step.largest.logits is logits:
-            return Sampled(step.largest.ids)
-        return Sampled(drawing.greedy(logits, BAD_ROW))
 
     def _table_rows_on_card(self, rows: IntArray) -> Tensor:
         if self._table_rows is None or not _are_equal(self._table_rows[0], rows):
@@ -428,6 +430,11 @@ def _capture_for(seconds: float, sizes: Sequence[int], capture: Callable[[int], 
         capture(size)
         done.append(size)
     return done
+
+
+def _are_short(segment: Segment) -> bool:
+    """Are all runs of tokens short enough to attend one by one?"""
+    return segment.is_one_each or int(segment.count.max()) <= SHORT_RUN
 
 
 def _are_equal(some: IntArray, others: IntArray) -> bool:

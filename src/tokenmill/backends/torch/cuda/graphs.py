@@ -166,7 +166,11 @@ class GraphOutputs:
 
     def first(self, count: int) -> GraphOutputs:
         """Outputs of the first `count` rows."""
-        return GraphOutputs(self.turn, self.logits[:count], self.ids[:count])
+        return self.of(lambda some: some[:count])
+
+    def of(self, rows: Callable[[Tensor], Tensor]) -> GraphOutputs:
+        """Outputs of some rows."""
+        return GraphOutputs(self.turn, rows(self.logits), rows(self.ids))
 
 
 class OutputTurns:
@@ -194,7 +198,9 @@ class OutputTurns:
         outputs, owner = self.outputs[self._turn], self._owners[self._turn]
         before = None if owner is None else owner()
         if before is not None:
-            address = outputs.logits.data_ptr()
-            before.logits_parts = [part.clone() if part.data_ptr() == address else part for part in before.logits_parts]
+            storage = outputs.logits.untyped_storage().data_ptr()
+            before.logits_parts = [
+                part.clone() if part.untyped_storage().data_ptr() == storage else part for part in before.logits_parts
+            ]
         self._owners[self._turn] = weakref.ref(step)
         return outputs
