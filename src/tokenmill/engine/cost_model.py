@@ -73,7 +73,9 @@ class CostLine:
 class LineFit:
     """A `CostLine` through the medians of the latest observations of each count."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_times: int = 1) -> None:
+        """`least_times`: counts seen less often are left out once others were: one delay would tilt the line."""
+        self._least_times = least_times
         self._times: OrderedDict[int, deque[float]] = OrderedDict()
         """Count -> seconds; the count that was seen last is the last."""
         self._line: CostLine | None = None
@@ -101,6 +103,7 @@ class LineFit:
 
     def _fit(self) -> CostLine:
         medians = [(count, statistics.median(times), len(times)) for count, times in self._times.items()]
+        medians = [one for one in medians if one[2] >= self._least_times] or medians
         if not medians:
             return CostLine()
         weight = sum(times for _, _, times in medians)

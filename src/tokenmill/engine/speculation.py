@@ -45,8 +45,10 @@ MIN_GAIN, MIN_DRAFT_GAIN = 1.03, 1.05
 """Tokens per second over those without proposals from which on proposals are worth it: any, and a draft model's."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 512
 """Tokens for which a draft model that does not pay is not asked; twice as many each time."""
-FEW_TRIED = 2
-"""Tokens that it drafts then, to see whether it would pay now."""
+FEW_TRIED, STEPS_TRIED = 2, 2
+"""Tokens that it drafts then, to see whether it would pay now, and for how many steps: the first one is spent on
+catching up, so only the next shows what drafting takes.
+"""
 PATIENCE = 4
 """Steps in a row without a worthwhile proposal after which a request is submitted ahead again."""
 MOST_WATCHED = 16
@@ -125,6 +127,8 @@ class _Pause:
     """Length of the log up to which it is not asked..."""
     length: int
     """...so many tokens from when it began."""
+    num_tried: int = 0
+    """Steps since then in which it was tried again."""
 
 
 class Speculation:
@@ -209,7 +213,7 @@ class Speculation:
         if self._runs_ahead:
             self._let_ahead(requests, counts)
         for row, candidate in found.items():
-            if not counts[row]:
+            if not counts[row] and candidate.proposal.tokens[0] >= 0:
                 self._guesses[row] = _Guess(int(self._rows.lease[row]), int(self._rows.num_tokens[row]), candidate)
         self._verifying |= {row: candidate for row, candidate in found.items() if counts[row]}
         return {row: found[row].proposal.tokens[:count] for row, count in counts.items() if count}
@@ -290,7 +294,7 @@ class Speculation:
     ) -> tuple[list[Request], list[int]]:
         """The requests to draft for, and how many tokens: what gives the step the most expected tokens a second."""
         proposer, num_sure = self.proposers[name], len(draft.decodes)
-        asked, chances, is_trial = list[Request](), list[list[float]](), False
+        asked, chances = list[Request](), list[list[float]]()
         share_s, drafting = price.base / num_sure, proposer.cost(len(requests))
         own = CostLine(drafting.entry / max(1, len(requests)), drafting.each / max(1, len(requests))) + price.proposed
         for request in requests:
@@ -302,18 +306,16 @@ class Speculation:
             if not other or _best(expected, 1, share_s, own).rate > _best(other, 1, share_s, price.proposed).rate:
                 asked.append(request)
                 chances.append(expected)
-                is_trial |= (request.row, name) in self._pauses
         if not asked:
             return [], []
         gains = [sum(some) for some in itertools.zip_longest(*chances, fillvalue=0.0)]  # by position
         gains = gains[: max(1, price.most // len(asked))]
         verifying = CostLine(price.proposed.entry, price.proposed.each * len(asked))
         count = _best(gains, num_sure, price.base, verifying + proposer.cost(len(asked)), MIN_DRAFT_GAIN).count
-        if not count:
-            for request in asked:
-                self._pause(request, name)
-            count = FEW_TRIED if is_trial else 0
-        return asked, [min(count, len(expected)) for expected in chances]
+        if count:
+            return asked, [min(count, len(expected)) for expected in chances]
+        tried = [request for request in asked if self._is_tried(request, name)]
+        return tried, [min(FEW_TRIED, self._most(request)) for request in tried]
 
     def _chances(self, row: int, candidate: Candidate) -> list[float]:
         acceptance, proposal = self._acceptance[candidate.proposer], candidate.proposal
@@ -325,11 +327,15 @@ class Speculation:
         is_paused = pause is not None and len(request.tokens) < pause.until
         return not is_paused and proposer.can_propose(request)
 
-    def _pause(self, request: Request, name: str) -> None:
-        """The draft model does not pay for the request: try it again later."""
+    def _is_tried(self, request: Request, name: str) -> bool:
+        """The draft model does not pay for the request: try it for some steps after a pause, then pause again."""
         pause = self._pauses.get((request.row, name))
+        if pause is not None and pause.num_tried < STEPS_TRIED:
+            pause.num_tried += 1
+            return True
         length = FIRST_PAUSE if pause is None else min(2 * pause.length, LONGEST_PAUSE)
         self._pauses[request.row, name] = _Pause(len(request.tokens) + length, length)
+        return False
 
     # -- how much is worth it -----------------------------------------------------------------------------------------
 
