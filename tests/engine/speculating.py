@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.engine.helpers import VOCAB, alone
-from tokenmill.engine.core import EngineCore
+from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.contract import BackendLimits
+from tokenmill.engine.core import DraftModel, EngineCore
 from tokenmill.engine.cost_model import CostLine, Price
 from tokenmill.engine.proposers import NO_PROPOSAL, Proposal
 from tokenmill.engine.request import Request
@@ -54,6 +57,14 @@ class Oracle:
 
     def keep(self, request: Request) -> None:
         self.kept.append(request.request_id)
+
+
+def draft_model(vocab_size: int = VOCAB, depth: int = 0, **limits: Any) -> DraftModel:
+    """The same model as the tests' own, or one of another size that says something else."""
+    model = FakeModel(FakeConfig(vocab_size=vocab_size, max_context=256, block_size=4, depth=depth))
+    if vocab_size != VOCAB:
+        model.replace_weight("salt", 1)
+    return DraftModel(model, BackendLimits(**{"num_cells": 4096, "max_seqs": 64} | limits))
 
 
 def said_alone(request: Request) -> list[int]:

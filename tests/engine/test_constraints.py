@@ -16,7 +16,7 @@ import pytest
 
 from tests.conformance.operations import RandomChooser, one_in
 from tests.engine.helpers import VOCAB, SimulatedClock, Transcript, assert_clean, backend_of, make_engine, run
-from tests.engine.speculating import Oracle, speculate
+from tests.engine.speculating import Oracle, draft_model, speculate
 from tests.engine.workload import Workload, workload
 from tokenmill import LLM, AsyncLLM
 from tokenmill.backends.fake import FakeBackend, FakeConfig
@@ -128,11 +128,13 @@ def alone(prompt: tuple[int, ...], outputs: StructuredOutputs | None, output: tu
     return tokens[len(prompt) + len(output) :]
 
 
-def play(load: Workload, seed: int, *, proposes: bool, speculates: bool = False) -> Counter[str]:
+def play(load: Workload, seed: int, *, proposes: bool, speculation: str = "off") -> Counter[str]:
     """A workload of which most requests are constrained; what happened to them, to be sure that it did."""
     choose, clock = RandomChooser(seed), SimulatedClock()
     fake = load.fake | {"num_cells": load.fake["max_context"] + 2 * load.fake["block_size"]}  # the least
-    options = load.engine | {"forced_tokens": proposes, "speculation": "lookup" if speculates else "off"}
+    options = load.engine | {"forced_tokens": proposes, "speculation": speculation}
+    if speculation == "draft":
+        options["draft"] = draft_model(depth=load.depth)
     engine = make_engine(depth=load.depth, fake=fake, clock=clock, **options)
     view, seen = CoreView(engine.snapshot()), Counter[str]()
     engine.events.subscribe(view)
@@ -149,7 +151,7 @@ def play(load: Workload, seed: int, *, proposes: bool, speculates: bool = False)
         if isinstance(event, VerifiedEvent):
             seen.update(accepted=sum(event.num_agreed), rejected=sum(event.num_proposed) - sum(event.num_agreed))
 
-    if speculates:
+    if speculation != "off":
         speculate(engine, Oracle(known))
         engine.events.subscribe(note_verified)
     arrivals = sorted(load.requests, key=lambda arrival: arrival[0])
@@ -211,13 +213,17 @@ def test_a_constrained_request_says_what_it_says_alone(depth: int, proposes: boo
 @pytest.mark.req("R33")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("proposes", [True, False])
-def test_a_constrained_request_that_speculates_says_what_it_says_alone(depth: int, proposes: bool) -> None:
+@pytest.mark.parametrize("speculation", ["lookup", "draft"])
+def test_a_constrained_request_that_speculates_says_what_it_says_alone(
+    depth: int, proposes: bool, speculation: str
+) -> None:
+    """Its draft model knows nothing of the grammar, so what that rules out is cut off."""
     seen = Counter[str]()
     for seed in range(12):
-        seen += play(workload(RandomChooser(seed), depth), seed, proposes=proposes, speculates=True)
+        seen += play(workload(RandomChooser(seed), depth), seed, proposes=proposes, speculation=speculation)
     assert seen["preempted"] > 0
-    assert seen["accepted"] > 40
-    assert seen["rejected"] > 8
+    assert seen["accepted"] > (40 if speculation == "lookup" else 10)
+    assert seen["rejected"] > 8 or speculation == "draft", "the draft model is the model itself"
 
 
 def rows_of(engine: EngineCore) -> Transcript:

@@ -21,7 +21,7 @@ from tests.engine.helpers import (
     ticks_of,
     timed_engine,
 )
-from tests.engine.speculating import Oracle, said_alone, speculate, verify_all
+from tests.engine.speculating import Oracle, draft_model, said_alone, speculate, verify_all
 from tests.engine.workload import play, workload
 from tests.planting import PlantedBug, plant
 from tokenmill.backends.fake import FakeConfig, FakeModel, Fault, FaultKind
@@ -34,6 +34,7 @@ from tokenmill.engine.proposers import LONGEST_MATCH, LookupProposer, Proposal, 
 from tokenmill.engine.request import BACKGROUND, Draw, Hints, Limits, Request
 from tokenmill.engine.view import CoreView
 from tokenmill.errors import ConfigError, ForwardFailed, TokenmillError
+from tokenmill.kv import paged_backend
 from tokenmill.params import SamplingParams
 from tokenmill.sampling import state
 
@@ -131,15 +132,55 @@ def test_200_requests_draw_the_same_tokens_and_scores(depth: int, seed: int) -> 
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_that_look_up_draw_the_same_tokens_and_scores(depth: int) -> None:
+    """What the lookup itself finds, in logs that repeat a lot: there are few tokens to choose from."""
+    num_proposed = 0
+    for seed in range(5):
+        expected, ends = outcome(make_engine(depth=depth, fake=ROOMY), requests_of(seed, "off"))
+        engine = make_engine(depth=depth, fake=ROOMY)
+        verify_all(engine)
+        requests = requests_of(seed, "lookup")
+        got, got_ends = outcome(engine, requests)
+        assert got == expected
+        assert got_ends.reasons == ends.reasons
+        num_proposed += sum(one.num_proposed for one in requests)
+        assert_clean(engine)
+    assert num_proposed > 50
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mode", ["lookup", "draft"])
+def test_a_stop_string_and_a_rewind_leave_no_kv_of_proposals(depth: int, mode: str) -> None:
+    """An answer is cut where its text ends, with proposals behind that in flight; its session goes on from there."""
+
+    def said(speculation: str) -> list[list[int]]:
+        engine = make_engine(depth=depth, fake=ROOMY, draft=draft_model(depth=depth))
+        if speculation == "lookup":
+            engine.scheduler.speculation.use(Oracle(said_alone))
+        verify_all(engine)
+        draw = Draw(params=SamplingParams(speculation=speculation, temperature=0))
+        first = Request("first", [1, 2, 3], Limits(max_new_tokens=40), Hints(owner="session"), draw)
+        engine.add(first)
+        while len(first.output) < 12:
+            engine.step()
+        engine.finish("first", 9)
+        run(engine)
+        outputs = [first.output]
+        for name, log in (("goes on", [*first.tokens, 7]), ("rewound", [*first.tokens[:8], 9])):
+            request = Request(name, log, Limits(max_new_tokens=20), Hints(owner="session"), draw)
+            engine.add(request)
+            run(engine)
+            assert request.num_cached >= 7
+            assert (request.num_agreed > 0) == (speculation != "off")
+            outputs.append(request.output)
+        assert_clean(engine)
+        return outputs
+
+    assert said(mode) == said("off")
+
+
 # -- a draft model -----------------------------------------------------------------------------------------------------
-
-
-def draft_model(vocab_size: int = VOCAB, depth: int = 0, **limits: Any) -> DraftModel:
-    """The same model as the tests' own, or one of another size that says something else."""
-    model = FakeModel(FakeConfig(vocab_size=vocab_size, max_context=256, block_size=4, depth=depth))
-    if vocab_size != VOCAB:
-        model.replace_weight("salt", 1)
-    return DraftModel(model, BackendLimits(**{"num_cells": 4096, "max_seqs": 64} | limits))
 
 
 def outcome_with_draft(depth: int, seed: int, draft: DraftModel, **config: Any) -> tuple[int, int]:
@@ -166,6 +207,37 @@ def test_a_draft_model_that_says_the_same_is_right(depth: int, draft_depth: int)
     num_right, num_wrong = outcome_with_draft(depth, 1, draft_model(depth=draft_depth))
     assert num_right > 150
     assert num_wrong < num_right / 4, "what lies behind a request's end"
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB + 3])
+def test_drafts_are_verified_before_the_host_has_seen_them(vocab_size: int) -> None:
+    """With both models a step ahead: right and wrong ones, beside requests that do not speculate."""
+
+    def requests(mode: str) -> list[Request]:
+        made = requests_of(7, mode)
+        return [one for one in made if not one.draw.params.needs_history]
+
+    expected, ends = outcome(make_engine(depth=1, fake=ROOMY), requests("off"))
+    engine = make_engine(depth=1, fake=ROOMY, draft=draft_model(vocab_size, depth=1))
+    verify_all(engine)
+    drafter, named = engine._drafter, Counter[str]()
+    assert drafter is not None
+    settle = drafter.settle
+
+    def count() -> Any:
+        named["drafts"] += 0 if drafter._round is None else sum(len(one.rows) for one in drafter._round.flights)
+        return settle()
+
+    drafter.settle = count  # type: ignore[method-assign]
+    asked = requests("draft")
+    got, got_ends = outcome(engine, asked)
+    assert got == expected
+    assert got_ends.reasons == ends.reasons
+    assert named["drafts"] > 25
+    num_agreed, num_proposed = sum(one.num_agreed for one in asked), sum(one.num_proposed for one in asked)
+    assert (num_agreed > 0.7 * num_proposed) == (vocab_size == VOCAB)
+    assert_clean(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -405,6 +477,20 @@ DRAFT_BUGS = [
         "self._sampler_of(rows[places], lengths[places] + np.int32(i), before)",
         "self._sampler_of(rows[places], lengths[places], before)",
     ),
+    PlantedBug(
+        "ids of the wrong rows are taken from the other token table",
+        paged_backend.PagedBackend,
+        "_take_ids",
+        "table[table_row]",
+        "table[table_row[::-1]]",
+    ),
+    PlantedBug(
+        "drafts are overwritten by those of the next position",
+        proposers._Round,
+        "table_rows",
+        "len(self.turns) if self.keeps_two and position % 2 else 0",
+        "0",
+    ),
 ]
 
 
@@ -413,6 +499,8 @@ def test_planted_bugs_of_drafting_are_found(bug: PlantedBug, monkeypatch: pytest
     def draft_right_and_wrong() -> None:
         test_a_draft_model_that_says_the_same_is_right(0, 0)
         test_a_draft_model_that_says_something_else_changes_nothing(0, VOCAB + 3)
+        for vocab_size in (VOCAB, VOCAB + 3):
+            test_drafts_are_verified_before_the_host_has_seen_them(vocab_size)
 
     plant(bug, monkeypatch)
     with pytest.raises((AssertionError, TokenmillError)):
@@ -576,6 +664,30 @@ def test_a_draft_model_that_is_slow_costs_little(depth: int) -> None:
     """It takes as long as the model itself: it is paused, and tried again after longer and longer times."""
     without = seconds_of(depth, "off", None, num_new=400)
     assert seconds_of(depth, "draft", (0.02, 0.0, 0.0), num_new=400) < 1.08 * without
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_model_that_is_slow_at_first_is_used_all_the_same(depth: int) -> None:
+    """The first call behind the prompt takes half a second, as where kernels are compiled."""
+    engine, clock = timed_engine(depth, STEP_S, FAST, draft_s=(0.001, 0.0, 0.0), max_num_seqs=8, speculation="draft")
+    drafter = engine._drafter
+    assert drafter is not None
+    draft, sampler_of, num_calls = drafter._draft, drafter._sampler_of, Counter[str]()
+
+    def count(*args: Any) -> Any:
+        num_calls["draft"] += 1
+        return draft(*args)
+
+    def compile_once(*args: Any) -> Any:
+        clock.now += 0.5 if num_calls["draft"] == 2 and not num_calls["compiled"] else 0.0
+        num_calls["compiled"] = num_calls["draft"] // 2
+        return sampler_of(*args)
+
+    drafter._draft, drafter._sampler_of = count, compile_once  # type: ignore[method-assign]
+    request = Request("r", [1, 2, 3], Limits(max_new_tokens=400))
+    engine.add(request)
+    run(engine)
+    assert request.num_agreed > 150
 
 
 def test_auto_drafts_where_nothing_is_found_and_looks_up_where_it_is_surer() -> None:

@@ -14,7 +14,7 @@ from tokenmill import open_model
 from tokenmill.backends.torch.model import BaseTorchModel
 from tokenmill.config import EngineConfig
 from tokenmill.contract import BackendLimits
-from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core import DraftModel, EngineCore
 from tokenmill.engine.request import Draw, Hints, Limits, Request
 from tokenmill.params import SamplingParams
 
@@ -158,6 +158,35 @@ def test_requests_that_speculate_say_what_they_would_have_said(tmp_path: Path) -
     assert [one.output for one in speculating] == [one.output for one in plain]
     assert sum(one.num_agreed for one in speculating) > 30
     assert sum(one.num_proposed - one.num_agreed for one in speculating) > 3
+
+
+def test_drafts_that_the_host_has_not_seen_are_verified(tmp_path: Path) -> None:
+    """The draft model is the model itself, so most drafts are right; they go from token table to token table."""
+    model = opened(tmp_path)
+    asked = prompts(20, 5, 40, 3)
+
+    def answers(mode: str, draft: DraftModel | None) -> list[Request]:
+        settings = EngineConfig(max_num_seqs=8, prefill_chunk=16, depth=1, prefix_caching=False)
+        engine = EngineCore(model.new_backend(LIMITS), model.info, settings, draft=draft)
+        speculation = engine.scheduler.speculation
+        if draft is not None:  # whatever they cost
+            speculation._worth_drafting = lambda _, some, *__: (some, [speculation._most(one) for one in some])  # type: ignore[method-assign]
+            speculation.allot = lambda found, *_: {row: len(one.proposal.tokens) for row, one in found.items()}  # type: ignore[method-assign]
+        requests = [request(f"r{i}", prompt, 60, seed=i % 3 or None) for i, prompt in enumerate(asked)]
+        for one in requests[:3]:
+            one.draw = replace(one.draw, params=replace(one.draw.params, speculation=mode))
+        run(engine, *requests)
+        if engine._drafter is not None:
+            assert engine._drafter._ahead is not None
+            assert engine._drafter.took_since(0.0) > 0
+        engine.close()
+        return requests
+
+    plain = answers("off", None)
+    speculating = answers("draft", DraftModel(model, LIMITS))
+    assert [one.output for one in speculating] == [one.output for one in plain]
+    assert sum(one.num_agreed for one in speculating) > 100
+    assert all(one.num_agreed > one.num_proposed // 2 for one in speculating[:3])
 
 
 def test_prompt_steps_say_the_same_as_graphs_and_kernel_by_kernel(tmp_path: Path) -> None:

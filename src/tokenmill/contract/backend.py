@@ -202,6 +202,14 @@ class Backend(Protocol):
         """Launch sampling of some logits rows, before the next forward; ids are stored in the token table."""
         ...
 
+    def take_sampled(self, source: Backend, source_row: IntArray, table_row: IntArray) -> bool:
+        """Launch a copy of rows of another backend's token table to rows of this one's, as they are behind what was
+        launched there so far; a later batch may name them. Ids outside this vocabulary become some id of it.
+
+        False where this backend cannot reach the other's table; nothing is done then.
+        """
+        ...
+
     @overload
     def collect(self, handle: Forward) -> DecodeOutput: ...
     @overload

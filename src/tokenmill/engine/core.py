@@ -45,7 +45,7 @@ from tokenmill.engine.events import (
 from tokenmill.engine.kv_manager import KVManager
 from tokenmill.engine.plan import StepPlan
 from tokenmill.engine.policies import CoreUsage, KeyUsage
-from tokenmill.engine.proposers import DraftProposer
+from tokenmill.engine.proposers import DraftProposer, TokenRows
 from tokenmill.engine.request import GREEDY, Draw, Hints, Limits, Request
 from tokenmill.engine.rows import RunningRows
 from tokenmill.engine.scheduler import Scheduler
@@ -265,7 +265,10 @@ class EngineCore:
         if not backend.capabilities.partial_rm:
             backend.close()
             raise ConfigError("draft_model cannot be rolled back: it has recurrent layers; choose another one")
-        drafter = DraftProposer(backend, sizes, context, self._executor.sampler_for, self.events)
+        runs_ahead = self.depth > 0 and backend.capabilities.depth > 0
+        spare = np.arange(self.config.max_num_seqs, self._executor.backend.capabilities.max_seqs, dtype=np.int32)
+        ahead = TokenRows(self._executor.backend, spare) if runs_ahead else None
+        drafter = DraftProposer(backend, sizes, context, self._executor.sampler_for, self.events, ahead)
         self.scheduler.speculation.use(drafter)
         return drafter
 
@@ -419,7 +422,16 @@ class EngineCore:
 
     def _draw(self) -> None:
         """Launch the draws of the latest step; all earlier steps have been drawn."""
-        self._in_flight.append(self._drawn(self._in_flight.pop()))
+        flight, drafting_s = self._drawn(self._in_flight.pop()), 0.0
+        plan = flight.step.plan
+        if self._drafter is not None:
+            if plan.names_proposals:  # the device has these tokens already
+                flight = replace(flight, step=replace(flight.step, plan=plan.knowing(self._drafter.settle())))
+            drafting_s = self._drafter.took_since(self._last_collect)
+        if self.depth and plan.num_proposed and not self._in_flight:
+            # Nothing was submitted ahead: what the host did meanwhile is part of what proposed tokens take.
+            flight = replace(flight, handed_at=self._last_collect + drafting_s)
+        self._in_flight.append(flight)
 
     def _drawn(self, flight: InFlight) -> InFlight:
         """A submitted step with its draws launched. A request whose grammar fails now ends."""

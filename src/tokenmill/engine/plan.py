@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from tokenmill.contract import Batch, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int32)
+UNKNOWN = -(1 << 31)
+"""A proposed token that no draw can be."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Verification:
     position: int
     """Position of the first one: the length of the log."""
     tokens: tuple[int, ...]
+    """Below 0: the name of a row of the token table, see `StepPlan.names_proposals`."""
     first_draw: int
     """Index of the draw after the first one in `StepPlan.more_rows`; the others follow it."""
 
@@ -107,6 +110,19 @@ class StepPlan(StepShape):
             for one in self.verifications
             for i in range(len(one.tokens))
         }
+
+    @property
+    def names_proposals(self) -> bool:
+        """Are proposed tokens named by rows of the token table? They have been drafted, but are not known yet."""
+        return any(token < 0 for one in self.verifications for token in one.tokens)
+
+    def knowing(self, tokens: Mapping[int, int]) -> StepPlan:
+        """The same step with what those names stand for; a name without a token stands for none that can be drawn."""
+        known = tuple(
+            replace(one, tokens=tuple(tokens.get(token, UNKNOWN) if token < 0 else token for token in one.tokens))
+            for one in self.verifications
+        )
+        return replace(self, verifications=known)
 
     def drawing(self, places: NDArray[np.bool_]) -> StepPlan:
         """The same step, drawing for these sampled rows only: the others have received their next token elsewhere."""

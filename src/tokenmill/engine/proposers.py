@@ -11,7 +11,7 @@ import logging
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Protocol
 
@@ -39,6 +39,7 @@ class Proposal:
     """Tokens that may follow a log; none: nothing is known."""
 
     tokens: tuple[int, ...] = ()
+    """Below 0: the name of a row of the token table that the device knows, but not the host."""
     match: int = 0
     """How many of the log's last tokens they followed at their source: the more, the likelier they are right."""
     support: int = 1
@@ -322,6 +323,43 @@ class _Turn:
     num_drafted: int
 
 
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of a backend's token table that belong to no request."""
+
+    backend: Backend
+    rows: IntArray
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Drafts of one position, on their way."""
+
+    places: NDArray[np.intp]
+    """Of the turns that they are for."""
+    sampling: Sampling
+    rows: IntArray
+    """Of the token table that they are in."""
+
+
+@dataclass
+class _Round:
+    """What is drafted in one call."""
+
+    turns: list[_Turn]
+    began: float
+    drafted: list[list[int]]
+    """What is known so far, by turn."""
+    flights: deque[_Flight] = field(default_factory=deque)
+    keeps_two: bool = False
+    """Do the last two drafts of a turn lie in different rows of the token table?"""
+
+    def table_rows(self, position: int, places: NDArray[np.intp]) -> IntArray:
+        """Of the draft model's token table, for these turns."""
+        second = len(self.turns) if self.keeps_two and position % 2 else 0
+        return (places + second).astype(np.int32)
+
+
 class DraftProposer:
     """Proposes what a smaller model with the same vocabulary says, for all requests at once: one pass a position.
 
@@ -329,14 +367,27 @@ class DraftProposer:
     follows the logs: a request is caught up with before it is drafted for, and KV of drafts that were not said is
     trimmed. Drafts are drawn with the request's own parameters and keys, so that two models that agree draw the same.
     A draft model that fails is given up; requests go on without it.
+
+    Where both backends run ahead, the last drafts are not waited for: they are copied from token table to token table
+    and proposed by the names of their rows, so that the step that verifies them is launched behind them. `settle` says
+    what they are.
     """
 
     name = "draft"
 
     def __init__(
-        self, backend: Backend, vocab_sizes: tuple[int, int], max_context: int, sampler_of: SamplerOf, events: EventBus
+        self,
+        backend: Backend,
+        vocab_sizes: tuple[int, int],
+        max_context: int,
+        sampler_of: SamplerOf,
+        events: EventBus,
+        ahead: TokenRows | None = None,
     ) -> None:
-        """`vocab_sizes`: the draft model's, and that of the model it drafts for: they may be padded differently."""
+        """`vocab_sizes`: the draft model's, and that of the model it drafts for: they may be padded differently.
+
+        `ahead`: where drafts may be put that are not waited for.
+        """
         self._backend: Backend | None = backend
         self._capabilities = backend.capabilities
         self._own_vocab, self._vocab = vocab_sizes
@@ -345,6 +396,13 @@ class DraftProposer:
         self._clock = events.clock
         self._kv = KVManager(backend.kv, backend.capabilities, EventBus(events.clock))
         self._held: dict[str, _Held] = {}
+        self._ahead = ahead
+        self._round: _Round | None = None
+        """The latest call's, if some of its drafts are not known yet..."""
+        self._named: dict[int, int] = {}
+        """...and those that were named, once they are known."""
+        self._latest = 0.0, 0.0
+        """When the latest call began, and how long it took."""
         self._costs: dict[int, LineFit] = {}
         """Number of requests, as a power of two -> what drafted positions take."""
 
@@ -352,16 +410,31 @@ class DraftProposer:
         found = [NO_PROPOSAL] * len(requests)
         if self._backend is None:
             return found
+        self.settle()
+        self._named = {}
         try:
             turns = self._turns(requests, most)
             if turns:
-                began = self._clock()
                 for turn, tokens in zip(turns, self._draft(self._backend, turns), strict=True):
                     found[turn.place] = Proposal(tokens, LONGEST_MATCH)
-                self._note_time(turns, self._clock() - began)
         except Exception as error:  # of any kind: proposals are never worth an engine
             self._give_up(error)
         return found
+
+    def settle(self) -> Mapping[int, int]:
+        """Wait for the drafts that are on their way: name -> token, of those of the latest call that can be said."""
+        current, self._round = self._round, None
+        if current is None or self._backend is None:
+            return self._named
+        try:
+            for flight in current.flights:
+                tokens = self._collect(self._backend, current, flight)
+                named = zip((-1 - flight.rows).tolist(), tokens, strict=True)
+                self._named |= {name: token for name, token in named if self._can_be_said(token)}
+            self._finish(current)
+        except Exception as error:  # as in `propose`
+            self._give_up(error)
+        return self._named
 
     def _give_up(self, error: Exception) -> None:
         log.error("the draft model failed and is given up: %s: %s", type(error).__name__, error)
@@ -375,9 +448,10 @@ class DraftProposer:
         return CostLine() if known is None else known.line
 
     def _note_time(self, turns: list[_Turn], seconds: float) -> None:
+        """A call has taken so long, from its first launch until its last draft was known."""
         num_positions = max(turn.num_drafted for turn in turns)
         if num_positions and sum(turn.num_given for turn in turns) <= 2 * len(turns):
-            self._costs.setdefault(len(turns).bit_length(), LineFit()).observe(num_positions, seconds)
+            self._costs.setdefault(len(turns).bit_length(), LineFit(least_times=2)).observe(num_positions, seconds)
 
     # -- following the logs -------------------------------------------------------------------------------------------
 
@@ -433,6 +507,7 @@ class DraftProposer:
 
     def forget(self, request: Request) -> None:
         """Park its KV: it may come back, or another request may begin with the same tokens."""
+        self.settle()
         held = self._held.pop(request.request_id, None)
         if held is None or self._backend is None:
             return
@@ -449,12 +524,14 @@ class DraftProposer:
     def close(self) -> None:
         """Free the draft model's backend; nothing is proposed any more."""
         self._held.clear()
+        self._round = None
         if self._backend is not None:
             backend, self._backend = self._backend, None
             backend.close()
 
     def check_integrity(self, *, is_idle: bool) -> None:
         """Raise `IntegrityError` if the books do not balance; when idle, nothing but parked KV may be left."""
+        self.settle()
         if self._backend is None:
             return
         self._kv.check_integrity()
@@ -468,30 +545,27 @@ class DraftProposer:
 
     def _draft(self, backend: Backend, turns: list[_Turn]) -> list[tuple[int, ...]]:
         """Catch up with the logs, and draft: one pass for each position, over all requests that go so far."""
+        keeps_two = 2 * len(turns) <= self._capabilities.max_seqs
+        current = _Round(turns, self._clock(), [[] for _ in turns], keeps_two=keeps_two)
         seqs = np.array([turn.held.seq for turn in turns], dtype=np.int32)
         counts = np.array([turn.num_drafted for turn in turns], dtype=np.int32)
         lengths = np.array([len(turn.request.tokens) for turn in turns], dtype=np.int32)
         rows = np.array([turn.request.row for turn in turns], dtype=np.int32)
         needs_tokens = any(turn.request.draw.params.needs_history for turn in turns)
         depth = 0 if needs_tokens else self._capabilities.depth
-        drafted: list[list[int]] = [[] for _ in turns]
-        flights: deque[tuple[NDArray[np.intp], Sampling]] = deque()
-
-        def collect() -> None:
-            places, sampling = flights.popleft()
-            for place, token in zip(places.tolist(), backend.collect(sampling).ids.tolist(), strict=True):
-                drafted[place].append(token)
-                if not self._can_be_said(token):  # nothing follows it
-                    counts[place] = min(counts[place], len(drafted[place]))
-
         batch = _catching_up(turns)
         for i in range(max(1, int(counts.max()))):
+            while len(current.flights) > depth:
+                flight = current.flights.popleft()
+                for place, token in zip(flight.places, self._collect(backend, current, flight), strict=True):
+                    if not self._can_be_said(token):  # nothing follows it
+                        counts[place] = min(counts[place], len(current.drafted[place]))
             places = np.flatnonzero(counts > i)
             if i and not len(places):
                 break
             if i:
                 batch = Batch(
-                    token=-1 - seqs[places],
+                    token=-1 - current.table_rows(i - 1, places),
                     pos=lengths[places] + np.int32(i - 1),
                     seq_ids=seqs[places][:, None],
                     output=np.full(len(places), Output.LOGITS, dtype=np.uint8),
@@ -500,18 +574,58 @@ class DraftProposer:
             if not len(places):
                 backend.collect(forward)
                 break
+            drafted = current.drafted
             before = {at: drafted[place] for at, place in enumerate(places.tolist())} if needs_tokens and i else {}
             sampler = self._sampler_of(rows[places], lengths[places] + np.int32(i), before)
-            drawn = SampleRows(np.arange(len(places), dtype=np.int32), seqs[places], sampler)
-            flights.append((places, backend.sample(forward, drawn)))
-            while len(flights) > depth:
-                collect()
-        while flights:
-            collect()
-        for turn, tokens in zip(turns, drafted, strict=True):
+            drawn = SampleRows(np.arange(len(places), dtype=np.int32), current.table_rows(i, places), sampler)
+            sampling = backend.sample(forward, drawn)
+            current.flights.append(_Flight(places, sampling, drawn.table_row))
+        if not self._name(backend, current):
+            while current.flights:
+                self._collect(backend, current, current.flights.popleft())
+        proposed = [self._said(tokens) for tokens in current.drafted]
+        if not current.flights:
+            self._finish(current)
+            return proposed
+        self._round = current
+        for flight in current.flights:
+            for place, name in zip(flight.places.tolist(), (-1 - flight.rows).tolist(), strict=True):
+                if len(proposed[place]) >= len(current.drafted[place]):  # nothing before it is wrong
+                    proposed[place] += (name,)
+        return proposed
+
+    def _name(self, backend: Backend, current: _Round) -> bool:
+        """Put drafts that are on their way where the other backend finds them. False if they are to be waited for."""
+        ahead, flights = self._ahead, current.flights
+        needs_tokens = any(one.request.draw.params.needs_history or one.request.grammar for one in current.turns)
+        if ahead is None or needs_tokens or not flights or not current.keeps_two:
+            return False
+        own = np.concatenate([flight.rows for flight in flights])
+        if len(own) > len(ahead.rows) or not ahead.backend.take_sampled(backend, own, ahead.rows[: len(own)]):
+            return False
+        ends = np.cumsum([len(flight.rows) for flight in flights])
+        named = np.split(ahead.rows[: len(own)], ends[:-1])
+        current.flights = deque(replace(one, rows=rows) for one, rows in zip(flights, named, strict=True))
+        return True
+
+    def _collect(self, backend: Backend, current: _Round, flight: _Flight) -> list[int]:
+        tokens: list[int] = backend.collect(flight.sampling).ids.tolist()
+        for place, token in zip(flight.places.tolist(), tokens, strict=True):
+            current.drafted[place].append(token)
+        return tokens
+
+    def _finish(self, current: _Round) -> None:
+        """All drafts of a call are known."""
+        for turn, tokens in zip(current.turns, current.drafted, strict=True):
             turn.held.num_computed += turn.num_given
             turn.held.drafted = tuple(tokens[:-1])  # the last one was drawn, not computed
-        return [self._said(tokens) for tokens in drafted]
+        self._latest = current.began, self._clock() - current.began
+        self._note_time(current.turns, self._latest[1])
+
+    def took_since(self, at: float) -> float:
+        """Seconds of the latest call, if that has begun since then."""
+        began, seconds = self._latest
+        return seconds if began >= at else 0.0
 
     def _said(self, tokens: list[int]) -> tuple[int, ...]:
         """The drafted tokens up to one that cannot be said."""

@@ -202,6 +202,9 @@ class PagedSampling(Generic[S]):
 class PagedBackend(Backend, Generic[S]):
     """A backend whose memory is a `PagedKV`. One thread owns it, as any backend."""
 
+    _last_sampled: Any
+    """The token table: an id for each row, where ids are sampled (numpy or torch)."""
+
     def __init__(self, kv: PagedKV, vocab_size: int, gate: WeightsGate) -> None:
         self._kv = kv
         self._gate = gate
@@ -300,6 +303,24 @@ class PagedBackend(Backend, Generic[S]):
         self._has_sampled[rows.table_row] = True
         step.sampled_rows.append(rows.table_row)
         return PagedSampling(step, sampled)
+
+    def take_sampled(self, source: Backend, source_row: IntArray, table_row: IntArray) -> bool:
+        self._check_usable()
+        if not isinstance(source, PagedBackend) or not self._reaches(source._last_sampled):
+            return False
+        if not source._has_sampled[source_row].all():
+            raise InvalidOperation("nothing was sampled in a row of the other token table")
+        self._take_ids(source._last_sampled, source_row, table_row)
+        self._has_sampled[table_row] = True
+        return True
+
+    def _reaches(self, table: Any) -> bool:
+        """Can ids of this token table be copied without a detour?"""
+        return isinstance(table, np.ndarray)
+
+    def _take_ids(self, table: Any, table_row: IntArray, own_row: IntArray) -> None:
+        """Copy rows of another token table that is within reach."""
+        self._last_sampled[own_row] = np.clip(table[table_row], 0, self._vocab_size - 1)
 
     # -- the wait -----------------------------------------------------------------------------------------------------
 

@@ -163,3 +163,25 @@ def a_verification_in_a_copy_leaves_its_source_alone(subject: Subject) -> None:
         logits = backend.decode(follow).logits
         assert same(subject, logits[0], fresh(subject, [1, 2, 3, 4, 5, 7]))
         assert same(subject, logits[1], fresh(subject, [1, 2, 3, 4, 5, 6, 10]))
+
+
+@proves("R33")
+def ids_in_another_token_table_can_be_named(subject: Subject) -> None:
+    """What a draft model has drawn is given to another one before the host knows it."""
+    for depth in (0, 1):
+        config = replace(SMALL, depth=depth)
+        with subject.make(config) as backend, subject.make(config) as drafter:
+            if backend.capabilities.depth != depth:
+                continue
+            prefill(backend, [1, 2], 0)
+            prompts = BatchBuilder().add_run([4, 5], 0, 0).add(6, 2, 0, Output.LOGITS).add(7, 0, 1, Output.LOGITS)
+            step = drafter.forward(prompts.build())
+            sampling = drafter.sample(step, rows_of((0, 3), (1, 4)))
+            with refused(InvalidOperation, "nothing was sampled in a row of the other"):
+                backend.take_sampled(drafter, np.array([5], dtype=np.int32), np.array([6], dtype=np.int32))
+            assert backend.take_sampled(drafter, np.array([4, 3], dtype=np.int32), np.array([5, 6], dtype=np.int32))
+            follow = BatchBuilder().add(last_sampled(6), 2, 0, Output.LOGITS).add(last_sampled(5), 3, 0, Output.LOGITS)
+            logits = backend.decode(follow.build()).logits
+            ids = drafter.collect(sampling).ids.tolist()
+            assert same(subject, logits[0], fresh(subject, [1, 2, ids[0]]))
+            assert same(subject, logits[1], fresh(subject, [1, 2, ids[0], ids[1]]))

@@ -132,6 +132,15 @@ class TorchBackend(PagedBackend[S], Generic[D, S]):
         self._last_sampled[self._to_device(rows.table_row)] = kept.clamp(0, self._vocab_size - 1)
         return sampled
 
+    def _reaches(self, table: Any) -> bool:
+        return isinstance(table, Tensor) and table.device == self._last_sampled.device
+
+    @torch.inference_mode()
+    def _take_ids(self, table: Tensor, table_row: IntArray, own_row: IntArray) -> None:
+        theirs, own = self._to_device(np.stack([table_row, own_row]))
+        ids = table[theirs].clamp_(0, self._vocab_size - 1)
+        self._last_sampled.index_copy_(0, own, ids.to(self._last_sampled.dtype))
+
     def _draw(self, sampler: Sampler, logits: Tensor, mask: Mask | None) -> Sampled:
         """On the host in numpy, whose sampler is faster than torch's there."""
         return sampler(logits.float().numpy() if logits.device.type == "cpu" else logits, mask)
