@@ -15,6 +15,8 @@ full     1 sequence: 4 tokens proposed in each step, all of them right (bar: 3.0
 wide     256 sequences: the same, and proposals that are always wrong (bar: 0.97)
 draft    1 sequence: a draft model (`--draft-shape`) whose tokens are right with a given chance (bars: 1.5 at 80 %,
          0.98 at 50 %)
+same     200 prompts, 16 at a time, some with a draft model, some with lookup, some without: where the two largest
+         logits differ by more than that changes between two batch sizes, the largest is the same (bar: no exception)
 
 What is said is replayed from a log: logits are computed as always, then the log's token is taken. Small models loop
 when they decode greedily, random ones always do. The time counted is from the first token to the last.
@@ -29,19 +31,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from tokenmill.bench import bench_parser
 from tokenmill.config import DEFAULT_MODEL, EngineConfig
-from tokenmill.contract import BatchBuilder, IntArray, ModelHandle, Output, Sampled, Sampler
+from tokenmill.contract import BatchBuilder, DecodeOutput, IntArray, ModelHandle, Output, Sampled, Sampler
 from tokenmill.engine.core import DraftModel, EngineCore
-from tokenmill.engine.cost_model import CostLine
+from tokenmill.engine.cost_model import CostLine, Price
 from tokenmill.engine.events import Event, VerifiedEvent
-from tokenmill.engine.plan import StepPlan
+from tokenmill.engine.plan import Draft, StepPlan
 from tokenmill.engine.proposers import LONGEST_MATCH, LookupProposer, Proposal
 from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.engine.speculation import Candidate
 from tokenmill.entrypoints.options import choose_limits, open_for_engine
 from tokenmill.params import SamplingParams
 from tokenmill.text.model_text import ModelText
@@ -123,28 +127,48 @@ class Replay:
     """A sampler that takes the log's tokens instead of the largest logits."""
 
     on_card: ClassVar[dict[tuple[int, ...], Any]] = {}
-    """Tokens of earlier runs: a sampler that draws uploads nothing."""
+    """Tokens of earlier runs: a sampler that draws the largest logits uploads nothing."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
 
+    def see(self, logits: Any) -> None:
+        """Nothing is done with them."""
+
     def __call__(self, logits: Any, mask: Any | None, threads: Any | None = None) -> Sampled:  # noqa: ARG002
+        self.see(logits)
         if not getattr(logits, "is_cuda", False):  # on a card, a graph finds the largest ones
             logits.argmax(-1)
             return Sampled(np.array(self._tokens, dtype=np.int32))
         if self._tokens not in self.on_card:
-            import torch
+            from tokenmill.backends.torch.kernels.device import upload
 
-            self.on_card[self._tokens] = torch.tensor(self._tokens, dtype=torch.int32, device=logits.device)
+            self.on_card[self._tokens] = upload(np.array(self._tokens, dtype=np.int32), logits.device)
         return Sampled(self.on_card[self._tokens])
+
+
+class Watched(Replay):
+    """Keeps the two largest logits of each draw, and where they are."""
+
+    top: Any = None
+
+    def see(self, logits: Any) -> None:
+        self.top = logits.float().topk(2)
+
+
+@cache
+def agreed(token: int, position: int, acceptance: float) -> int:
+    """The token, or another one as often as the acceptance says. The same one each time."""
+    is_right = acceptance == 1 or random.Random(token * 65_537 + position).random() < acceptance
+    return token if is_right else token + 1
 
 
 @dataclass
 class Oracle:
-    """A proposer that knows what will be said, and is always right or always wrong."""
+    """A proposer that knows what will be said, and is right with a given chance."""
 
     known: Callable[[Request], Sequence[int]]
-    is_right: bool = True
+    acceptance: float = 1.0
     most: int = 4
     name: str = "lookup"
 
@@ -153,7 +177,8 @@ class Oracle:
         for request, count in zip(requests, most, strict=True):
             begin = len(request.tokens)
             tokens = self.known(request)[begin : begin + min(count, self.most)]
-            found.append(Proposal(tuple(token + (not self.is_right) for token in tokens), LONGEST_MATCH))
+            proposed = (agreed(token, begin + i, self.acceptance) for i, token in enumerate(tokens))
+            found.append(Proposal(tuple(proposed), LONGEST_MATCH))
         return found
 
     def can_propose(self, request: Request) -> bool:  # noqa: ARG002
@@ -179,6 +204,10 @@ class Replayer:
     """Chance that a token of the draft model is made the right one."""
     num_proposed: int = 0
     num_agreed: int = 0
+    tops: dict[tuple[str, int], tuple[float, int]] | None = None
+    """Of each draw that counted, by log and position: how far apart the two largest logits were, and the largest."""
+    _watched: dict[int, Watched] = field(default_factory=dict)
+    """By tick."""
     _logs: dict[str, list[int]] = field(default_factory=dict)
     _num_runs: int = 0
 
@@ -187,6 +216,8 @@ class Replayer:
         if self.core._drafter is not None:
             self.core._drafter._sampler_of = self._draft_sampler
         self.core.events.subscribe(self._note)
+        self._update = self.core.scheduler.update
+        self.core.scheduler.update = self._watch  # type: ignore[method-assign]
 
     def log_of(self, request: Request) -> list[int]:
         return self._logs[request.request_id]
@@ -199,33 +230,56 @@ class Replayer:
     def _sampler(self, plan: StepPlan) -> Replay:
         rows = [*plan.sampled_rows.tolist(), *plan.more_rows.tolist()]
         positions = [*plan.positions.tolist(), *plan.more_positions.tolist()]
-        return Replay([log[at] for log, at in zip(self._logs_of(rows), positions, strict=True)])
+        tokens = [log[at] for log, at in zip(self._logs_of(rows), positions, strict=True)]
+        if self.tops is None:
+            return Replay(tokens)
+        return self._watched.setdefault(plan.tick, Watched(tokens))
+
+    def _watch(self, plan: StepPlan, sampled: Sampled, outputs: DecodeOutput | None = None) -> None:
+        """Note the draws of a step that count: a request's own, and those behind proposed tokens that were right."""
+        watched = self._watched.pop(plan.tick, None)
+        if watched is not None and self.tops is not None:
+            gaps = (watched.top.values[:, 0] - watched.top.values[:, 1]).tolist()
+            largest = watched.top.indices[:, 0].tolist()
+            rows = [*plan.sampled_rows.tolist(), *plan.more_rows.tolist()]
+            positions = [*plan.positions.tolist(), *plan.more_positions.tolist()]
+            before = plan.proposed_before()
+            for place, (row, position) in enumerate(zip(rows, positions, strict=True)):
+                request, proposed = self.core.scheduler.rows.requests[row], before.get(place, ())
+                if request is None:
+                    continue
+                log = self._logs[request.request_id]
+                if tuple(log[position - len(proposed) : position]) == proposed:
+                    number = request.request_id.partition(" ")[2]
+                    self.tops[number, position] = gaps[place], largest[place]
+        self._update(plan, sampled, outputs)
 
     def _draft_sampler(self, rows: IntArray, positions: IntArray, proposed: Mapping[int, Sequence[int]]) -> Sampler:
-        """As often as told the log's token, otherwise another one. The same one each time."""
+        """As often as told the log's token, otherwise another one."""
         del proposed
-        tokens = []
-        for log, at in zip(self._logs_of(rows.tolist()), positions.tolist(), strict=True):
-            token = log[min(at, len(log) - 1)]
-            tokens.append(token if random.Random(token * 65_537 + at).random() < self.acceptance else token + 1)
-        return Replay(tokens)
+        places = zip(self._logs_of(rows.tolist()), positions.tolist(), strict=True)
+        return Replay([agreed(log[min(at, len(log) - 1)], at, self.acceptance) for log, at in places])
 
     def _logs_of(self, rows: Sequence[int]) -> list[list[int]]:
         requests = self.core.scheduler.rows.requests
         return [self._logs[one.request_id] for row in rows if (one := requests[row]) is not None]
 
-    def run(self, logs: Sequence[Log], speculation: str, before: Sequence[Log] = ()) -> float:
-        """Seconds a token, from the first ones to the last. `before`: what the same key has said earlier."""
+    def run(self, logs: Sequence[Log], *speculation: str, before: Sequence[Log] = ()) -> float:
+        """Seconds a token, from the first ones to the last. `before`: what the same key has said earlier.
+
+        `speculation`: of the requests in turn.
+        """
         self._num_runs += 1
         hints = Hints(namespace=self._num_runs)  # nothing of an earlier run is found, neither its KV nor its text
-        params = SamplingParams(temperature=0, speculation=speculation)
+        params = [SamplingParams(temperature=0, speculation=one) for one in speculation]
         lookup = self.core.scheduler.speculation.proposers["lookup"]
         for prompt, output in before:
             lookup.keep(Request("before", [*prompt, *output], Limits(), hints))
         for i, (prompt, output) in enumerate(logs):
             name = f"{self._num_runs} {i}"
             self._logs[name] = [*prompt, *output]
-            self.core.add(Request(name, prompt, Limits(max_new_tokens=len(output)), hints, Draw(params=params, seed=0)))
+            draw = Draw(params=params[i % len(params)], seed=0)
+            self.core.add(Request(name, prompt, Limits(max_new_tokens=len(output)), hints, draw))
         begun = set[str]()
         while len(begun) < len(logs):
             begun |= {token.request_id for token in self.core.step()}
@@ -240,11 +294,11 @@ class Replayer:
         self, logs: Sequence[Log], rounds: int, mode: str = "auto", before: Sequence[Log] = ()
     ) -> dict[str, Any]:
         """Speed with speculation over speed without, and without over without; medians of interleaved pairs."""
-        self.run(logs, "off", before), self.run(logs, mode, before)
+        self.run(logs, "off", before=before), self.run(logs, mode, before=before)
         self.num_proposed = self.num_agreed = 0
         found: dict[str, list[float]] = {"speedup": [], "a/a": [], "tokens_per_s": []}
         for _ in range(rounds):
-            off, on, again = (self.run(logs, one, before) for one in ("off", mode, "off"))
+            off, on, again = (self.run(logs, one, before=before) for one in ("off", mode, "off"))
             found["speedup"].append((off + again) / 2 / on)
             found["a/a"].append(off / again)
             found["tokens_per_s"].append(1 / on)
@@ -294,8 +348,8 @@ def full(options: argparse.Namespace) -> dict[str, Any]:
 def wide(options: argparse.Namespace) -> dict[str, Any]:
     replayer, found = on_shape(options, 256), {}
     logs = random_logs(256, 128, 128)
-    for name, is_right in (("right", True), ("wrong", False)):
-        replayer.core.scheduler.speculation.proposers["lookup"] = Oracle(replayer.log_of, is_right)
+    for name, acceptance in (("right", 1.0), ("wrong", 0.0)):
+        replayer.core.scheduler.speculation.proposers["lookup"] = Oracle(replayer.log_of, acceptance)
         found[name] = replayer.compare(logs, options.rounds, "lookup")
     return found
 
@@ -309,6 +363,45 @@ def draft(options: argparse.Namespace) -> dict[str, Any]:
             1000 * replayer.core.scheduler.speculation.proposers["draft"].cost(1).each, 3
         )
     return found
+
+
+def same(options: argparse.Namespace) -> dict[str, Any]:
+    """Whatever the controller thinks of it, all that is proposed is verified: about half of it is wrong."""
+    replayer = on_shape(options, 16, options.draft_shape)
+    replayer.acceptance = 0.7
+    speculation = replayer.core.scheduler.speculation
+    speculation.proposers["lookup"] = Oracle(replayer.log_of, 0.7)
+    speculation.allot = _all_of  # type: ignore[method-assign]
+    speculation._worth_drafting = lambda _, asked, *__: (  # type: ignore[method-assign]
+        asked, [min(4, speculation._most(request)) for request in asked],
+    )  # fmt: skip
+    logs = random_logs(200, 128, 32)
+
+    def tops(num_together: int, *modes: str) -> dict[tuple[str, int], tuple[float, int]]:
+        found: dict[tuple[str, int], tuple[float, int]] = {}
+        for begin in range(0, len(logs), num_together):
+            replayer.tops = {}
+            replayer.run(logs[begin : begin + num_together], *modes)
+            found |= {(f"{begin + int(i)}", position): top for (i, position), top in replayer.tops.items()}
+        return found
+
+    plain, others = tops(16, "off"), tops(5, "off")
+    noise = max(abs(gap - others[at][0]) for at, (gap, _) in plain.items())
+    replayer.num_proposed = replayer.num_agreed = 0
+    found = tops(16, "draft", "lookup", "off", "draft")
+    different = [gap for at, (gap, largest) in plain.items() if found[at][1] != largest]
+    return {
+        "draws": len(plain), "noise": round(noise, 4), "surer": sum(gap > noise for gap, _ in plain.values()),
+        "proposed": replayer.num_proposed, "accepted": replayer.num_agreed,
+        "different": len(different), "different where surer": sum(gap > noise for gap in different),
+        "largest gap of a different one": round(max(different, default=0.0), 4),
+        "different between batch sizes": sum(others[at][1] != largest for at, (_, largest) in plain.items()),
+    }  # fmt: skip
+
+
+def _all_of(found: Mapping[int, Candidate], draft: Draft, price: Price) -> dict[int, int]:
+    del draft, price
+    return {row: len(candidate.proposal.tokens) for row, candidate in found.items()}
 
 
 def encoded(replayer: Replayer, text: str, *, is_output: bool = False) -> list[int]:
@@ -429,7 +522,9 @@ def rows(options: argparse.Namespace, context: int = 512) -> dict[str, Any]:
 ON_MODEL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "copy": copy, "chat": chat, "fresh": fresh, "batch": batch, "rows": rows, "lookup": lookup,
 }  # fmt: skip
-ON_SHAPE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"full": full, "wide": wide, "draft": draft}
+ON_SHAPE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "full": full, "wide": wide, "draft": draft, "same": same,
+}  # fmt: skip
 
 
 def main() -> None:
