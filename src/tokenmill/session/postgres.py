@@ -132,8 +132,6 @@ FROM unnest(%(id)s::text[], %(epoch)s::bigint[], %(answer_id)s::text[], %(answer
     AS mine (id, epoch, answer_id, answer)
 WHERE {OURS} RETURNING sessions.id"""
 RELEASE = f"UPDATE sessions SET owner = NULL FROM {MINE} WHERE {OURS} RETURNING sessions.id"
-LAZY = "SELECT set_config('synchronous_commit', 'off', true)"
-"""For this transaction: what it does is in the database, but need not be on its disk."""
 DELETE = """
 WITH gone AS (DELETE FROM sessions WHERE {which} RETURNING id),
     their_tokens AS (DELETE FROM tokens USING gone WHERE session = gone.id),
@@ -565,16 +563,21 @@ class _Lane:
         for place, job in enumerate(jobs):
             places.setdefault(str(job.statement), []).append(place)
         cursors = {}
-        with connection.pipeline():  # a transaction of its own
-            if all(job.is_lazy for job in jobs):
-                connection.execute(LAZY)
-            for row in rows:
-                for statement, values in row.before:
-                    connection.execute(statement, values)
-            for statement, these in places.items():
-                names = rows[these[0]].values
-                columns = {name: [rows[place].values[name] for place in these] for name in names}
-                cursors[statement] = connection.execute(statement, {**columns, "me": self._server_id})
+        try:
+            with connection.pipeline(), connection.transaction():
+                if all(job.is_lazy for job in jobs):
+                    connection.execute("SET LOCAL synchronous_commit = off")
+                for row in rows:
+                    for statement, values in row.before:
+                        connection.execute(statement, values)
+                for statement, these in places.items():
+                    names = rows[these[0]].values
+                    columns = {name: [rows[place].values[name] for place in these] for name in names}
+                    cursors[statement] = connection.execute(statement, {**columns, "me": self._server_id})
+        except BaseException:  # a pipeline that has failed skips the end of its transaction
+            with suppress(self._failure):
+                connection.rollback()
+            raise
         found = {statement: {name for (name,) in cursor.fetchall()} for statement, cursor in cursors.items()}
         done = [job.session_id in found[str(job.statement)] for job in jobs]
         for job, is_done in zip(jobs, done, strict=True):
