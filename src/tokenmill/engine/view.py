@@ -154,6 +154,14 @@ class CoreView:
         return len(self._waiting)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed. What of a waiting prompt is cached counts, too."""
+        self._add_up()
+        rows = [slot.row for slot in self._slots if slot.state == "prefilling"]
+        left = int((self._num_tokens[rows] - self._num_computed[rows]).sum())
+        return left + sum(one.num_tokens for one in self._waiting.values())
+
+    @property
     def num_parked(self) -> int:
         return len(self._parked)
 

@@ -94,6 +94,10 @@ class CoreFigures:
         self.num_evicted = 0
         self.num_failed_steps = 0
         self.num_restarts = 0
+        self.num_prefill = 0
+        """Tokens of prompts that were computed..."""
+        self.prefill_s = 0.0
+        """...and the time that they took."""
         self.ended = dict.fromkeys(FinishReason, 0)
         self.proposed: Counter[tuple[str, int]] = Counter()
         """By proposer and position, the first being 1: tokens that were proposed and verified..."""
@@ -117,6 +121,8 @@ class CoreFigures:
     def note_tick(self, event: TickEvent) -> None:
         plan = event.plan
         self.num_computed += plan.num_tokens
+        self.num_prefill += plan.num_prefill
+        self.prefill_s += event.prefill_s
         self.step_s.add(event.step_s)
         self.schedule_s.add(event.schedule_s)
         if event.mask_s:
@@ -198,6 +204,7 @@ class CoreFigures:
                 value.merge(getattr(other, name))
             elif isinstance(value, int):
                 setattr(self, name, value + getattr(other, name))
+        self.prefill_s += other.prefill_s
         for reason in self.ended:
             self.ended[reason] += other.ended[reason]
         self.proposed.update(other.proposed.copy())

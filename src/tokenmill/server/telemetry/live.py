@@ -440,6 +440,12 @@ class CoreWatch:
         with self._lock:
             return self.view.snapshot(), self._rates.now(time.monotonic())
 
+    def prefill_queue_s(self) -> float:
+        """How long the prompt tokens that wait for computation will take, by what such tokens took so far."""
+        with self._lock:
+            each_s = self._figures.prefill_s / max(1, self._figures.num_prefill)
+            return each_s * self.view.num_queued_tokens
+
     def timelines(self, is_wanted: Callable[[Timeline], bool]) -> list[Timeline]:
         """As they are now."""
         with self._lock:

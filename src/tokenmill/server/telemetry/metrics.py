@@ -66,12 +66,15 @@ class Metrics(Collector):
         keys: Callable[[], Mapping[str, KeyTotals]] = dict,
         *,
         has_vllm_names: bool = False,
+        replica: str | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._keys = keys
         """What each API key has used, by its name."""
         self._has_vllm_names = has_vllm_names
         """Tell what routers look at under vLLM's names, too."""
+        self._replica = replica
+        """A label of all of them, if this server has a name."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -79,7 +82,15 @@ class Metrics(Collector):
         """All of them, as Prometheus reads them."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._collect():
+            if self._replica is not None:
+                metric.samples = [
+                    one._replace(labels={**one.labels, "replica": self._replica}) for one in metric.samples
+                ]
+            yield metric
+
+    def _collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("tokenmill_info", "Which version runs.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
@@ -199,6 +210,17 @@ def _now(models: dict[str, list[CoreWatch]]) -> Iterator[Metric]:
     for model, watches in models.items():
         usage.add_metric([model], kv_usage(watches))
     yield usage
+    queue = GaugeMetricFamily(
+        "tokenmill_prefill_queue_seconds", "How long queued prompt tokens will take to compute.", labels=["model"]
+    )
+    for model, watches in models.items():
+        queue.add_metric([model], prefill_queue_s(watches))
+    yield queue
+
+
+def prefill_queue_s(watches: Sequence[CoreWatch]) -> float:
+    """How long the queued prompt tokens of a model will take. Its cores work at the same time."""
+    return sum(watch.prefill_queue_s() for watch in watches) / max(1, len(watches))
 
 
 def kv_usage(watches: Sequence[CoreWatch]) -> float:
