@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import IO, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from tokenmill.engine.events import CoreSnapshot, SlotView
 from tokenmill.errors import ConfigError, EngineDead
@@ -132,6 +132,10 @@ class LiveState:
 
 
 AGAIN_S = 1.0
+LIST_AGAIN_S = 2.0
+"""Between two looks for which servers there are."""
+MIN_FRAME = 6
+"""Lines of a server."""
 """Between two attempts to reach a server."""
 SILENT_S = 60.0
 """A server that sends nothing for so long, not even a comment, is gone."""
@@ -176,18 +180,19 @@ class Address:
         raise EngineDead(f"{self.url} is not ready (status {answer.status})")
 
 
-def read_once(address: Address, state: LiveState) -> None:
+def read_once(address: Address, state: LiveState, query: str = "") -> None:
     """What the server is doing right now."""
-    with address.get("/v1/scheduler") as answer:
+    with address.get(f"/v1/scheduler{query}") as answer:
         state.take_all(json.load(answer))
 
 
 class Follower:
     """A thread that keeps a state up to date."""
 
-    def __init__(self, address: Address, state: LiveState) -> None:
+    def __init__(self, address: Address, state: LiveState, query: str = "") -> None:
         self._address = address
         self._state = state
+        self._query = query
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tokenmill-follow", daemon=True)
         self._thread.start()
@@ -199,7 +204,7 @@ class Follower:
     def _run(self) -> None:
         while not self._is_over.is_set():
             try:
-                with self._address.get("/v1/scheduler/events") as answer:
+                with self._address.get(f"/v1/scheduler/events{self._query}") as answer:
                     self._state.begin()
                     self._read(answer)
                 problem = self._state.problem or "the server closed the connection"
@@ -221,6 +226,56 @@ class Follower:
             elif field == "data":
                 data: dict[str, Any] = json.loads(value)
                 self._state.take(kind, data)
+
+
+class ClusterState:
+    """All servers of a database, through one of them; each with a follower of its own, unless it is read once."""
+
+    def __init__(self, address: Address, *, is_followed: bool) -> None:
+        self._address = address
+        self._is_followed = is_followed
+        self._listed_at = 0.0
+        self._followers: dict[str, Follower] = {}
+        self.states: dict[str, LiveState] = {}
+        """By the server's name."""
+
+    def look(self) -> None:
+        """Which servers are there now. `EngineDead` if none answers."""
+        if self._is_followed and self.states and time.monotonic() - self._listed_at < LIST_AGAIN_S:
+            return
+        self._listed_at = time.monotonic()
+        try:
+            with self._address.get("/v1/servers") as answer:
+                names = [str(one["id"]) for one in json.load(answer)["data"]]
+        except EngineDead:
+            if not self.states:
+                raise
+            return  # each of the followers says so
+        if not names:
+            raise ConfigError(f"{self._address.url} shares no database with other servers: use top without --cluster")
+        for name in self.states.keys() - names:
+            self.states.pop(name)
+            if name in self._followers:
+                self._followers.pop(name).stop()
+        for name in names:
+            query = f"?server={quote(name, safe='')}"
+            state = self.states.setdefault(name, LiveState(f"{self._address.url}  {name}"))
+            if not self._is_followed:
+                try:
+                    read_once(self._address, state, query)
+                except EngineDead as error:  # it has just gone
+                    state.lose(str(error))
+            elif name not in self._followers:
+                self._followers[name] = Follower(self._address, state, query)
+
+    def stop(self) -> None:
+        for follower in self._followers.values():
+            follower.stop()
+
+    def frame(self, width: int, height: int, *, colour: bool) -> list[str]:
+        """All servers below each other, with an equal share of the height."""
+        room = max(MIN_FRAME, height // max(1, len(self.states)))
+        return [line for _, state in sorted(self.states.items()) for line in frame(state, width, room, colour=colour)]
 
 
 BOLD, DIM, RED, GREEN, YELLOW, BLUE, CYAN = "1", "2", "31", "32", "33", "34", "36"

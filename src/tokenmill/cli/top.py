@@ -27,29 +27,45 @@ def top(
     ] = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between refreshes.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one frame as plain text and exit.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Show all servers that share the server's database.")
+    ] = False,
 ) -> None:
     """Show the slots, steps, queue and KV cache of a running server, live. Quit with q or Ctrl-C."""
-    from tokenmill.cli.follow import Address, Follower, LiveState, frame, read_once
+    from tokenmill.cli.follow import Address, ClusterState, Follower, LiveState, frame, read_once
 
     address = Address(url, api_key)
     state = LiveState(address.url)
+    is_live = sys.stdout.isatty() and not once
+    servers = ClusterState(address, is_followed=is_live) if cluster else None
     width, height = _size()
+
+    def read() -> str:
+        if servers is None:
+            read_once(address, state)
+            return "\n".join(frame(state, width, TALL, colour=False))
+        servers.look()
+        return "\n".join(servers.frame(width, TALL, colour=False))
+
     if once:
-        read_once(address, state)
-        print("\n".join(frame(state, width, TALL, colour=False)))
+        print(read())
         return
-    if not sys.stdout.isatty():
+    if not is_live:
         with suppress(KeyboardInterrupt):
             while True:
-                read_once(address, state)
-                print("\n".join(frame(state, width, TALL, colour=False)), end="\n\n", flush=True)
+                print(read(), end="\n\n", flush=True)
                 time.sleep(interval)
         return
-    follower = Follower(address, state)
+    follower = Follower(address, state) if servers is None else servers
     with suppress(KeyboardInterrupt), _screen() as keys:
         while not keys.is_quit(interval):
             width, height = _size()
-            lines = frame(state, width, height, colour=not os.environ.get("NO_COLOR"))
+            colour = not os.environ.get("NO_COLOR")
+            if servers is None:
+                lines = frame(state, width, height, colour=colour)
+            else:
+                servers.look()
+                lines = servers.frame(width, height, colour=colour)[:height]
             sys.stdout.write(HOME + "".join(f"{line}{CLEAR_LINE}\r\n" for line in lines[:-1]))
             sys.stdout.write(f"{lines[-1]}{CLEAR_LINE}{CLEAR_REST}")
             sys.stdout.flush()

@@ -107,6 +107,8 @@ class ServerConfig:
     """Directory, or URL of a PostgreSQL database, in which sessions and stored objects are persisted; None: in none."""
     advertise: str | None = None
     """Base URL under which other servers of the same database reach this one; None: the address that it binds to."""
+    replica: str | None = None
+    """Unique name of this server among those of the same database, on its metrics and responses; None: a random one."""
     lease_s: float = 6.0
     """Time after which a server that has stopped loses the sessions that it is answering in."""
     max_stored_responses: int = 1024

@@ -50,6 +50,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 """A client's timeout, in seconds."""
 SESSION_HEADER = b"x-session-id"
 """On responses about a session: lets routers send requests of one conversation to the same server."""
+REPLICA_HEADER = b"x-tokenmill-replica"
+"""The name of the replica that has answered, on responses of servers that have a name."""
 KEY_DIGITS = 8
 """Length of a key's hash in the log."""
 BLOCKED_S, MOST_BLOCKED = 0.002, 1024
@@ -194,6 +196,7 @@ class Middleware:
         is_open = not config.key_hashes and config.keys_file is None and not config.insecure
         hosts = {name.lower().encode() for name in config.allowed_hosts | LOOPBACK | {config.host}}
         self._hosts = hosts if is_open else None
+        self._replica = None if config.replica is None else config.replica.encode()
         self._max_body_bytes = config.max_body_bytes
         forms = [path for path, kind in paths.uploads.items() if kind == FORM_TYPE]
         self._max_form_bytes = dict.fromkeys(forms, config.max_file_bytes + FORM_BYTES)
@@ -240,6 +243,8 @@ class Middleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if caller.session_id is not None:
                     message["headers"].append((SESSION_HEADER, caller.session_id.encode()))
+                if self._replica is not None and all(name != REPLICA_HEADER for name, _ in message["headers"]):
+                    message["headers"].append((REPLICA_HEADER, self._replica))
                 if caller.dialect is Dialect.ANTHROPIC:
                     message["headers"].append((b"request-id", request_id.encode()))
                 if is_metered:

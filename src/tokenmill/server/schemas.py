@@ -624,6 +624,17 @@ class Scheduler(BaseModel):
     models: list[ServedModel]
 
 
+class ServerEntry(BaseModel):
+    id: str = Field(description="For the parameter `server`.")
+    object: Literal["server"]
+    is_this: bool = Field(description="Has this server answered?")
+
+
+class ServerList(BaseModel):
+    object: Literal["list"]
+    data: list[ServerEntry]
+
+
 class KeyUsage(BaseModel):
     object: Literal["usage"]
     key: str = Field(description="The name of the API key.")

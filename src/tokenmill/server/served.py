@@ -74,7 +74,8 @@ class Served:
         )
         self.store: Store | None = None
         if isinstance(config.store, str):
-            self.store = PostgresStore(config.store, address=config.advertise or "", lease_s=config.lease_s)
+            address, name = config.advertise or "", config.replica
+            self.store = PostgresStore(config.store, address=address, lease_s=config.lease_s, name=name)
         elif config.store is not None:
             self.store = SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)

@@ -31,7 +31,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenmill.errors import ConfigError, NotDurable, SessionElsewhere, SessionMoved, StoreUnavailable, TokenmillError
+from tokenmill.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotDurable,
+    SessionElsewhere,
+    SessionMoved,
+    StoreUnavailable,
+    TokenmillError,
+)
 from tokenmill.session.blobs import TABLES as BLOBS
 from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Documents
@@ -153,16 +161,16 @@ Known = tuple[int, Tokens, SharedList[Turn]]
 class PostgresStore:
     """A store that several servers share. `ConfigError` if the database can't be used.
 
-    `address` is the base URL under which other servers reach this one.
+    `address` is the base URL under which other servers reach this one, `name` one that no other server ever has.
     """
 
     is_shared = True
     is_read_only = False
     kv = None
 
-    def __init__(self, url: str, *, address: str = "", lease_s: float = LEASE_S) -> None:
+    def __init__(self, url: str, *, address: str = "", lease_s: float = LEASE_S, name: str | None = None) -> None:
         driver = _driver()
-        self.server_id = secrets.token_hex(8)
+        self.server_id = name or secrets.token_hex(8)
         self.address = address
         self.lease_s = lease_s
         self._url = url
@@ -212,6 +220,20 @@ class PostgresStore:
         if isinstance(found, SessionElsewhere):
             raise found
         return found
+
+    def servers(self) -> dict[str, str]:
+        """The servers of this database that hold a lease, by name: where they are reached."""
+        query = "SELECT id, address FROM servers WHERE lease_until > now() ORDER BY id"
+        return dict(self._read(lambda connection: connection.execute(query).fetchall()))
+
+    def refer_to(self, server_id: str) -> None:
+        """Raise the `SessionElsewhere` that has a request forwarded to this server, unless it is this one."""
+        if server_id == self.server_id:
+            return
+        address = self.servers().get(server_id)
+        if address is None:
+            raise InvalidRequest(f"no server {server_id!r:.80}; GET /v1/servers lists them", param="server")
+        raise self._elsewhere(f"server {server_id}", address)
 
     def _elsewhere(self, name: str, address: str) -> SessionElsewhere:
         """By address: a server that was restarted there may be carrying out what was sent to the one before it."""

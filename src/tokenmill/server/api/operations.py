@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from tokenmill import __version__
 from tokenmill.engine.events import CoreSnapshot
-from tokenmill.errors import SessionNotFound
+from tokenmill.errors import InvalidRequest, SessionNotFound
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas
 from tokenmill.server.api import anthropic
@@ -30,8 +30,12 @@ from tokenmill.server.telemetry.hub import Found, Telemetry
 from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
 from tokenmill.server.telemetry.metrics import CONTENT_TYPE, Metrics
 from tokenmill.server.telemetry.timeline import cache_json, causes_of, cost_json, parts_of
+from tokenmill.session.postgres import PostgresStore
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+ServerName = Annotated[
+    str | None, Query(max_length=64, description="Another server of the same database; `GET /v1/servers` lists them.")
+]
 EVENTS = "/scheduler/events"
 """A stream without an end."""
 
@@ -129,9 +133,12 @@ def engine_routes(served: Served) -> APIRouter:
         tags=["telemetry"],
     )
     async def get_timeline(
-        http: Request, request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")]
+        http: Request,
+        request_id: Annotated[str, Path(description="The id of its answer, or its x-request-id.")],
+        server: ServerName = None,
     ) -> Response:
         """Where the time of a request went, for each of its generations. Only for the key that made it."""
+        await _refer(served, server)
         found = telemetry.timelines(request_id, http.state.caller.key)
         if not found:
             raise ApiError(404, f"request {request_id!r:.140} not found", code="request_not_found")
@@ -151,8 +158,9 @@ def engine_routes(served: Served) -> APIRouter:
     @api.get(
         "/scheduler", responses={200: {"model": schemas.Scheduler}, **schemas.errors(401, 503)}, tags=["telemetry"]
     )
-    async def get_scheduler(http: Request) -> Response:
+    async def get_scheduler(http: Request, server: ServerName = None) -> Response:
         """What every engine is doing right now. Names of other keys are shown as hashes."""
+        await _refer(served, server)
         return JSONResponse(_scheduler(telemetry, telemetry.names.seen_by(http.state.caller.key)))
 
     @api.get(
@@ -166,12 +174,33 @@ def engine_routes(served: Served) -> APIRouter:
         pace_s: Annotated[
             float, Query(ge=PACE_S, le=SLOWEST_S, description="Seconds between two deliveries.")
         ] = PACE_S,
+        server: ServerName = None,
     ) -> Response:
         """The same as a stream of events: a snapshot of each core, then every step and every change."""
+        await _refer(served, server)
         names = telemetry.names.seen_by(http.state.caller.key)
         return EventStream(PieceEvents(_follow(telemetry, names, pace_s)), http.state.caller, config)
 
+    @api.get("/servers", responses={200: {"model": schemas.ServerList}, **schemas.errors(401, 503)}, tags=["telemetry"])
+    async def list_servers() -> Response:
+        """The servers that share this one's database, this one included; none without such a database."""
+        store = served.store
+        data = []
+        if isinstance(store, PostgresStore):
+            names = await asyncio.to_thread(store.servers)
+            data = [{"id": name, "object": "server", "is_this": name == store.server_id} for name in names]
+        return JSONResponse({"object": "list", "data": data})
+
     return api
+
+
+async def _refer(served: Served, server: str | None) -> None:
+    """Have the request forwarded to the server that it names."""
+    if server is None:
+        return
+    if not isinstance(served.store, PostgresStore):
+        raise InvalidRequest("this server shares no database with others", param="server")
+    await asyncio.to_thread(served.store.refer_to, server)
 
 
 async def usage_shape(account: Account, served: Served) -> dict[str, Any]:
@@ -291,6 +320,7 @@ def probe_routes(served: Served) -> APIRouter:
         served.telemetry,
         lambda: {one.key.name: one.totals for one in keys.accounts},
         has_vllm_names=served.config.metrics_alias == "vllm",
+        replica=served.config.replica,
     )
     health: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Health}, 503: {"model": schemas.Health}}
     about_metrics: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
@@ -320,8 +350,9 @@ def probe_routes(served: Served) -> APIRouter:
         tags=["telemetry"],
         dependencies=[KEY],
     )
-    async def get_metrics() -> Response:
+    async def get_metrics(server: ServerName = None) -> Response:
         """Counters, gauges and histograms of the server and its engines."""
+        await _refer(served, server)
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     about_loads: dict[int | str, dict[str, Any]] = {200: {"model": schemas.Loads}, **schemas.errors(401, 503)}

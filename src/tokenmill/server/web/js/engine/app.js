@@ -20,6 +20,7 @@ export function App({ state, follower, pace }) {
 
   return html`
     <${Head} follower=${follower} />
+    ${follower.servers.length > 1 && html`<${Servers} follower=${follower} />`}
     <main class=${follower.status} aria-busy=${follower.status === "connecting"}>
       ${follower.status === "lost" && html`<${Lost} follower=${follower} />`}
       ${cores.map((core) => html`<${CorePanel} key="${core.core} ${core.model}" core=${core} state=${state} pace=${pace}
@@ -27,7 +28,7 @@ export function App({ state, follower, pace }) {
       ${cores.length === 0 && follower.status === "live" && html`<${Nothing} />`}
       <${Sessions} state=${state} follower=${follower} />
     </main>
-    ${selected !== null && html`<${Timeline} request=${selected} onClose=${() => setSelected(null)} />`}
+    ${selected !== null && html`<${Timeline} request=${selected} follower=${follower} onClose=${() => setSelected(null)} />`}
     ${follower.status === "locked" && html`<${KeyDialog} onKey=${() => follower.start()} />`}`;
 }
 
@@ -46,6 +47,12 @@ function Head({ follower }) {
       <a class="button" href="/">Chat</a>
     </header>`;
 }
+
+const Servers = ({ follower }) => html`
+  <nav class="servers" aria-label="Servers">
+    ${follower.servers.map((server) => html`<button key=${server} aria-pressed=${server === follower.server}
+      onClick=${() => follower.choose(server)}>${server}</button>`)}
+  </nav>`;
 
 function ThemeButton() {
   const [chosen, setChosen] = useState(theme());

@@ -12,6 +12,8 @@ const HIDDEN_MS = 10_000; // a page that nobody sees for so long gives its conne
 export class Follower extends Emitter {
   status = "connecting";
   problem = null;
+  servers = []; // names of those that share a database, if there are several
+  server = null; // the one that is shown; null: whichever answers
   #state;
   #connection = null;
   #hiddenTimer = 0;
@@ -30,6 +32,18 @@ export class Follower extends Emitter {
     if (document.hidden) this.#look();
     if (this.status !== "lost") this.#become("connecting");
     this.#run(this.#connection.signal);
+  }
+
+  /** Show another server. */
+  choose(server) {
+    this.server = server;
+    this.start();
+  }
+
+  /** A path of the server that is shown. */
+  path(path) {
+    if (this.server === null) return path;
+    return `${path}${path.includes("?") ? "&" : "?"}server=${encodeURIComponent(this.server)}`;
   }
 
   /** What is shown stays as it is, and the server has nobody to tell anything. */
@@ -57,7 +71,8 @@ export class Follower extends Emitter {
     for (let waitMs = AGAIN_MS; !signal.aborted; waitMs = Math.min(2 * waitMs, MOST_MS)) {
       let problem;
       try {
-        const told = await ask("/v1/scheduler", { signal }); // the stream says nothing where nothing happens
+        await this.#list(signal);
+        const told = await ask(this.path("/v1/scheduler"), { signal }); // the stream says nothing where nothing happens
         if (signal.aborted) return;
         this.#state.begin(told);
         this.#become("live");
@@ -73,9 +88,16 @@ export class Follower extends Emitter {
     }
   }
 
+  /** Which servers there are. One that is gone is not shown any more. */
+  async #list(signal) {
+    const { data } = await ask("/v1/servers", { signal });
+    this.servers = data.length > 1 ? data.map(({ id }) => id) : [];
+    if (!this.servers.includes(this.server)) this.server = data.find((one) => one.is_this && data.length > 1)?.id ?? null;
+  }
+
   /** Until the stream is over; why it is. */
   async #follow(signal) {
-    for await (const { event, data } of events(EVENTS, { signal })) {
+    for await (const { event, data } of events(this.path(EVENTS), { signal })) {
       if (event === "end") return "The server is stopping.";
       this.#state.take(event, JSON.parse(data));
     }

@@ -6,12 +6,12 @@ import { poll } from "./poll.js";
 const PERIOD_MS = 1000;
 const HASH = /^[0-9a-f]{8}$/; // how the names of other keys are shown
 
-export function Timeline({ request, onClose }) {
+export function Timeline({ request, follower, onClose }) {
   const [told, setTold] = useState(null);
   const [problem, setProblem] = useState(null);
   const panel = useRef(null);
 
-  useEffect(() => follow(request, setTold, setProblem), [request]);
+  useEffect(() => follow(request, follower, setTold, setProblem), [request]);
   useEffect(() => {
     const opener = document.activeElement;
     panel.current.focus();
@@ -33,7 +33,7 @@ export function Timeline({ request, onClose }) {
 }
 
 /** Ask for it until it has ended; returns what ends it. */
-function follow(request, setTold, setProblem) {
+function follow(request, follower, setTold, setProblem) {
   setTold(null);
   setProblem(null);
   const take = ({ generations }) => {
@@ -42,7 +42,7 @@ function follow(request, setTold, setProblem) {
     setProblem(null);
     return one.finish_reason !== null;
   };
-  const path = `/v1/requests/${encodeURIComponent(callOf(request))}/timeline`;
+  const path = follower.path(`/v1/requests/${encodeURIComponent(callOf(request))}/timeline`);
   return poll(path, PERIOD_MS, take, (error) => {
     setProblem(say(error, request));
     return error.status === 404;
