@@ -76,7 +76,7 @@ TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py or
 test: $(VENV)/.dev  ## run all tests, on two cores
 	@$(BIN)/python -m pytest $(TWO_CORES) --ignore tests/cluster $(ARGS)
 
-test-cluster: $(VENV)/.dev  ## run the tests of several servers on a real PostgreSQL, which are killed: some minutes
+test-cluster: $(VENV)/.dev  ## run the tests of several servers on PostgreSQL and on Ray Serve, which are killed: about 12 minutes
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 FAST := contract kv engine session sampling text test_imports.py test_public_names.py test_requirements.py

@@ -42,14 +42,11 @@ def test_requests_of_a_session_and_of_its_forks_have_the_key_of_the_root(path: s
     assert key_of_path(path) == RoutingKey(Affinity.SESSION, "ab-_1")
 
 
-@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/restore", "/v1/chat/completions", "/metrics", "/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/sessions", "/v1/sessions/restore", "/v1/files", "/v1/chat/completions", "/metrics", "/"]
+)
 def test_other_paths_have_none(path: str) -> None:
     assert key_of_path(path) is None
-
-
-def test_the_files_of_a_caller_have_one_key() -> None:
-    assert key_of_path("/v1/files", "one") == key_of_path("/v1/batches/batch-1/cancel", "one")
-    assert key_of_path("/v1/files", "one") != key_of_path("/v1/files", "two")
 
 
 def test_the_turns_of_a_stateless_chat_have_the_key_of_its_opening() -> None:

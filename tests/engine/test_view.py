@@ -97,6 +97,9 @@ def assert_same(engine: EngineCore, views: list[CoreView]) -> None:
         assert (one.num_running, one.num_waiting) == (engine.scheduler.rows.num_running, len(engine.scheduler.queue))
         assert one.free_cells == engine.kv.free()
         assert sum(waiting.num_tokens for waiting in one.snapshot().waiting) == engine.scheduler.queue.num_tokens
+        prefilling = [slot for slot in one.snapshot().slots if slot.state == "prefilling"]
+        left = sum(slot.num_tokens - slot.num_computed for slot in prefilling)
+        assert one.num_queued_tokens == left + engine.scheduler.queue.num_tokens
 
 
 def follow_short_runs(*depths: int) -> None:

@@ -18,7 +18,7 @@ from tests.server.serving import HI, KEY, Running, child, request, running
 from tests.server.telling import CHAT, OTHER_KEY, Scrape, make_config, make_llm
 from tests.server.wire import Wire, chat_body, chat_request, held, wait_for_inbox
 from tokenmill.backends.fake import FaultKind
-from tokenmill.engine.events import VerifiedEvent
+from tokenmill.engine.events import VerifiedEvent, WaitingView
 from tokenmill.errors import ConfigError
 from tokenmill.outputs import FinishReason
 from tokenmill.server.app import create_app
@@ -388,3 +388,23 @@ def test_a_server_process_has_metrics(tmp_path: Path) -> None:
         text = request(served.port, "GET", "/metrics", key=None).body.decode()
         assert 'tokenmill_requests_total{finish_reason="length",model="fake"} 1.0' in text
         assert served.stop() == 0
+
+
+def test_metrics_of_a_replica_name_it() -> None:
+    lines = [line for line in Metrics(Telemetry(), replica="one").text().decode().splitlines() if line[0] != "#"]
+    assert lines
+    assert all('replica="one"' in line for line in lines)
+
+
+def test_the_prefill_queue_takes_what_its_tokens_took_so_far() -> None:
+    with running(make_llm(), ServerConfig()) as server:
+        server.chat(max_tokens=2)
+        server.wait_until_idle()
+        telemetry = Telemetry()
+        telemetry.attach("fake", server.llm)
+        (watch,) = telemetry.watches["fake"]
+        assert watch.prefill_queue_s() == 0, "nothing waits"
+        watch._figures.num_prefill, watch._figures.prefill_s = 100, 0.5
+        watch.view._waiting["a"] = WaitingView("a", 40, is_preempted=False)
+        assert watch.prefill_queue_s() == pytest.approx(0.2)
+        telemetry.detach("fake")

@@ -12,6 +12,7 @@ from tokenmill import __version__
 from tokenmill.cli.bench import bench
 from tokenmill.cli.chat import chat
 from tokenmill.cli.check import check
+from tokenmill.cli.cluster import cluster
 from tokenmill.cli.fit import fit
 from tokenmill.cli.generate import generate
 from tokenmill.cli.keys import keys
@@ -33,6 +34,7 @@ app.command()(replay)
 app.add_typer(models, name="models")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 REQUEST_FAILED, USAGE, START_FAILED, INTERRUPTED = 1, 2, 3, 130
 

@@ -60,7 +60,6 @@ class RoutingKey:
 
 
 SESSION_PATH = re.compile(r"(?:/v1)?/sessions/(?!restore$)([^/]+)(?:/|$)")
-FILE_PATH = re.compile(r"(?:/v1)?/(?:files|batches)(?:/|$)")
 GENERATES = re.compile(
     r"(?:/v1)?/(?:chat/completions|completions|responses|messages)|/api/(?:chat|generate)|/infill|/completion"
 )
@@ -74,13 +73,10 @@ def root_of(session_id: str) -> str:
     return session_id.partition(".")[0]
 
 
-def key_of_path(path: str, api_key: str = "") -> RoutingKey | None:
-    """The key of a request whose path says where its state is."""
-    if (found := SESSION_PATH.match(path)) is not None:
-        return RoutingKey(Affinity.SESSION, root_of(found[1]))
-    if FILE_PATH.match(path) is not None:  # files stay on the server that took them: all of a caller's on one
-        return RoutingKey(Affinity.SESSION, _digest(f"files\n{api_key}"))
-    return None
+def key_of_path(path: str) -> RoutingKey | None:
+    """The key of a request whose path names a session."""
+    found = SESSION_PATH.match(path)
+    return None if found is None else RoutingKey(Affinity.SESSION, root_of(found[1]))
 
 
 def has_opening(method: str, path: str) -> bool:

@@ -155,9 +155,9 @@ def serve(specs: Sequence[ModelSpec], config: ServerConfig, spec_of: Callable[[s
     check_certificate(config)
     server = Server(Served(config, specs, spec_of))
     server.served.models.after_change = server.settle
-    listeners = [_listen(config.host, config.port)]
+    listeners = [listen(config.host, config.port)]
     if config.ollama_port is not None:
-        listeners.append(_listen(config.host, config.ollama_port))
+        listeners.append(listen(config.host, config.ollama_port))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         try:
             is_loaded = runner.run(server.load_and_serve(*listeners))
@@ -196,6 +196,8 @@ class Server(uvicorn.Server):
         self.served = served
         self.has_hung = False
         """Whether it shut down because an engine was lost."""
+        self.opened = asyncio.Event()
+        """Set once requests are admitted."""
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
@@ -234,6 +236,7 @@ class Server(uvicorn.Server):
             loading.result()  # a model that fails to load ends the server
             await self.served.batches.start(partial(batches.answer, self.served))
             self.served.open()
+            self.opened.set()
             say(f"{names} on {where}/v1 ({time.monotonic() - began:.1f} s)")
             for other in others:
                 say(f"for Ollama's clients: {other}")
@@ -270,7 +273,7 @@ class Server(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        handlers = dict.fromkeys(SIGNALS, self._stop)
+        handlers = dict.fromkeys(SIGNALS, self.stop)
         if self.served.config.keys_file is not None:
             handlers |= {getattr(signal, name): self.reload_keys for name in ("SIGHUP",) if hasattr(signal, name)}
         if sys.platform == "win32":  # event loops on Windows take no handlers
@@ -302,9 +305,10 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(LOOK_S)
             self.has_hung = True
             say("an engine hangs or has failed and cannot be replaced; exiting (--exit-on-hang)")
-            self._stop()
+            self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Drain and end; a second call ends what still runs, a third one does not wait for that."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
         elif not self._is_hurried:
@@ -369,7 +373,8 @@ def _address(scheme: str, listener: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to this address; `EngineDead` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -542,12 +542,13 @@ def read_catalogue(path: Path, options: Mapping[str, Any], keep_alive_s: float |
     tables = content.get("model")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path} has no [[model]] table")
-    return [_from_table(table, path, options, keep_alive_s) for table in tables]
+    return [from_table(table, str(path), options, keep_alive_s) for table in tables]
 
 
-def _from_table(
-    table: Mapping[str, Any], file: Path, options: Mapping[str, Any], keep_alive_s: float | None
+def from_table(
+    table: Mapping[str, Any], file: str, options: Mapping[str, Any], keep_alive_s: float | None = None
 ) -> ModelSpec:
+    """A model as a file describes it; `options` and `keep_alive_s` are its defaults."""
     where = f"{file}, model {table.get('name', table.get('path', '?'))!r}"
     known = {**OWN, **OPTIONS}
     unknown = set(table) - set(known)

@@ -1,0 +1,57 @@
+"""`tokenmill cluster`: what it refuses, in one line each. No cluster runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT_RAY = "import sys; sys.modules['ray'] = None; from tokenmill.cli.main import main; main()"
+
+
+def refused(*arguments: str, code: str = "from tokenmill.cli.main import main; main()") -> str:
+    """The line on standard error."""
+    command = [sys.executable, "-c", code, "cluster", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert done.stdout == ""
+    return line
+
+
+def test_without_the_extra() -> None:
+    assert refused("status", code=WITHOUT_RAY) == "tokenmill: missing package ray: pip install 'tokenmill[ray]'"
+
+
+def test_without_a_node(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    for command in (["status"], ["drain", "abc"]):
+        assert "use `tokenmill cluster up`" in refused(*command, "--dir", str(tmp_path))
+    assert "is running" in refused("down", "--dir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("applications: [{args: {model: fake, store: /tmp/x}}]", "store must be a postgresql:// URL"),
+        ("applications: [{args: {store: 'postgresql://x'}}]", "one of model and models is required"),
+        ("applications: [{args: {models: [{name: a}], store: 'postgresql://x'}}]", "path is missing"),
+        ("applications: [{args: {modle: fake}}]", "unknown modle"),
+        ("applications: [{args: {model: fake, store: 'postgresql://x', engine: {max_seqs: 1}}}]", "unknown max_seqs"),
+        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {port: 1}}}]", "unknown port"),
+        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {drain_s: soon}}}]", "invalid drain_s"),
+        (
+            "http_options: {host: 0.0.0.0}\napplications: [{args: {model: fake, store: 'postgresql://x'}}]",
+            "binding to 0.0.0.0 requires API keys",
+        ),
+        ("applications: 3", "no list of applications"),
+        ("a: b: c", "not valid YAML"),
+    ],
+)
+def test_a_file_that_cannot_work(tmp_path: Path, text: str, problem: str) -> None:
+    pytest.importorskip("ray")
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert problem in refused("deploy", str(file), "--dir", str(tmp_path))
