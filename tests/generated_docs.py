@@ -22,6 +22,7 @@ import typer
 
 import tokenmill
 from benchmarks import scaling
+from benchmarks.fleet import scenarios
 from tests.generated_packaging import packaging_files
 from tests.requirements import CHECK_PAGES, CHECK_ROW, checks
 from tokenmill.bench import report
@@ -524,6 +525,10 @@ def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
     return {row["name"]: row for section in found["sections"] for row in section["rows"]}
 
 
+def fleet_table(name: str) -> str:
+    return scenarios.shown(name, json.loads((REPORTS / "fleet.json").read_text())[name]["rows"])
+
+
 def scaling_table() -> str:
     """The curves, and what else was measured with them."""
     found = json.loads((REPORTS / "scaling.json").read_text())
@@ -556,6 +561,7 @@ GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "api.md": {"api": python_api},
     "../README.md": {"figures": readme_figures},
     "benchmarks.md": {"switches": switches, "report": partial(report_table, "cpu"), "scaling": scaling_table},
+    "fleet.md": {name: partial(fleet_table, name) for name in ("validation", *scenarios.SCENARIOS)},
 }
 """Page -> name of the part -> what belongs there, between <!-- generated: NAME --> and <!-- end -->."""
 

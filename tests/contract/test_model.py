@@ -1,5 +1,7 @@
 """The model-agnostic side of the contract: handles, the registry of model kinds, layers."""
 
+import time
+
 import pytest
 
 import tokenmill
@@ -28,6 +30,14 @@ def test_a_new_kind_of_model_joins_by_registration() -> None:
         loading.unregister_opener("parrot")
     with pytest.raises(ModelNotFound, match=r"grey\.parrot.*smollm2-135m.*, fake"):
         open_model("grey.parrot")
+
+
+def test_the_fake_model_takes_the_time_that_it_is_told_to() -> None:
+    handle = open_model("fake", step_us=20_000, token_us=1000)
+    with handle.new_backend(BackendLimits()) as backend:
+        began = time.monotonic()
+        backend.decode(BatchBuilder().add_run([1, 2, 3], 0, 0).build())
+        assert time.monotonic() - began >= 0.023
 
 
 @pytest.mark.req("R20")

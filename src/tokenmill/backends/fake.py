@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -134,6 +135,10 @@ class FakeConfig:
     """When this file exists, a step removes it and never returns: a fault that reaches an engine process, too."""
     hang_holds_gil: bool = False
     """Does that step keep the interpreter lock?"""
+    step_us: int = 0
+    """Least time (us) that a step takes, as on a device..."""
+    token_us: int = 0
+    """...and as much more for each of its tokens."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -156,6 +161,7 @@ class FakeForward(PagedStep):
         super().__init__(owner, batch, number)
         self.struck = struck
         config = owner.config
+        self.ready_at = time.monotonic() + (config.step_us + config.token_us * len(batch)) / 1e6
         self.logits: FloatArray = np.zeros((len(self.output_ids), config.vocab_size), dtype=np.float32)
         self.hidden: FloatArray = np.zeros((len(self.hidden_ids), config.hidden_size), dtype=np.float32)
 
@@ -212,6 +218,8 @@ class FakeBackend(PagedBackend[FakeForward]):
             fault, _ = step.struck[FaultKind.STALL]
             fault.stalled.set()
             fault.release.wait()
+        if (early_s := step.ready_at - time.monotonic()) > 0:
+            time.sleep(early_s)
         if FaultKind.LATE_FATAL in step.struck or FaultKind.LATE_FAIL in step.struck:
             fatal = FaultKind.LATE_FATAL in step.struck
             raise ForwardFailed("the fake backend was told to fail at collect", fatal=fatal)

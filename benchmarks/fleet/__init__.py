@@ -1,0 +1,1 @@
+"""Fleets of replicas, simulated: `python -m benchmarks.fleet` (docs/fleet.md)."""
