@@ -179,17 +179,21 @@ class SuffixIndex:
         tail = tail[-LONGEST_MATCH:]
         count = len(tail)
         wanted = int.from_bytes(struct.pack(f"<{count}i", *tail), "little")
-        num_held, mask = min(self.num_added, self.capacity), self.capacity - 1
+        num_held, mask, last = min(self.num_added, self.capacity), self.capacity - 1, self.num_added - 1
+        octets, size = self._bytes, 4 * count
         for factors, table in self._tables:
             if count < len(factors):
                 continue
             bucket = ((sum(map(mul, factors, tail[-len(factors) :])) & UINT64) >> self._shift) * WAYS
             best, best_place, fewest, following = len(factors) - 1, -1, num_held, list[int]()
             for place in table[bucket : bucket + WAYS].tolist():
-                num_behind = (self.num_added - 1 - place) & mask
+                num_behind = (last - place) & mask
                 if place < 0 or not num_behind:
                     continue
-                length = min(self._num_same(place, wanted, count), num_held - num_behind)
+                # How many tokens up to there are the last ones of the tail: the highest bytes of both as one number.
+                end = 4 * (place + 1 if place >= LONGEST_MATCH else place + 1 + self.capacity)
+                different = int.from_bytes(octets[end - size : end], "little") ^ wanted
+                length = min(count - (different.bit_length() + 31) // 32, num_held - num_behind)
                 if length >= len(factors):
                     following.append(int(self._ring[place + 1]))
                 if length > best or (length == best and num_behind < fewest and best_place >= 0):
@@ -198,12 +202,6 @@ class SuffixIndex:
                 support = 1 if len(following) == 1 else 2 if len(set(following)) == 1 else 0
                 return Proposal(self._behind(best_place, fewest, most), best, support)
         return NO_PROPOSAL
-
-    def _num_same(self, place: int, wanted: int, count: int) -> int:
-        """How many tokens up to a place are the last ones of the tail: the highest bytes of both as one number."""
-        end = 4 * (place + 1 if place >= LONGEST_MATCH else place + 1 + self.capacity)
-        different = int.from_bytes(self._bytes[end - 4 * count : end], "little") ^ wanted
-        return count - (different.bit_length() + 31) // 32
 
     def _behind(self, place: int, num_behind: int, most: int) -> tuple[int, ...]:
         """The tokens that follow a place; a log that has begun to repeat itself goes on doing so."""
