@@ -240,7 +240,7 @@ def _flag_and_default(option: Any) -> tuple[str, str]:
 
 
 def _help(option: Any) -> str:
-    return " ".join(re.sub(r"\\\[", "[", option.help or "").split())
+    return " ".join((option.help or "").split())
 
 
 def _bench_parser(module: str) -> argparse.ArgumentParser:

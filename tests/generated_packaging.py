@@ -49,7 +49,7 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _roff(text: str) -> str:
-    text = " ".join(re.sub(r"\\\[", "[", text or "").split()).replace("\\", "\\e").replace("-", "\\-")
+    text = " ".join((text or "").split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{text}" if text.startswith((".", "'")) else text
 
 

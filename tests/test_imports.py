@@ -143,7 +143,7 @@ try:
     main()
 except SystemExit as end:
     assert not end.code, end.code
-heavy = "numpy tokenizers jinja2 fastapi uvicorn huggingface_hub llguidance zmq torch transformers gguf".split()
+heavy = "numpy tokenizers jinja2 fastapi uvicorn huggingface_hub llguidance zmq torch transformers gguf rich".split()
 print([name for name in heavy if name in sys.modules], file=sys.stderr)
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
     from tokenmill.params import SamplingParams
 
-MODEL_HELP = r"Model: ORGANIZATION/MODEL\[:QUANTIZATION], a short name, a directory or a .gguf file."
+MODEL_HELP = "Model: ORGANIZATION/MODEL[:QUANTIZATION], a short name, a directory or a .gguf file."
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature = Annotated[

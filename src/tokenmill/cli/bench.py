@@ -18,7 +18,7 @@ IN_THE_REPOSITORY = ("agreement", "engine", "events", "flood", "http", "llamacpp
 """Benchmarks of the project itself, which the wheel does not have."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def _command(name: str) -> Callable[[typer.Context], None]:

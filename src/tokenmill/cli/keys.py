@@ -24,7 +24,7 @@ DAY_S = 86_400
 KEY_BYTES = 32
 RELOAD = "A running server reads the file on SIGHUP."
 
-keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+keys = typer.Typer(help="API keys of a server.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @keys.command()

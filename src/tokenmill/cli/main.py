@@ -22,7 +22,12 @@ from tokenmill.cli.serve import serve
 from tokenmill.cli.top import top
 from tokenmill.errors import EngineDead, ModelLoadError, RequestFailed, TokenmillError
 
-app = typer.Typer(name="tokenmill", help="A session-first LLM inference engine.", no_args_is_help=True)
+app = typer.Typer(
+    name="tokenmill",
+    help="A session-first LLM inference engine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # loading rich takes as long as all the rest of a help page
+)
 app.command()(generate)
 app.command()(chat)
 app.command()(pull)

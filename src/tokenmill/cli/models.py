@@ -13,13 +13,13 @@ from tokenmill.cli import arguments as shared
 if TYPE_CHECKING:
     from tokenmill.backends.huggingface import CachedModel
 
-models = typer.Typer(help="Downloaded models: list, show, remove.", invoke_without_command=True)
+models = typer.Typer(help="Downloaded models: list, show, remove.", invoke_without_command=True, rich_markup_mode=None)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def pull(
     model: Annotated[
-        str, typer.Argument(help=r"Model: a short name, or ORGANIZATION/MODEL\[@REVISION]\[:QUANTIZATION].")
+        str, typer.Argument(help="Model: a short name, or ORGANIZATION/MODEL[@REVISION][:QUANTIZATION].")
     ] = shared.DEFAULT,
 ) -> None:
     """Download a model to the cache directory, verify it, and print its path."""

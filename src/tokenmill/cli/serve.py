@@ -19,7 +19,7 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help=r"TOML file with [\[model]] tables, API keys and server settings; see docs/several-models.md.",
+            help="TOML file with [[model]] tables, API keys and server settings; see docs/several-models.md.",
             dir_okay=False,
             show_default="none",
         ),
