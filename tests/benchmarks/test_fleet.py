@@ -77,6 +77,8 @@ def test_an_arrival_waits_for_the_step_that_runs_and_no_longer() -> None:
     fleet.run()
     by_number = dict(zip(fleet.metrics.number, fleet.metrics.ttft, strict=True))
     assert by_number[1] == pytest.approx(0.253 - 0.25 + 0.01 + 0.021)
+    pace = dict(zip(fleet.metrics.number, fleet.metrics.tpot, strict=True))
+    assert 199 * pace[0] == pytest.approx(198 * 0.011 + 0.031)  # each of its steps once, one of them with the prompt
 
 
 def test_requests_that_decode_together_share_their_steps() -> None:
