@@ -18,12 +18,14 @@ import asyncio
 import gc
 import json
 import platform
+import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,8 +52,8 @@ IDLE_BYTES, TOKEN_BYTES = 4096, 8
 """Most memory of an idle session, and of each of its tokens."""
 WEIGHED = 500
 """Idle sessions whose memory is taken together."""
-TOGETHER, SAVED_TOGETHER = 32, 5000
-"""Sessions that are begun, and saved, at the same time."""
+TOGETHER, ANSWERED = 128, 8
+"""Idle sessions that are begun at the same time, and of how many one is answered."""
 
 
 @dataclass
@@ -93,15 +95,18 @@ def idle(most: int, rounds: int) -> Curve:
         limits = SessionLimits(stall_timeout_s=None)
         async with _service(limits=limits) as service:
 
-            async def begin() -> None:
+            async def begin(*, is_answered: bool) -> None:
                 name = await service.create_session(sampling_params=_ANSWER, seed=0)
                 await service.append_input(name, prompt)
-                async for _ in await service.generate_stream(name, 1):
-                    pass
+                if is_answered:
+                    async for _ in await service.generate_stream(name, 1):
+                        pass
 
-            async def add(count: int) -> None:
-                for begun in range(0, count, TOGETHER):
-                    await asyncio.gather(*(begin() for _ in range(min(TOGETHER, count - begun))))
+            async def add(count: int, answered: int = ANSWERED) -> None:
+                """Of `answered` sessions, one is answered: only so many have KV in any case."""
+                for first in range(0, count, TOGETHER):
+                    some = range(first, min(first + TOGETHER, count))
+                    await asyncio.gather(*(begin(is_answered=number % answered == 0) for number in some))
 
             talk = await turns.Talk.begin(service, tokens)
             await talk.turns(3)
@@ -114,7 +119,7 @@ def idle(most: int, rounds: int) -> Curve:
             tracemalloc.start()
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
-            await add(WEIGHED)
+            await add(WEIGHED, answered=1)
             gc.collect()
             each = (tracemalloc.get_traced_memory()[0] - before) / WEIGHED
             tracemalloc.stop()
@@ -229,22 +234,32 @@ def store(most: int, rounds: int) -> Curve:
         return SessionRecord(f"s{number}", head, Tokens(range(8 * num_turns)), SharedList(made))
 
     with tempfile.TemporaryDirectory() as folder:
-        saved = SessionStore(Path(folder))
-        count = 0
+        count = 1
         for size in found.sizes:
-            for begin in range(count, size, SAVED_TOGETHER):
-                some = range(begin, min(begin + SAVED_TOGETHER, size))
-                for one in [saved.save(record(number, 1), "fingerprint") for number in some]:
-                    one.result()
-            count = size
-            taken = []
+            with closing(SessionStore(Path(folder))) as saved:
+                saved.save(record(0, 1), "fingerprint").result()
+            _copy_sessions(Path(folder) / "sessions.sqlite", range(count, size))
+            saved, count, taken = SessionStore(Path(folder)), size, []
             for i in range(20 * rounds):
                 began = time.perf_counter()
                 saved.save(record(i * 7919 % size, 2 + i), "fingerprint").result()
                 taken.append(time.perf_counter() - began)
             found.values.append(1e6 * statistics.median(taken))
-        saved.close()
+            saved.close()
     return found
+
+
+def _copy_sessions(database: Path, numbers: range) -> None:
+    """Copy the first session under other names, in the database itself: a million saved one by one take an hour."""
+    names = "WITH RECURSIVE names(n) AS (SELECT ? UNION ALL SELECT n + 1 FROM names WHERE n + 1 < ?)"
+    with closing(sqlite3.connect(database)) as connection, connection:
+        for table, key in (("sessions", "id"), ("tokens", "session"), ("turns", "session")):
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+            copied = ", ".join("'s' || n" if one == key else one for one in columns)
+            rows = f"SELECT {copied} FROM names, {table} WHERE {key} = 's0'"
+            connection.execute(
+                f"{names} INSERT INTO {table} ({', '.join(columns)}) {rows}", (numbers.start, numbers.stop)
+            )
 
 
 CURVES: dict[str, tuple[Callable[[int, int], Curve], int, int]] = {
