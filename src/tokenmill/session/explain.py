@@ -117,7 +117,7 @@ def note_cost(session: Session, generation: Generation, opened: OpenedModel) -> 
         asked = (request.num_prompt, request.num_cached, request.verdict, weights, now, opened.text.tokenizer)
         cost = cost_of(session, generation.request_id, *asked)
         cost = replace(cost, num_proposed=request.num_proposed, num_agreed=request.num_agreed)
-        session.costs = [*(session.costs or ())[1 - MOST_TURNS :], cost]
+        session.costs = (*(session.costs or ())[1 - MOST_TURNS :], cost)
         # Tokens that a grammar forced are computed with what follows them. If none does, the next turn computes them.
         is_known = generation.params.structured_outputs is None or session.log.ended_with is not None
         num_known = len(session.log) if is_known else request.num_prompt

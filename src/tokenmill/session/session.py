@@ -249,7 +249,7 @@ class Session:
         """It has ended for good: nothing of it may stay in the store."""
         self.mark: KVMark | None = None
         """What of its log had KV when it last answered, and where."""
-        self.costs: list[TurnCost] | None = None
+        self.costs: tuple[TurnCost, ...] | None = None
         """What its latest answers cost, and why."""
 
     @property
