@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
+import tracemalloc
 from pathlib import Path
 from urllib.parse import quote
 
 import psycopg
 import pytest
 
+from benchmarks.stores import fill, service, turn
 from tests.cluster.database import Database, database
 from tests.cluster.serving import nodes
 from tests.cluster.test_shared_batches import client
@@ -18,6 +21,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.session import postgres
 from tokenmill.session.postgres import PostgresStore
 
+MANY = 100_000
 GUIDE = Path("docs/guides/several-servers.md")
 
 
@@ -90,6 +94,28 @@ def test_the_database_of_an_earlier_version_is_upgraded(db: Database, monkeypatc
     assert db.query("SELECT to_regclass('blobs')") == [(None,)]
     PostgresStore(db.url).close()
     assert db.query("SELECT to_regclass('blobs')::text, version FROM tokenmill_version") == [("blobs", 2)]
+
+
+@pytest.mark.req("B3")
+def test_a_server_starts_without_reading_a_hundred_thousand_sessions(db: Database) -> None:
+    fill(db.url, MANY)
+
+    async def start() -> None:
+        store = PostgresStore(db.url)
+        async with service(store) as one:
+            assert len(one) == MANY + 1
+            assert not one._model().queue.sessions, "none is in memory"
+            await turn(one, f"copy-{MANY // 2}")
+            assert list(one._model().queue.sessions) == [f"copy-{MANY // 2}"]
+        store.close()
+
+    tracemalloc.start()
+    try:
+        asyncio.run(start())
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 50 * MANY, "not even 50 bytes for each"
 
 
 @pytest.mark.req("B3")
