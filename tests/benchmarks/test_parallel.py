@@ -14,7 +14,7 @@ from tests.parity.checkpoints import LIMITS, PHI, TOKENS, VARIANTS, all_logits, 
 from tokenmill import LLM, SamplingParams, open_model
 from tokenmill.backends.families.config import DecoderConfig, LayerConfig
 from tokenmill.backends.families.names import shapes
-from tokenmill.contract import Batch, BatchBuilder, SampleRows, last_sampled
+from tokenmill.contract import Batch, BatchBuilder, Output, SampleRows, last_sampled
 from tokenmill.errors import ConfigError, ForwardFailed, InvalidBatch, OutOfKV
 from tokenmill.text.tokenizer import ByteTokenizer
 
@@ -114,10 +114,16 @@ def test_ids_that_were_sampled_are_known_to_every_rank(tmp_path: Path) -> None:
     folder = save("tied, 9 heads", tmp_path)
 
     def logits(model: Any) -> np.ndarray:
+        rows = np.arange(8, dtype=np.int32)
         with model.new_backend(LIMITS) as backend:
-            step = backend.forward(BatchBuilder().add_run(TOKENS[:20], 0, 0).build())
-            backend.collect(backend.sample(step, SampleRows(np.array([0], np.int32), np.array([3], np.int32))))
-            return np.asarray(backend.decode(BatchBuilder().add_run([last_sampled(3)], 20, 0).build()).logits)
+            prompts, steps = BatchBuilder(), BatchBuilder()
+            for seq in range(8):
+                prompts.add_run(TOKENS[10 * seq : 10 * seq + 10], 0, seq)
+                steps.add(last_sampled(seq), 10, seq, Output.LOGITS)
+            step = backend.forward(prompts.build())
+            ids = backend.collect(backend.sample(step, SampleRows(rows, rows))).ids
+            assert min(ids) < 161 // 2 < max(ids)  # rows of the embedding that are on either rank
+            return np.asarray(backend.decode(steps.build()).logits)
 
     wanted = logits(open_model(str(folder), backend="torch"))
     with sharded(folder, 2) as model:
