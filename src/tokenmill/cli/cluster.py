@@ -95,7 +95,7 @@ def _lines(found: ClusterStatus) -> list[str]:
         lines.append(f"application {name}  {application['status'].lower()}")
         for one in found.replicas:
             if one["application"] == name:
-                where = f"node {(one['node'] or '-')[:NODE_CHARS]}  pid {one['pid']}"
+                where = f"node {(one['node'] or '-')[:NODE_CHARS]}  pid {one['pid'] or '-'}"
                 lines.append(f"  replica {one['replica']}  {one['state'].lower()}  {where}")
     return lines if found.applications else [*lines, "nothing is deployed"]
 

@@ -339,8 +339,8 @@ def status(address: str) -> ClusterStatus:
                     "replica": one["replica_id"],
                     "application": name,
                     "state": _word(one["state"]),
-                    "node": one["node_id"],
-                    "pid": one["pid"],
+                    "node": one.get("node_id"),
+                    "pid": one.get("pid"),
                 }
                 for one in deployment["replicas"]
             ]
