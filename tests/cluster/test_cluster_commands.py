@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_without_a_node(tmp_path: Path) -> None:
     for command in (["status"], ["drain", "abc"]):
         assert "use `tokenmill cluster up`" in refused(*command, "--dir", str(tmp_path))
     assert "is running" in refused("down", "--dir", str(tmp_path))
+
+
+def test_a_node_that_has_ended_but_was_not_reaped(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b""  # it has ended, and is a zombie until it is waited for
+        (tmp_path / "node.json").write_text(json.dumps({"pid": process.pid, "address": "127.0.0.1:1"}))
+        assert "is running" in refused("down", "--dir", str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,9 @@ def find(directory: Path) -> LocalNode | None:
         os.kill(node.pid, 0)
     except (OSError, ValueError, TypeError):
         return None
+    with suppress(OSError):  # a zombie has ended; a container's first process may never reap it
+        if Path(f"/proc/{node.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return None
     return node
 
 
@@ -178,13 +181,7 @@ def down(directory: Path, *, is_last: bool = True) -> None:
             serve.shutdown()
     with suppress(ProcessLookupError):
         os.kill(node.pid, signal.SIGTERM)
-
-    def is_over() -> bool:
-        with suppress(ChildProcessError):  # if this process has started it
-            os.waitpid(node.pid, os.WNOHANG)
-        return find(directory) is None
-
-    _wait(is_over, STOP_S, f"the node (pid {node.pid}) does not end")
+    _wait(lambda: find(directory) is None, STOP_S, f"the node (pid {node.pid}) does not end")
     _file(directory).unlink(missing_ok=True)
 
 
