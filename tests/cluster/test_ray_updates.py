@@ -83,3 +83,10 @@ def test_a7_a_node_is_killed(cluster: RayCluster, store: Database) -> None:
         until(lambda: len(cluster.replicas()) == 2, "two replicas on the node that is left", 120)
         recovers(load, 60)
     judge(store, load.all)
+
+
+def test_down_ends_all_of_it(cluster: RayCluster) -> None:
+    head = ("--dir", str(cluster.directories[0]))
+    cluster.run("down", *head)
+    until(lambda: not cluster.processes(), "nothing of it is left")
+    assert "no node runs" in cluster.run("status", *head, status=2)
