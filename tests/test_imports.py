@@ -91,9 +91,10 @@ for one in pkgutil.walk_packages(tokenmill.__path__, "tokenmill."):
 
 
 def test_what_windows_needs_imports_nothing_of_unix() -> None:
-    """The C library, CUDA and the commands that stop and wake processes are not for it."""
+    """The C library, CUDA, Ray and the commands that stop and wake processes are not for it."""
     torch_parts = [f"tokenmill.backends.torch.{name}" for name in ("kernels", "cuda", "transformers_adapter")]
-    not_there = ("tokenmill.__main__", "tokenmill.backends.cpu.libtokenmill", *torch_parts)
+    ray_parts = [f"tokenmill.cluster.{name}" for name in ("control", "hooks", "replica")]
+    not_there = ("tokenmill.__main__", "tokenmill.backends.cpu.libtokenmill", *torch_parts, *ray_parts)
     code = f"NOT_THERE = {not_there!r}\n{WINDOWS}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import importlib
 import importlib.util
 import inspect
@@ -63,9 +64,15 @@ def planted_code(bug: PlantedBug) -> CodeType:
 
 
 def instructions(code: CodeType) -> list[Any]:
-    """What the code does, wherever its lines are."""
+    """What the code does, wherever its lines are: a line of its own may have a NOP, which jumps count."""
     constants = [instructions(one) if isinstance(one, CodeType) else one for one in code.co_consts]
-    return [code.co_code, code.co_names, constants[1:] if code.co_consts[:1] == (None,) else constants]
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    steps = [
+        (one.opname, None if one.opcode in jumps else one.arg)
+        for one in dis.get_instructions(code)
+        if one.opname != "NOP"
+    ]
+    return [steps, code.co_names, constants[1:] if code.co_consts[:1] == (None,) else constants]
 
 
 @pytest.mark.parametrize("bug", ALL, ids=lambda bug: f"{bug.owner.__name__}-{bug.name}")

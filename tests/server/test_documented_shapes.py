@@ -306,4 +306,4 @@ def test_21_8_every_route_is_in_the_document(server: Running) -> None:
     assert of_v1 <= documented
     events = paths["/v1/scheduler/events"]["get"]
     assert list(events["responses"]["200"]["content"]) == ["text/event-stream"]
-    assert [parameter["name"] for parameter in events["parameters"]] == ["pace_s"]
+    assert [parameter["name"] for parameter in events["parameters"]] == ["pace_s", "server"]

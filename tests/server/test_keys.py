@@ -33,6 +33,7 @@ OPENAI += [
     "/requests/{request_id}/timeline",
     "/scheduler",
     "/scheduler/events",
+    "/servers",
 ]
 OPENAI += [
     "/files",

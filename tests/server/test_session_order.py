@@ -141,9 +141,9 @@ BUGS = [
     PlantedBug("the last comes first", CommandQueue, "_go_on", "session.waiting.popleft()", "session.waiting.pop()"),
     PlantedBug(
         "input and answer are two operations", SessionService, "answer",
-        "live = await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work)",
+        "live = await loaded.queue.ask(session_id, operation, undo=Answer.cancel, prepare=work, is_fenced=True)",
         "given = given and await self.append_input(session_id, given) and None\n"
-        "live = await loaded.queue.ask(session_id, operation, prepare=work)",
+        "live = await loaded.queue.ask(session_id, operation, prepare=work, is_fenced=True)",
     ),
 ]  # fmt: skip
 

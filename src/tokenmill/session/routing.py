@@ -135,8 +135,7 @@ class CommandQueue:
             except SessionMoved:
                 continue
             except TokenmillError:
-                known = self.sessions.get(session_id)
-                if not is_fenced or self._shelf is None or known is None:
+                if not is_fenced or self._shelf is None or (known := self.sessions.get(session_id)) is None:
                     raise
                 await self._shelf.open(session_id)
                 if self.sessions.get(session_id) is known:
