@@ -1,4 +1,5 @@
 """What a store costs: `python -m benchmarks.stores --postgres postgresql://...` compares a database with a directory.
+With `--moves TOKENS...`: what a session costs that moves to another server, its KV transferred or computed again.
 
 Turns of the fake model, so that the store is most of what is measured: latency of one conversation at a time, turns a
 second of 63 at once, and the start of a service with many stored sessions, with the memory that it takes.
@@ -9,17 +10,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tokenmill import SessionService
 from tokenmill.backends.fake import FakeConfig, FakeModel
+from tokenmill.bench.load_clients import serving
+from tokenmill.config import DEFAULT_MODEL
 from tokenmill.params import SamplingParams
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.postgres import PostgresStore
@@ -168,6 +175,52 @@ def start(store: Path | str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+# -- sessions that move ------------------------------------------------------------------------------------------------
+
+
+def moves(url: str, model: str, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Time to the first token of turns that are asked on two servers alternately, in interleaved pairs."""
+    sides: dict[str, list[str]] = {"transferred": [], "computed": []}
+    with ExitStack() as stack:
+        for name, addresses in sides.items():
+            switch = [] if name == "transferred" else ["--no-kv-transfer"]
+            for _ in range(2):
+                arguments = ["--store", url, "--log-level", "warning", *switch]
+                addresses.append(stack.enter_context(serving(model, arguments)).base_url)
+        return [_moved(sides, length, rounds) for length in lengths]
+
+
+def _moved(sides: dict[str, list[str]], length: int, rounds: int) -> dict[str, Any]:
+    choose, names = random.Random(length), dict[str, str]()
+    for name, addresses in sides.items():
+        names[name] = _call(f"{addresses[0]}/v1/sessions", {"temperature": 0})["id"]
+        _turn_ms(addresses[0], names[name], [choose.randrange(1000, 40000) for _ in range(length)])
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, addresses in sides.items():
+            given = [choose.randrange(1000, 40000) for _ in range(8)]
+            found[name].append(_turn_ms(addresses[(number + 1) % 2], names[name], given))
+    for name, addresses in sides.items():
+        urllib.request.urlopen(urllib.request.Request(f"{addresses[0]}/v1/sessions/{names[name]}", method="DELETE"))
+    ratios = [ours / theirs for ours, theirs in zip(found["transferred"], found["computed"], strict=True)]
+    medians = {f"{name}_ms": round(statistics.median(values), 1) for name, values in found.items()}
+    return {"tokens": length, **medians, "ratio": round(statistics.median(ratios), 3)}
+
+
+def _call(address: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers)) as response:
+        return json.load(response)
+
+
+def _turn_ms(address: str, name: str, given: list[int]) -> float:
+    """Of a turn with one token, which is its first."""
+    began = time.perf_counter()
+    body = {"input": given, "max_tokens": 1, "ignore_eos": True, "stream": False}
+    _call(f"{address}/v1/sessions/{name}/generate", body)
+    return 1000 * (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--postgres", required=True, metavar="URL", help="an empty database")
@@ -175,7 +228,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60, help="of each conversation")
     parser.add_argument("--seconds", type=float, default=5.0, help="of many writers")
     parser.add_argument("--sessions", type=int, default=100_000, help="stored, for the start; 0: not measured")
+    parser.add_argument("--moves", type=int, nargs="+", metavar="TOKENS", help="lengths of sessions that move")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="of the servers that they move between")
     given = parser.parse_args()
+    if given.moves:
+        print(json.dumps(moves(given.postgres, given.model, given.moves, 2 * given.pairs), indent=1))
+        return
     result = asyncio.run(compare(given.postgres, given.pairs, given.turns, given.seconds))
     if given.sessions:
         with tempfile.TemporaryDirectory() as folder:

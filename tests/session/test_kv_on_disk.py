@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.session.helpers import GREEDY, continuation, read, tokens_of
@@ -15,7 +17,9 @@ from tokenmill import SessionService
 from tokenmill.errors import SessionEnded
 from tokenmill.params import SamplingParams
 from tokenmill.session import persistence
-from tokenmill.session.records import KV_HEADER, KVFiles
+from tokenmill.session.persistence import FETCH_AGAIN, Persistence
+from tokenmill.session.records import DIGEST_BYTES, KV_HEADER, KVFiles, packed_kv, unpacked_kv
+from tokenmill.session.session import KVSource, SavedKV
 from tokenmill.session.store import SessionStore
 
 
@@ -238,3 +242,62 @@ def test_kv_that_is_read_for_a_session_that_ends_meanwhile_is_not_used(
         assert held is None
 
     play(tmp_path, first, second)
+
+
+# -- KV of other servers -----------------------------------------------------------------------------------------------
+
+
+def test_kv_from_another_server_fits_or_is_none() -> None:
+    ids, form = np.arange(100, dtype=np.int32), "f" * 32
+    data = b"".join(packed_kv(form, ids[:70], b"the state"))
+    assert unpacked_kv(data, form, ids) == SavedKV(70, b"the state")
+    assert unpacked_kv(data, "g" * 32, ids) is None, "another form"
+    assert unpacked_kv(data, form, ids[:69]) is None, "of a longer log"
+    assert unpacked_kv(data, form, ids[::-1].copy()) is None, "of another log"
+    for place in (0, KV_HEADER.size - 1, KV_HEADER.size, len(data) - DIGEST_BYTES, len(data) - 1):
+        assert unpacked_kv(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], form, ids) is None
+    for length in (0, 10, DIGEST_BYTES, len(data) - 1):
+        assert unpacked_kv(data[:length], form, ids) is None
+
+
+def test_kv_is_fetched_from_another_server_where_that_is_predicted_to_be_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are unknown at first. A fetch that does not pay off is tried again now and then, since networks change."""
+    clock, fetched, replay_s = [0.0], list[int](), list[float | None]()
+    monkeypatch.setattr(persistence.time, "monotonic", lambda: clock[0])
+
+    async def scene(service: SessionService) -> None:
+        name = await converse(service, "some words " * 20)
+        loaded = service._model()
+        session, kept = loaded.queue.find(name), loaded.persistence
+        assert isinstance(kept, Persistence)
+
+        async def bring(seconds: float) -> bool:
+            def read(_: str, tokens: Any) -> SavedKV | None:
+                fetched.append(len(tokens))
+                clock[0] += seconds
+                return SavedKV(len(tokens), b"not its KV")
+
+            before, session.kv_source = len(fetched), KVSource(read, is_remote=True)
+            await kept.warm(session)
+            return len(fetched) > before
+
+        def predicted(_: int, num_tokens: int) -> Future[float | None]:
+            done: Future[float | None] = Future()
+            done.set_result(None if replay_s[0] is None else num_tokens * replay_s[0])
+            return done
+
+        monkeypatch.setattr(loaded.client, "replay_s", predicted)
+        replay_s.append(None)
+        assert [await bring(1.0) for _ in range(5)] == [True] * 5, "it is not known what a replay takes"
+        each = 1.0 / fetched[0]
+        replay_s[0] = 1.1 * each
+        assert await bring(1.0)
+        replay_s[0] = 0.9 * each
+        assert sum([await bring(1.0) for _ in range(2 * FETCH_AGAIN)]) == 2
+        session.kv_source = KVSource(lambda *_: fetched.append(0), is_remote=False)
+        await kept.warm(session)
+        assert fetched[-1] == 0, "disks are not asked about"
+
+    play(tmp_path, scene)

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tokenmill.session import persistence
 from tokenmill.session.answer import Answer
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.service import SessionService
+from tokenmill.session.session import KVSource
 from tokenmill.session.store import SessionStore
 
 ANSWER = SamplingParams(temperature=0, ignore_eos=True)
@@ -159,7 +161,7 @@ async def _one_length(
         for has_bytes, taken in ((True, from_bytes), (False, replayed)):
             await service.rewind(name, at_token=length)
             loaded.client.release(name)
-            session.has_saved_kv = has_bytes
+            session.kv_source = KVSource(partial(store.kv.read, name)) if has_bytes else None
             taken.append(await _first_token(service, name))
     await service.end_session(name)
     return Restored(length, len(state), export_s, from_bytes, replayed)

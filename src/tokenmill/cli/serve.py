@@ -205,6 +205,14 @@ def serve(
     lease: Annotated[
         float, typer.Option(help="Time after which a stopped server loses the sessions that it is answering in (s).")
     ] = 6.0,
+    kv_transfer: Annotated[
+        bool,
+        typer.Option(
+            "--kv-transfer/--no-kv-transfer",
+            help="Fetch the KV of a session from the server that had it where that is predicted to be faster than "
+            "computing it.",
+        ),
+    ] = True,
     metrics_alias: Annotated[
         str | None,
         typer.Option(
@@ -279,6 +287,7 @@ def serve(
         store=as_store(store),
         advertise=advertise,
         lease_s=lease,
+        kv_transfer=kv_transfer,
         metrics_alias=metrics_alias,
         max_request_s=request_timeout,
         tokenizer_threads=tokenizer_threads,

@@ -76,8 +76,12 @@ class EngineClient(RequestClient, Protocol):
         """A session has ended: free the KV parked for it."""
         ...
 
-    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
-        """Tokens and KV bytes parked for a session, exported when the core is idle."""
+    def replay_s(self, core: int, num_tokens: int) -> Future[float | None]:
+        """Predicted seconds to compute the KV of so many tokens; None before enough prompts were seen."""
+        ...
+
+    def export_kv(self, core: int, owner: str, *, at_once: bool = False) -> Future[tuple[IntArray, bytes] | None]:
+        """Tokens and KV bytes parked for a session; unless `at_once`, exported when the core is idle."""
         ...
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
@@ -143,7 +147,16 @@ class InlineClient:
         with deferred_interrupts():
             self.core.release(owner)
 
-    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:  # noqa: ARG002
+    def replay_s(self, core: int, num_tokens: int) -> Future[float | None]:  # noqa: ARG002
+        return done(self.core.replay_s(num_tokens))
+
+    def export_kv(
+        self,
+        core: int,  # noqa: ARG002
+        owner: str,
+        *,
+        at_once: bool = False,  # noqa: ARG002
+    ) -> Future[tuple[IntArray, bytes] | None]:
         with deferred_interrupts():
             return done(self.core.export_kv(owner))
 
@@ -283,8 +296,11 @@ class ThreadClient:
     def release(self, owner: str) -> None:
         self.pool.release(owner)
 
-    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
-        return self.pool.export_kv(core, owner)
+    def replay_s(self, core: int, num_tokens: int) -> Future[float | None]:
+        return self.pool.replay_s(core, num_tokens)
+
+    def export_kv(self, core: int, owner: str, *, at_once: bool = False) -> Future[tuple[IntArray, bytes] | None]:
+        return self.pool.export_kv(core, owner, at_once=at_once)
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
         return self.pool.import_kv(core, tokens, state, hints)

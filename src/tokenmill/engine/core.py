@@ -304,6 +304,10 @@ class EngineCore:
         self.kv.drop_owner(owner)
         self._tell_cells()
 
+    def replay_s(self, num_tokens: int) -> float | None:
+        """Predicted seconds to compute the KV of so many tokens; None before enough prompts were seen."""
+        return self.scheduler.cost.prompt_s(num_tokens)
+
     def export_kv(self, owner: str) -> tuple[IntArray, bytes] | None:
         """Tokens and KV bytes parked for a session, if any."""
         self._check_alive()

@@ -336,6 +336,13 @@ class CostModel:
         per_token, per_cell = self._token_slopes
         return self._entry_s(draft) + count * (per_token + per_cell * (num_computed + count / 2))
 
+    def prompt_s(self, num_tokens: int) -> float | None:
+        """Seconds to compute a prompt of so many tokens; None before enough prompts were seen."""
+        if not self._prefill.is_known:
+            return None
+        per_token, per_cell = self._prefill.slopes
+        return num_tokens * (per_token + per_cell * num_tokens / 2)
+
     @property
     def _token_slopes(self) -> tuple[float, float]:
         """Of steps with prompt tokens, which are of many sizes; decode steps beside the same streams are of one."""

@@ -627,9 +627,12 @@ class EnginePool:
     def finish(self, core: int, request_id: str, keep_tokens: int) -> None:
         self.cores[core].finish(request_id, keep_tokens)
 
-    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
-        """KV that a core has parked for a session, exported when it is idle: copying takes its time."""
-        return self.cores[core].call(lambda engine: engine.export_kv(owner), when_idle=True)
+    def replay_s(self, core: int, num_tokens: int) -> Future[float | None]:
+        return self.cores[core].call(lambda engine: engine.replay_s(num_tokens))
+
+    def export_kv(self, core: int, owner: str, *, at_once: bool = False) -> Future[tuple[IntArray, bytes] | None]:
+        """KV that a core has parked for a session; copying takes its time, so preferably while it is idle."""
+        return self.cores[core].call(lambda engine: engine.export_kv(owner), when_idle=not at_once)
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
         return self.cores[core].call(lambda engine: engine.import_kv(tokens, state, hints))

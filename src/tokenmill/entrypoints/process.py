@@ -306,12 +306,16 @@ class ProcessClient:
             if self._gone is None:
                 self._child.mail.post(wire.pack(wire.Release(owner)))
 
-    def export_kv(self, core: int, owner: str) -> Future[tuple[IntArray, bytes] | None]:
+    def replay_s(self, core: int, num_tokens: int) -> Future[float | None]:
+        question = partial(wire.AskReplay, core=core, num_tokens=num_tokens)
+        return self._ask(question, partial(wire.decode_value, type=float | None))
+
+    def export_kv(self, core: int, owner: str, *, at_once: bool = False) -> Future[tuple[IntArray, bytes] | None]:
         def read(raw: msgspec.Raw) -> tuple[IntArray, bytes] | None:
             kv = wire.decode_value(raw, type=wire.ExportedKV | None)
             return None if kv is None else (kv.token_ids, kv.state)
 
-        return self._ask(partial(wire.ExportKV, core=core, owner=owner), read)
+        return self._ask(partial(wire.ExportKV, core=core, owner=owner, at_once=at_once), read)
 
     def import_kv(self, core: int, tokens: IntArray, state: bytes, hints: Hints) -> Future[bool]:
         namespace, hints = wire.plain_namespace(hints), replace(hints, namespace=None)
@@ -718,8 +722,11 @@ class EngineProcess:
 
     def _take_question(self, client: ThreadClient, message: wire.Question) -> None:
         """A core answers between two steps, and a step may hang; the reading of messages must not."""
-        if isinstance(message, wire.ExportKV):
-            exported = client.export_kv(message.core, message.owner)
+        if isinstance(message, wire.AskReplay):
+            predicted = client.replay_s(message.core, message.num_tokens)
+            predicted.add_done_callback(partial(self._answer, message.number))
+        elif isinstance(message, wire.ExportKV):
+            exported = client.export_kv(message.core, message.owner, at_once=message.at_once)
             exported.add_done_callback(partial(self._answer, message.number))
         elif isinstance(message, wire.ImportKV):
             hints = wire.with_namespace(message.hints, message.namespace)

@@ -109,10 +109,19 @@ class AskSnapshots(msgspec.Struct, tag=True):
     number: int
 
 
+class AskReplay(msgspec.Struct, tag=True):
+    """How long computing so many tokens would take."""
+
+    number: int
+    core: int
+    num_tokens: int
+
+
 class ExportKV(msgspec.Struct, tag=True):
     number: int
     core: int
     owner: str
+    at_once: bool
 
 
 class ImportKV(msgspec.Struct, tag=True):
@@ -343,7 +352,7 @@ class Envelope(msgspec.Struct):
     number: int | None = None
 
 
-Question = AskStats | AskSnapshots | ExportKV | ImportKV | Follow
+Question = AskStats | AskSnapshots | AskReplay | ExportKV | ImportKV | Follow
 ToEngine = Start | Submit | Cancel | Finish | Release | Question | Unfollow | Close
 FromEngine = Ready | Failed | Step | Answer | Told | Pulse | Logged
 

@@ -49,7 +49,7 @@ from tokenmill.server.models import ModelSpec
 from tokenmill.server.protocol import GuardedProtocol, raise_file_limit
 from tokenmill.server.served import Served
 from tokenmill.server.telemetry.figures import Endpoints
-from tokenmill.session.postgres import PostgresStore
+from tokenmill.session.postgres import KV_PATH, PostgresStore
 from tokenmill.session.records import MEDIA_TYPE
 
 DESCRIPTION = "Many conversations at once: OpenAI's API, sessions, and extensions that other servers have as well."
@@ -113,7 +113,7 @@ def create_app(served: Served) -> FastAPI:
     ollama_paths = list(_paths([of_ollama], (OLLAMA,)))
     paths = Paths(
         Endpoints([*_paths(versioned, (V1, "")), *_paths(at_root, ("",)), *ollama_paths, str(app.openapi_url)]),
-        public=operations.HEALTH | web.assets().keys() if served.config.web else operations.HEALTH,
+        public=operations.HEALTH | {KV_PATH} | (web.assets().keys() if served.config.web else set()),
         endless=frozenset({V1 + operations.EVENTS, operations.EVENTS}),
         dialects={
             **dict.fromkeys(_paths([messages], (V1, "")), Dialect.ANTHROPIC),

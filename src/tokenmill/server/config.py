@@ -111,6 +111,8 @@ class ServerConfig:
     """Unique name of this server among those of the same database, on its metrics and responses; None: a random one."""
     lease_s: float = 6.0
     """Time after which a server that has stopped loses the sessions that it is answering in."""
+    kv_transfer: bool = True
+    """Fetch the KV of a session from the server that had it where that is predicted to be faster than computing it."""
     max_stored_responses: int = 1024
     """Maximum number of stored responses, and of stored chat completions; the oldest are evicted."""
     max_stored_bytes: int = 1024 * MIB

@@ -509,7 +509,10 @@ FIELDS: tuple[RequestField, ...] = (
     *_rejected(Origin.VLLM, "priority cache_salt", where=frozenset()),
     *_ignored(Origin.VLLM, "request_id", "requests are named by the header `X-Request-Id`", where=EVERYWHERE),
     *_rejected(
-        Origin.VLLM, "kv_transfer_params ec_transfer_params", "KV is not transferred between servers", neutral=({},)
+        Origin.VLLM,
+        "kv_transfer_params ec_transfer_params",
+        "servers of one database transfer KV by themselves",
+        neutral=({},),
     ),
     *_rejected(Origin.VLLM, "normalize use_activation", "embeddings are normalized", neutral=(True,), where=EMBEDDING),
     *_rejected(Origin.VLLM, "additional_data", where=EMBEDDING),

@@ -75,7 +75,9 @@ class Served:
         self.store: Store | None = None
         if isinstance(config.store, str):
             address, name = config.advertise or "", config.replica
-            self.store = PostgresStore(config.store, address=address, lease_s=config.lease_s, name=name)
+            self.store = PostgresStore(
+                config.store, address=address, lease_s=config.lease_s, name=name, kv_transfer=config.kv_transfer
+            )
         elif config.store is not None:
             self.store = SessionStore(config.store)
         self.texts = TextWorkers(config.tokenizer_threads, config.max_tokenizing_bytes)

@@ -55,6 +55,7 @@ from tokenmill.session.records import (
     SessionRecord,
     fingerprint,
     pack,
+    packed_kv,
     read_fingerprint,
     read_whole,
     record_of,
@@ -423,7 +424,7 @@ class SessionManager:
         core = self.routing.choose(stored.record.head["system"], self.cores_alive())
         session = restored(stored.record, core, time.monotonic() - stored.idle_s)
         session.options = replace(session.options, renderer=self.renderer(session.options.template_options))
-        session.has_saved_kv = True
+        session.kv_source = stored.kv
         session.epoch, session.unfinished, session.is_stored = stored.epoch, stored.unfinished, True
         session.mark = mark_before(session)
         self.queue.add(session)
@@ -770,6 +771,16 @@ class SessionManager:
             self._expiry = None
 
     # -- session files ------------------------------------------------------------------------------------------------
+
+    async def hand_over_kv(self, session_id: str, epoch: int) -> tuple[bytes, bytes, bytes] | None:
+        """KV of a session for the server whose later claim has this epoch, in pieces; the session is dropped here."""
+        session = self.queue.sessions.get(session_id)
+        if session is None or session.is_busy or not 0 < session.epoch < epoch:
+            return None
+        found = await export_kv(self.client, self.opened.model, session, at_once=True)
+        if self.queue.sessions.get(session_id) is session and not session.is_busy:
+            self.drop(session)
+        return None if found is None else await asyncio.to_thread(packed_kv, self.fingerprint.form, *found)
 
     async def exported(self, session_id: str, *, kv: bool) -> bytes:
         """A session when its turn comes, as the bytes of a file; with its KV, if that is wanted and there is any."""

@@ -17,7 +17,8 @@ from contextlib import suppress
 
 from tokenmill.contract import IntArray, Model
 from tokenmill.engine.client import EngineClient
-from tokenmill.errors import SessionMoved, TokenmillError
+from tokenmill.engine.cost_model import ENOUGH, LineFit
+from tokenmill.errors import EngineDead, SessionMoved, TokenmillError
 from tokenmill.session.records import Fingerprint, record_of
 from tokenmill.session.session import Session, SessionState
 from tokenmill.session.store import Scope, Store
@@ -28,6 +29,8 @@ MIN_KV_TOKENS = 64
 """Shorter logs are replayed: bytes would win little or nothing. docs/durability.md has what was measured."""
 QUIET_S = 5.0
 """KV of a session is written after this many idle seconds."""
+FETCH_AGAIN = 16
+"""One of so many is fetched from another server although it is predicted not to pay off."""
 FLUSH_S = 5.0
 """What writing KV may take when the service is closed."""
 
@@ -57,6 +60,10 @@ class Persistence:
         """Sessions whose latest state could not be written."""
         self._without_kv: OrderedDict[str, Session] = OrderedDict()
         """Sessions whose KV on disk is not that of their log, longest waiting first."""
+        self._fetches = LineFit()
+        """What it took to bring KV here from other servers, by its number of tokens..."""
+        self._num_replayed = 0
+        """...and how often that was predicted to take longer than computing it."""
         self._has_work = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
 
@@ -120,17 +127,34 @@ class Persistence:
     # -- KV -----------------------------------------------------------------------------------------------------------
 
     async def warm(self, session: Session) -> None:
-        """Bring KV that is on disk back to the engine, for a session that comes from there. Once."""
-        if not session.has_saved_kv:
+        """Bring KV back to the engine, for a session that comes from the store. Once."""
+        source, session.kv_source = session.kv_source, None
+        tokens = session.log.tokens.array
+        if source is None or len(tokens) < self.min_kv_tokens:
             return
-        session.has_saved_kv = False
-        if self.store.kv is None:
+        if source.is_remote and not await self._is_fetched(session, len(tokens)):
             return
-        tokens, form = session.log.tokens.array, self._fingerprint.form
-        saved = await asyncio.to_thread(self.store.kv.read, session.session_id, form, tokens)
-        is_long = saved is not None and saved.num_tokens >= self.min_kv_tokens
-        if saved is not None and is_long and session.state is not SessionState.ENDED:
-            await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
+        began = time.monotonic()
+        saved = await asyncio.to_thread(source.read, self._fingerprint.form, tokens)
+        if saved is None or saved.num_tokens < self.min_kv_tokens or session.state is SessionState.ENDED:
+            return
+        await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
+        if source.is_remote:
+            self._fetches.observe(saved.num_tokens, time.monotonic() - began)
+
+    async def _is_fetched(self, session: Session, num_tokens: int) -> bool:
+        """Is KV on another server predicted to be here before it is computed? Unknown costs are found out."""
+        if self._fetches.num_observed < ENOUGH:
+            return True
+        try:
+            replay_s = await asyncio.wrap_future(self._client.replay_s(session.core, num_tokens))
+        except EngineDead:
+            return False
+        line = self._fetches.line
+        if replay_s is None or line.entry + num_tokens * line.each < replay_s:
+            return True
+        self._num_replayed += 1
+        return self._num_replayed % FETCH_AGAIN == 0
 
     def note_answered(self, session: Session) -> None:
         """Its KV is worth writing, when there is time."""
@@ -189,9 +213,11 @@ class Persistence:
 # -- bytes of the engine's --------------------------------------------------------------------------------------------
 
 
-async def export_kv(client: EngineClient, model: Model, session: Session) -> tuple[IntArray, bytes] | None:
+async def export_kv(
+    client: EngineClient, model: Model, session: Session, *, at_once: bool = False
+) -> tuple[IntArray, bytes] | None:
     """KV that the engine has of a session's log: ids and bytes, if it is of weights as they are in the files."""
-    found = await asyncio.wrap_future(client.export_kv(session.core, session.session_id))
+    found = await asyncio.wrap_future(client.export_kv(session.core, session.session_id, at_once=at_once))
     # Weights that were replaced are in no file. Looked at afterwards: before, it could have been too early.
     if found is None or model.weights_version != 0:
         return None

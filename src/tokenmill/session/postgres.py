@@ -14,6 +14,8 @@ committed together, as one statement for all sessions in one round trip; a sessi
 
 from __future__ import annotations
 
+import hmac
+import http.client
 import json
 import logging
 import os
@@ -30,7 +32,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode, urlsplit
 
+from tokenmill.contract import IntArray
 from tokenmill.errors import (
     ConfigError,
     InvalidRequest,
@@ -44,7 +48,8 @@ from tokenmill.session.blobs import TABLES as BLOBS
 from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Documents
 from tokenmill.session.log import SharedList, Tokens, Turn
-from tokenmill.session.records import SessionRecord, head_json, turn_json
+from tokenmill.session.records import SessionRecord, head_json, turn_json, unpacked_kv
+from tokenmill.session.session import KVSource, SavedKV
 from tokenmill.session.store import Place, Scope, Stored, as_numbers, dump, listed, read_stored
 
 if TYPE_CHECKING:
@@ -58,6 +63,10 @@ TIMEOUT_S = 5.0
 """A database that does not answer for so long is given up, and connected to again."""
 NUM_WRITERS, NUM_READERS = 2, 4
 """Connections. Fewer writers commit more together."""
+KV_PATH, SECRET_HEADER = "/v1/servers/kv", "x-tokenmill-secret"
+"""Where a server gives the KV of a session to its next owner, and how that one shows that it is a server."""
+FETCH_S = 2.0
+"""A server that sends nothing for so long is not waited for."""
 FORGET_S = 24 * 3600.0
 """Servers whose lease ended so long ago are forgotten."""
 IDLE_AT_ONCE = 1000
@@ -80,6 +89,7 @@ MIGRATIONS = (
     CREATE INDEX documents_by_expiry ON documents (expires_at) WHERE expires_at IS NOT NULL;
     """,
     BLOBS,
+    "ALTER TABLE servers ADD COLUMN secret text NOT NULL DEFAULT ''",
 )
 """Each brings the tables from one version to the next. They only add, so that servers of both can run side by side."""
 MIGRATING = 0x746D696C
@@ -91,15 +101,20 @@ OURS = "sessions.id = mine.id AND sessions.epoch = mine.epoch AND sessions.owner
 ALIVE = "EXISTS (SELECT 1 FROM servers WHERE id = {owner} AND lease_until > now())"
 THEIRS_IS_ALIVE = ALIVE.format(owner="sessions.owner")
 RENEW = """
-INSERT INTO servers VALUES (%(me)s, %(address)s, now() + %(lease_s)s * interval '1 s')
-ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until, address = excluded.address"""
+INSERT INTO servers (id, address, secret, lease_until)
+VALUES (%(me)s, %(address)s, %(secret)s, now() + %(lease_s)s * interval '1 s')
+ON CONFLICT (id) DO UPDATE
+SET lease_until = excluded.lease_until, address = excluded.address, secret = excluded.secret"""
 CLAIM = f"""
 UPDATE sessions SET epoch = epoch + 1, owner = %(me)s, answering = answering AND {{resumed}},
     answer_id = CASE WHEN answering AND {{resumed}} THEN answer_id END,
     answer = CASE WHEN answering AND {{resumed}} THEN answer END
 WHERE id = %(id)s AND fingerprint = %(fingerprint)s AND used_at > %(used_after)s
     AND (NOT answering OR owner IS NULL OR owner = %(me)s OR NOT {THEIRS_IS_ALIVE})
-RETURNING epoch, answer""".format(resumed="(%(resumes)s::text = '' OR answer_id = %(resumes)s) IS TRUE")
+RETURNING epoch, answer, (
+    SELECT ARRAY[address, secret] FROM servers
+    WHERE id = (SELECT owner FROM sessions AS before WHERE id = %(id)s) AND id <> %(me)s AND lease_until > now())
+""".format(resumed="(%(resumes)s::text = '' OR answer_id = %(resumes)s) IS TRUE")
 OWNER = """
 SELECT servers.address FROM sessions JOIN servers ON servers.id = sessions.owner
 WHERE sessions.id = %(id)s AND fingerprint = %(fingerprint)s AND answering"""
@@ -168,11 +183,22 @@ class PostgresStore:
     is_read_only = False
     kv = None
 
-    def __init__(self, url: str, *, address: str = "", lease_s: float = LEASE_S, name: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        address: str = "",
+        lease_s: float = LEASE_S,
+        name: str | None = None,
+        kv_transfer: bool = True,
+    ) -> None:
         driver = _driver()
         self.server_id = name or secrets.token_hex(8)
         self.address = address
         self.lease_s = lease_s
+        self._fetches_kv = kv_transfer
+        self._secret = secrets.token_hex(16)
+        """Those who name it have read it in the database."""
         self._url = url
 
         def connect() -> Connection:
@@ -209,12 +235,16 @@ class PostgresStore:
             if row is None:
                 owner = connection.execute(OWNER, asked).fetchone()
                 return None if owner is None else self._elsewhere(f"session {session_id}", *owner)
-            epoch, answer = row
+            epoch, answer, owner = row
             (found,) = _read(connection, scope, [session_id]) or (None,)
             if found is not None:
                 lane.known[session_id] = (epoch, found.record.tokens, found.record.turns)
             unfinished = None if answer is None else json.loads(answer)
-            return None if found is None else replace(found, epoch=epoch, unfinished=unfinished)
+            kv = None
+            if owner is not None and self._fetches_kv:
+                address, secret = owner
+                kv = KVSource(partial(_fetch, address, secret, session_id, epoch), is_remote=True)
+            return None if found is None else replace(found, epoch=epoch, unfinished=unfinished, kv=kv)
 
         found = lane.post(work, session_id).result()
         if isinstance(found, SessionElsewhere):
@@ -403,8 +433,13 @@ class PostgresStore:
                 connection.execute("DELETE FROM servers WHERE id = %s", (self.server_id,))
 
     def _renew(self, connection: Connection) -> None:
-        connection.execute(RENEW, {"me": self.server_id, "address": self.address, "lease_s": self.lease_s})
+        about = {"address": self.address, "secret": self._secret, "lease_s": self.lease_s}
+        connection.execute(RENEW, {"me": self.server_id, **about})
         connection.execute("DELETE FROM servers WHERE lease_until < now() - %s * interval '1 s'", (FORGET_S,))
+
+    def is_peer(self, secret: str) -> bool:
+        """Does a request with this secret come from a server of the same database?"""
+        return hmac.compare_digest(secret.encode(), self._secret.encode())
 
     def announce(self, address: str) -> None:
         """Tell other servers where this one is reached."""
@@ -441,6 +476,29 @@ class PostgresStore:
 
     def _post_document(self, work: Callable[[Any], T], *, frees_space: bool = False) -> Future[T]:  # noqa: ARG002
         return self._next(self._writers).post(lambda connection: work(_Dialect(connection)))
+
+
+# -- KV of other servers -----------------------------------------------------------------------------------------------
+
+
+def _fetch(address: str, secret: str, session_id: str, epoch: int, form: str, tokens: IntArray) -> SavedKV | None:
+    """KV that a session's former server still has of this log. Whatever goes wrong, the log can be computed anew."""
+    where = urlsplit(address)
+    if not secret or where.hostname is None:
+        return None
+    connect = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = connect(where.hostname, where.port, timeout=FETCH_S)
+    try:
+        query = urlencode({"session": session_id, "epoch": epoch})
+        connection.request("GET", f"{KV_PATH}?{query}", headers={SECRET_HEADER: secret})
+        response = connection.getresponse()
+        data = response.read() if response.status == http.HTTPStatus.OK else None
+    except (OSError, http.client.HTTPException) as error:
+        log.info("KV of session %s is computed anew: %s: %s", session_id, address, error)
+        return None
+    finally:
+        connection.close()
+    return None if data is None else unpacked_kv(data, form, tokens)
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

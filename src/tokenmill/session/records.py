@@ -38,6 +38,7 @@ from tokenmill.session.session import (
     OVERFLOW_KEEP,
     LastAnswer,
     Overflow,
+    SavedKV,
     Session,
     SessionOptions,
     SessionState,
@@ -603,12 +604,35 @@ KV_HEADER = struct.Struct("<8s32s32sq")
 KV_SUFFIX, KV_UNFINISHED = ".kv", ".part"
 
 
-@dataclass(frozen=True)
-class SavedKV:
-    """KV of the first `num_tokens` ids of a log."""
+def packed_kv(form: str, tokens: IntArray, state: bytes) -> tuple[bytes, bytes, bytes]:
+    """KV as it goes to another server: the header of a KV file, the state, and a checksum of both."""
+    header = _kv_header(form, tokens)
+    digest = hashlib.sha256(header)
+    digest.update(state)
+    return header, state, digest.digest()
 
-    num_tokens: int
-    state: bytes
+
+def unpacked_kv(data: bytes, form: str, tokens: IntArray) -> SavedKV | None:
+    """What another server has sent, if it is of a beginning of this log and arrived whole."""
+    content = memoryview(data)[:-DIGEST_BYTES]
+    if hashlib.sha256(content).digest() != data[-DIGEST_BYTES:]:
+        return None
+    count = _num_kv_tokens(bytes(content[: KV_HEADER.size]), form, tokens)
+    return None if count is None else SavedKV(count, bytes(content[KV_HEADER.size :]))
+
+
+def _kv_header(form: str, tokens: IntArray) -> bytes:
+    return KV_HEADER.pack(KV_MAGIC, form.encode(), _ids_digest(tokens), len(tokens))
+
+
+def _num_kv_tokens(header: bytes, form: str, tokens: IntArray) -> int | None:
+    """How many ids of this log the KV behind a header is of; None if it is another model's or another log's."""
+    try:
+        magic, theirs, digest, count = KV_HEADER.unpack(header)
+    except struct.error:
+        return None
+    fits = magic == KV_MAGIC and theirs == form.encode() and 0 < count <= len(tokens)
+    return int(count) if fits and digest == _ids_digest(tokens[:count]) else None
 
 
 class KVFiles:
@@ -627,7 +651,7 @@ class KVFiles:
         size = KV_HEADER.size + len(state)
         if size > self.max_bytes:
             return False
-        header = KV_HEADER.pack(KV_MAGIC, form.encode(), _ids_digest(tokens), len(tokens))
+        header = _kv_header(form, tokens)
         path = self._path(session_id)
         unfinished = path.with_suffix(KV_UNFINISHED)
         try:
@@ -652,14 +676,13 @@ class KVFiles:
         path = self._path(session_id)
         try:
             with path.open("rb") as file:
-                magic, theirs, digest, count = KV_HEADER.unpack(file.read(KV_HEADER.size))
-                fits = magic == KV_MAGIC and theirs == form.encode() and 0 < count <= len(tokens)
-                if not fits or digest != _ids_digest(tokens[:count]):
+                count = _num_kv_tokens(file.read(KV_HEADER.size), form, tokens)
+                if count is None:
                     return None
                 state = file.read()
             now = time.time()
             os.utime(path, (now, now))
-        except (OSError, struct.error):
+        except OSError:
             return None
         return SavedKV(count, state)
 

@@ -561,6 +561,10 @@ class SessionService:
             raise
         return await loaded.begin(session)
 
+    async def hand_over_kv(self, session_id: str, epoch: int) -> tuple[bytes, bytes, bytes] | None:
+        """KV of a session, in pieces, for another server of the database, whose later claim on it has this epoch."""
+        return await self._model().hand_over_kv(session_id, epoch)
+
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def key_of(self, session_id: str) -> str:

@@ -6,11 +6,12 @@ import bisect
 import copy
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
+from tokenmill.contract import IntArray
 from tokenmill.engine.request import Hints, context_overflow
 from tokenmill.errors import ContextOverflow, InvalidRequest, TooManyTokens
 from tokenmill.params import MAX_SEED, SamplingParams, StructuredOutputs, token_ids
@@ -160,6 +161,24 @@ class _Start:
     """The system prompt, and what is left of the turn's messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedKV:
+    """KV of the first `num_tokens` ids of a log."""
+
+    num_tokens: int
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVSource:
+    """Where the KV of a session that comes from a store may be."""
+
+    read: Callable[[str, IntArray], SavedKV | None]
+    """By the model's form and the ids of the log; takes as long as the disk or the network does."""
+    is_remote: bool = False
+    """On another server: computing the log anew may be faster."""
+
+
 class Session:
     """A token log, its pending input, and the operations that wait for it. Owned by the service's event loop."""
 
@@ -171,12 +190,12 @@ class Session:
         "created_at",
         "epoch",
         "fixed_bytes",
-        "has_saved_kv",
         "inbox",
         "is_dropped",
         "is_moved",
         "is_preparing",
         "is_stored",
+        "kv_source",
         "last_answer",
         "last_used",
         "live",
@@ -243,8 +262,8 @@ class Session:
         """Of the claim on it, in a store that several servers share."""
         self.unfinished: Mapping[str, Any] | None = None
         """An answer that another server has begun and not finished, until it is run again."""
-        self.has_saved_kv = False
-        """It comes from the store, and so may its KV."""
+        self.kv_source: KVSource | None = None
+        """It comes from the store: where its KV may be, until that is in the engine."""
         self.is_dropped = False
         """It has ended for good: nothing of it may stay in the store."""
         self.mark: KVMark | None = None

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,6 +41,7 @@ from tokenmill.session.blobs import Blobs
 from tokenmill.session.documents import Documents, create_tables
 from tokenmill.session.log import SharedList, Tokens, Turn
 from tokenmill.session.records import MAX_KV_BYTES, KVFiles, SessionRecord, head_json, read_record, turn_json
+from tokenmill.session.session import KVSource
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class Stored:
     """Of the claim on it, in a store that several servers share."""
     unfinished: Mapping[str, Any] | None = None
     """The answer that was begun and has not ended: all that is needed to run it again."""
+    kv: KVSource | None = None
+    """Where its KV may be."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Store(Protocol):
 
     @property
     def kv(self) -> KVFiles | None:
-        """A cache of KV bytes, if there is one."""
+        """Where KV bytes are written, if anywhere."""
         ...
 
     @property
@@ -325,7 +328,7 @@ class SessionStore:
             if session_id in self._gone:  # it has ended meanwhile
                 self._held.discard(session_id)
                 return None
-            return found
+            return replace(found, kv=KVSource(partial(self.kv.read, session_id)))
 
     def holds(self, session_id: str, epoch: int) -> Future[bool]:
         """No other process takes a session away."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tokenmill import __version__
 from tokenmill.engine.events import CoreSnapshot
@@ -30,7 +30,7 @@ from tokenmill.server.telemetry.hub import Found, Telemetry
 from tokenmill.server.telemetry.live import PACE_S, SLOWEST_S, ShowName, Told, event_json, rates_json, snapshot_json
 from tokenmill.server.telemetry.metrics import CONTENT_TYPE, Metrics
 from tokenmill.server.telemetry.timeline import cache_json, causes_of, cost_json, parts_of
-from tokenmill.session.postgres import PostgresStore
+from tokenmill.session.postgres import KV_PATH, SECRET_HEADER, PostgresStore
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 ServerName = Annotated[
@@ -38,6 +38,7 @@ ServerName = Annotated[
 ]
 EVENTS = "/scheduler/events"
 """A stream without an end."""
+PART_BYTES = 1 << 20
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -191,7 +192,26 @@ def engine_routes(served: Served) -> APIRouter:
             data = [{"id": name, "object": "server", "is_this": name == store.server_id} for name in names]
         return JSONResponse({"object": "list", "data": data})
 
+    @api.get(KV_PATH.removeprefix("/v1"), include_in_schema=False)
+    async def get_kv(http: Request, session: str, epoch: int) -> Response:
+        """KV of a session for its next owner: a server of the same database that has claimed the session."""
+        store = served.store
+        if isinstance(store, PostgresStore) and store.is_peer(http.headers.get(SECRET_HEADER, "")):
+            for model in served.models.loaded:
+                pieces = await model.sessions.hand_over_kv(session, epoch)
+                if pieces is not None:
+                    length = {"Content-Length": str(sum(map(len, pieces)))}
+                    return StreamingResponse(_in_parts(pieces), headers=length, media_type="application/octet-stream")
+        raise ApiError(404, "no such KV")
+
     return api
+
+
+async def _in_parts(pieces: Iterable[bytes]) -> AsyncGenerator[memoryview]:
+    """Some at a time, so that the event loop does other work in between."""
+    for piece in pieces:
+        for at in range(0, len(piece), PART_BYTES):
+            yield memoryview(piece)[at : at + PART_BYTES]
 
 
 async def _refer(served: Served, server: str | None) -> None:
