@@ -42,6 +42,17 @@ def test_it_learns_what_steps_take() -> None:
     assert seconds(NUM_DECODES + size, 1e4 * NUM_DECODES + 1e3 * size) == pytest.approx(TARGET_S, rel=0.1)
 
 
+def test_it_predicts_prompts_of_any_length() -> None:
+    """Attention included: a token at position n reads n cells."""
+    model = CostModel()
+    assert model.prompt_s(100) is None
+    for num_tokens in 40 * (16, 64, 256, 512):
+        attention = num_tokens * num_tokens / 2
+        model.observe(num_tokens, attention, 0.0006 * num_tokens + 1e-6 * attention, num_tokens)
+    for num_tokens in (100, 1000, 4000):
+        assert model.prompt_s(num_tokens) == pytest.approx(0.0006 * num_tokens + 5e-7 * num_tokens**2, rel=0.05)
+
+
 def test_a_process_that_was_stopped_does_not_believe_its_steps_slow() -> None:
     model = CostModel()
     live(model, 100)

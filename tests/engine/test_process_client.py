@@ -508,8 +508,9 @@ def test_kv_leaves_and_enters_an_engine_process(client: ProcessClient) -> None:
         return Request(name, list(range(1, 49)), Limits(max_new_tokens=2), Hints(owner=owner, namespace=("a", 1)))
 
     assert results(client, [one("first", owner="session")])["first"][1] is FinishReason.LENGTH
-    exported = client.export_kv(0, "session").result(WAIT_S)
+    exported = client.export_kv(0, "session", at_once=True).result(WAIT_S)
     assert exported is not None
+    assert client.replay_s(0, 1000).result(WAIT_S) is None, "of one prompt"
     assert client.export_kv(0, "nobody").result(WAIT_S) is None
     kill(client)
     fresh = one("fresh", owner=None)
