@@ -113,7 +113,7 @@ def test_a_conversation_goes_on_from_parked_kv(tmp_path: Path) -> None:
     engine = engine_of(model)
     first = request("first", prompts(30)[0], 20, hints=Hints(owner="session"))
     run(engine, first)
-    longer = first.tokens + prompts(40)[0]
+    longer = list(first.tokens) + prompts(40)[0]
     second = request("second", longer, 20, hints=Hints(owner="session"))
     continued = run(engine, second)[0]
     engine.close()
