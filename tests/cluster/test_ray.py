@@ -5,34 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 from tests.cluster.database import Database
-from tests.cluster.raycluster import RayCluster, ray_cluster, until
+from tests.cluster.raycluster import RayCluster, until
 from tests.cluster.serving import Heard, Stream, begin, resume
 from tests.cluster.test_servers import Load, judge, recovers
 from tests.server.serving import Reply
 
 REPLICA = "x-tokenmill-replica"
 CONTROLLER, PROXY = "ray::ServeController", "ray::ProxyActor"
-
-
-@pytest.fixture(scope="module")
-def store(postgres: Database) -> Database:
-    postgres.empty()
-    return postgres
-
-
-@pytest.fixture(scope="module")
-def cluster(store: Database) -> Iterator[RayCluster]:
-    pytest.importorskip("ray")
-    with ray_cluster(store.url) as made:
-        made.deploy(2)
-        yield made
 
 
 def ask(cluster: RayCluster, session: str, text: str) -> tuple[str, int]:

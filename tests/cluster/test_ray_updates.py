@@ -5,29 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from tests.cluster.database import Database
-from tests.cluster.raycluster import RayCluster, ray_cluster, until
+from tests.cluster.raycluster import RayCluster, until
 from tests.cluster.serving import Heard, begin, resume
 from tests.cluster.test_servers import Load, judge, recovers
-
-
-@pytest.fixture(scope="module")
-def store(postgres: Database) -> Database:
-    postgres.empty()
-    return postgres
-
-
-@pytest.fixture(scope="module")
-def cluster(store: Database) -> Iterator[RayCluster]:
-    pytest.importorskip("ray")
-    with ray_cluster(store.url) as made:
-        made.deploy(2)
-        yield made
 
 
 def test_a6_a_rolling_update_fails_no_request(cluster: RayCluster, store: Database) -> None:
