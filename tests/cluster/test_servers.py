@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.database import Database
-from tests.cluster.serving import LEASE_S, Heard, Node, begin, nodes, resume
+from tests.cluster.serving import LEASE_S, LONG, Heard, Node, Stream, begin, nodes, resume
 from tokenmill.session.postgres import PostgresStore
 from tokenmill.session.store import Scope
 
@@ -220,6 +220,27 @@ def test_a2_an_answer_whose_server_dies_is_resumed_with_the_same_tokens(db: Data
         assert [turn["num_tokens"] for turn in two.turns(session)][1:] == [len(whole.token_ids)]
         again = resume(two, session, Heard(heard.token_ids[:5], heard.last_id.rpartition(":")[0] + ":5"))  # type: ignore[union-attr]
         assert again.token_ids == whole.token_ids
+
+
+def test_a2_an_answer_whose_server_dies_goes_on_from_the_tokens_of_its_client(db: Database, tmp_path: Path) -> None:
+    """Also from tokens that this server would not have drawn."""
+    with nodes(db, tmp_path) as (one, two):
+        session, heard = one.create(temperature=1.0, seed=11), Heard()
+        begin(one, session, "a question").read(heard, 3)
+        one.kill()
+        asked = {"answer_id": (heard.last_id or "").rpartition(":")[0], "token_ids": [*heard.token_ids[:3], 7, 7, 7]}
+        refused = two.request("POST", f"/v1/sessions/{session}/resume", {**asked, "token_ids": [1 << 40]})
+        assert refused.status == 400
+        went_on = Heard(list(asked["token_ids"]))
+        Stream(two, "POST", f"/v1/sessions/{session}/resume", asked).read(went_on)
+        assert went_on.restarts == 0
+        assert went_on.finish_reason == "length"
+        assert len(went_on.token_ids) == LONG
+        assert went_on.token_ids[:6] == asked["token_ids"]
+        assert [turn["num_tokens"] for turn in two.turns(session)][1:] == [LONG]
+        again = Heard()
+        Stream(two, "POST", f"/v1/sessions/{session}/resume", {"token_ids": []}).read(again)
+        assert again.token_ids == went_on.token_ids
 
 
 def test_a2_a_new_question_in_place_of_an_answer_that_died(db: Database, tmp_path: Path) -> None:

@@ -276,6 +276,24 @@ def test_an_output_is_cut_inside_a_forced_run(depth: int, max_new_tokens: int) -
     assert transcript.reasons == {"r": FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_constrained_output_resumes_after_any_part_of_it(outputs: StructuredOutputs) -> None:
+    """After its end, too: the last token is drawn again, since only a draw ends an output."""
+    whole = alone((1, 2), outputs)[:40]
+    for count in range(1, len(whole) + 1):
+        engine, request = make_engine(), constrained("r", [1, 2], outputs)
+        request.draw = replace(request.draw, prefix=tuple(whole[:count]))
+        engine.add(request)
+        assert run(engine).tokens["r"] == whole
+
+
+def test_a_prefix_is_kept_as_far_as_the_grammar_allows() -> None:
+    engine, request = make_engine(), constrained("r", [1, 2], OUTPUTS[2])
+    request.draw = replace(request.draw, prefix=(*Pieces().encode("x"), *Pieces().encode("yb")))
+    engine.add(request)
+    assert Pieces().decode(run(engine).tokens["r"]) == "xyz"
+
+
 def test_a_complete_output_ends_although_its_end_token_is_ignored() -> None:
     engine = make_engine()
     request = constrained("r", [1, 2], OUTPUTS[2])

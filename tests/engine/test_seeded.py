@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tests.engine.helpers import VOCAB, Transcript, assert_clean, make_engine, run
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.request import Draw, Limits, Request
+from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 
@@ -30,11 +32,13 @@ STOPS = frozenset({11, 12, 13, 14})
 NEW = 20
 
 
-def make(name: str, kind: str, seed: int = 77, choice: int = 0, attempt: int = 0) -> Request:
+def make(
+    name: str, kind: str, seed: int = 77, choice: int = 0, attempt: int = 0, prefix: Sequence[int] = ()
+) -> Request:
     params = SamplingParams(**KINDS[kind], attempt=attempt)
     prompt = [3, 1, len(kind), 4]
     limits = Limits(max_new_tokens=NEW, stop_ids=STOPS, min_new_tokens=params.min_tokens)
-    return Request(name, prompt, limits, draw=Draw(params=params, seed=seed, choice=choice))
+    return Request(name, prompt, limits, draw=Draw(params=params, seed=seed, choice=choice, prefix=tuple(prefix)))
 
 
 @cache
@@ -79,6 +83,37 @@ def test_choices_and_attempts_of_one_seed_differ_and_are_their_own() -> None:
     assert said["choice 0"] == alone("plain")
     engine.add(make("choice 2 alone", "plain", choice=2))
     assert run(engine).tokens["choice 2 alone"] == said["choice 2"]
+
+
+@pytest.mark.req("R43")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_resumes_after_any_part_of_it(depth: int, kind: str) -> None:
+    """And even after its end: a draw ends it. One step computes the prompt and what is there of the output."""
+    output = alone(kind)
+    for count in range(1, len(output) + 1):
+        engine = make_engine(depth=depth)
+        engine.add(make("r", kind, prefix=output[:count]))
+        assert run(engine).tokens["r"] == output
+        assert depth or engine.scheduler.tick == max(1, len(output) - count)
+        assert_clean(engine)
+
+
+@pytest.mark.req("R43")
+def test_an_output_begins_with_tokens_that_would_not_be_drawn() -> None:
+    drawn = alone("plain")
+    other = [token for token in range(20, 30) if token != drawn[0]][:3]
+    engine = make_engine()
+    engine.add(make("r", "plain", prefix=other))
+    engine.add(make("drawn", "plain"))
+    said = run(engine).tokens
+    assert said["r"][:3] == other
+    assert said["drawn"] == drawn
+    engine.add(make("again", "plain", prefix=said["r"][:5]))
+    assert run(engine).tokens["again"] == said["r"]
+    for outside in (-1, VOCAB):
+        with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+            engine.add(make("outside", "plain", prefix=[1, outside]))
 
 
 def test_an_unseeded_request_gets_a_seed_that_can_be_told() -> None:

@@ -139,10 +139,13 @@ def events_in(body: bytes) -> list[Event]:
 
 
 def _event(lines: list[str]) -> Event:
-    name, data = lines
-    assert name.startswith("id: ")
-    assert data.startswith("data: ")
-    return Event(name.removeprefix("id: "), json.loads(data.removeprefix("data: ")))
+    """A restart alone has a name."""
+    *name, place, line = lines
+    assert place.startswith("id: ")
+    assert line.startswith("data: ")
+    data = json.loads(line.removeprefix("data: "))
+    assert name == (["event: restarted"] if data["object"] == "session.restarted" else [])
+    return Event(place.removeprefix("id: "), data)
 
 
 def joined(events: Iterable[Event], begin: int = 0) -> tuple[str, list[int]]:

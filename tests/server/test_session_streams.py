@@ -169,6 +169,41 @@ def test_n13_a_place_that_is_not_there_yet(server: Running) -> None:
     assert_error(talk.get("stream", **{"Last-Event-ID": "x" * 600}), 400, "last-event-id")
 
 
+@pytest.mark.req("R36", "R43")
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_a_client_goes_on_from_its_own_tokens(server: Running, alphabet: str) -> None:
+    talk = begin(server, alphabet)
+    text, ids = joined(slow_events(talk))
+    for count in (0, 1, 7, len(ids) - 1, len(ids)):
+        events = events_in(talk.post("resume", token_ids=ids[:count]).body)
+        assert events[0].data["offset"] == count
+        assert joined(events, count)[1] == ids[count:]
+    assert joined(events_in(talk.post("resume", token_ids=[]).body)) == (text, ids)
+
+
+@pytest.mark.req("R36")
+def test_a_client_is_told_which_of_its_tokens_are_not_those_of_the_answer(server: Running) -> None:
+    talk = begin(server, "letters")
+    with held(server, after=6) as hold:
+        with listening(talk, input="hi") as listener:
+            hold.wait()
+            listener.read_tokens(3)
+            seen = joined(listener.seen)[1]
+        hold.release()
+    answer = listener.seen[0].data["id"]
+    ids = joined(resumed(talk, None))[1]
+    other = [*seen[:2], ids[2] + 1, ids[3]]
+    told, *rest = events_in(talk.post("resume", answer_id=answer, token_ids=other).body)
+    assert told.data["object"] == "session.restarted"
+    assert told.data["offset"] == 2
+    assert joined(rest, 2)[1] == ids[2:]
+    talk.post("regenerate")
+    reply = talk.post("resume", answer_id=answer, token_ids=seen)
+    assert_error(reply, 409, "answer_id")
+    assert reply.error["code"] == "answer_replaced"
+    assert_error(talk.post("resume", token_ids=["a"]), 400, "token_ids")
+
+
 def test_n13_answers_of_chats_can_be_read_again(server: Running) -> None:
     talk = converse(server)
     said = talk.chat("hi").json()

@@ -12,6 +12,7 @@ verification. Those proposed by speculation are verified by the draws of their s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -67,13 +68,21 @@ class Constraints:
         self._writer = MaskWriter(vocab_size)
 
     def begin(self, request: Request, longest: int) -> list[int]:
-        """Forced tokens at the start of a new request's output; never all of it, up to a log of this length."""
-        if request.grammar is None or not self._may_propose(request):
-            return []
-        room = longest - 1 - len(request.tokens)
-        forced = request.grammar.forced()[: max(room, 0)]
-        stop = next((place for place, token in enumerate(forced) if token in request.stop_ids), len(forced))
-        return forced[:stop] if request.grammar.advance(forced[:stop]) else []
+        """Undrawn tokens that a new request's output begins with: a prefix to resume after, those its grammar forces.
+
+        Never all of an output, up to a log of this length. With log-probabilities, every token is drawn.
+        """
+        state, room = request.grammar, max(longest - 1 - len(request.tokens), 0)
+        prefix = () if request.draw.params.logprobs is not None else request.draw.prefix
+        begun = _before_stop(request, prefix[:room])
+        if state is None:
+            return begun
+        begun = begun[: max(state.num_allowed(begun) - 1, 0)]  # one that completes the grammar has to be drawn
+        state.advance(begun)
+        if not self._may_propose(request):
+            return begun
+        forced = _before_stop(request, state.forced()[: room - len(begun)])
+        return begun + forced if state.advance(forced) else begun
 
     def follow(self, request: Request, tokens: Sequence[int]) -> Followed:
         """The request's log has grown by these tokens."""
@@ -147,6 +156,11 @@ class Constraints:
                     break  # the draw before it differs
                 drawn.append((first + i, request, state))
         return drawn
+
+
+def _before_stop(request: Request, tokens: Sequence[int]) -> list[int]:
+    """The tokens before the first that would end the request."""
+    return list(itertools.takewhile(lambda token: token not in request.stop_ids, tokens))
 
 
 def _only(token: int, width: int) -> Mask:

@@ -191,6 +191,8 @@ class Draw:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     choice: int = 0
     """Index among the request's n choices."""
+    prefix: tuple[int, ...] = ()
+    """The output begins with these tokens instead of draws: an interrupted answer resumes after them."""
 
 
 GREEDY = Draw(seed=0)
@@ -417,6 +419,9 @@ def check_request(request: Request, model: ModelInfo, max_model_len: int) -> Non
         what = f"token {prompt.max()} is outside the vocabulary of {model.vocab_size}"
         raise InvalidRequest(what, param="prompt")
     request.draw.params.check_vocabulary(model.vocab_size)
+    outside = next((token for token in request.draw.prefix if not 0 <= token < model.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(f"token {outside} is outside the vocabulary of {model.vocab_size}", param="token_ids")
 
 
 def check_grammar(request: Request) -> None:

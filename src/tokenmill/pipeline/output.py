@@ -270,6 +270,7 @@ class Generation:
         plan: TurnPlan | None = None,
         grammar: Grammar | None = None,
         said: Sequence[int] = (),
+        prefix: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         """The caller's request id; those of the engine's requests are longer."""
@@ -298,7 +299,7 @@ class Generation:
                     ids,
                     limits,
                     hints,
-                    Draw(params=params, seed=seed, choice=i),
+                    Draw(params=params, seed=seed, choice=i, prefix=tuple(prefix)),
                     grammar=None if grammar is None else grammar.start(said),
                 ),
                 TextStage(tokenizer, params, stop_ids, first_index + i, plan),

@@ -62,11 +62,13 @@ class Intake:
         first_index: int = 0,
         plan: TurnPlan | None = None,
         said: Sequence[int] = (),
+        prefix: Sequence[int] = (),
     ) -> Generation:
         """A request to continue a prompt; without parameters, with the model's own.
 
         `said`: tokens at the prompt's end that belong to an interrupted output: a grammar continues after
-        them. Blocks while `structured_outputs` are compiled: on an event loop, await `prepare` first.
+        them. `prefix`: tokens that the output begins with, undrawn, where its parameters permit. Blocks while
+        `structured_outputs` are compiled: on an event loop, await `prepare` first.
         """
         params = self.text.sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -89,6 +91,7 @@ class Intake:
             plan=plan,
             grammar=None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs),
             said=said,
+            prefix=prefix,
         )
         check_request(generation.choices[0].request, self._model, self._max_model_len)
         return generation

@@ -1026,6 +1026,15 @@ class AnswerRequest(ChatFields):
         return self.stream is not False
 
 
+class ResumeAnswer(Body):
+    """Go on with an answer after the tokens that the client has of it."""
+
+    answer_id: StrictStr | None = Field(None, description="`id` of the answer's events; null for the latest answer.")
+    token_ids: list[StrictInt] = Field(description="All `token_ids` of the answer's events so far.")
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"token_ids": [504, 3575]}]})
+
+
 class ForkSession(Body):
     at_turn: StrictInt | None = Field(None, description="Number of turns to keep.")
     at_token: StrictInt | None = Field(None, description="Number of tokens to keep.")

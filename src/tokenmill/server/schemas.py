@@ -782,7 +782,7 @@ def session_links(id_at: str) -> dict[str, Any]:
     """What can be done with a session, by the place of its id in a response: links of the OpenAPI document."""
     session = "#/paths/~1v1~1sessions~1{session_id}"
     readers = ("turns", "explain", "stream")
-    verbs = ("append", "generate", "regenerate", "cancel", "fork", "rewind", "edit", "save")
+    verbs = ("append", "generate", "regenerate", "resume", "cancel", "fork", "rewind", "edit", "save")
     operations = {
         **{name: f"{session}/{method}" for name, method in (("get", "get"), ("update", "post"), ("delete", "delete"))},
         **{name: f"{session}~1{name}/get" for name in readers},

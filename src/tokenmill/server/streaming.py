@@ -561,14 +561,22 @@ class AnswerEvents:
     def stream(self, offset: int | None, config: ServerConfig) -> EventStream:
         """Read from this token on; None: from the end."""
         if offset and self._answer.is_rerun and not self._answer.is_exact:
-            self._opening, offset = self._restarted(), 0
+            self._opening, offset = self._restarted(0), 0
         self._deltas = None if offset is None else self._answer.read(offset)
         return EventStream(self, self._caller, config)
 
-    def _restarted(self) -> bytes:
-        """Another server reruns the answer, possibly with other tokens: the client discards what it has."""
-        shape = {**self._head, "object": "session.restarted", "offset": 0}
-        return event(shape, "restarted", f"{self._answer.request_id}:0")
+    async def stream_after(self, token_ids: Sequence[int], config: ServerConfig) -> EventStream:
+        """Read on after the tokens that the client has, as far as they are those of the answer."""
+        kept = await while_connected(self._caller, self._answer.agreement(token_ids))
+        if kept < len(token_ids):
+            self._opening = self._restarted(kept)
+        self._deltas = self._answer.read(kept)
+        return EventStream(self, self._caller, config)
+
+    def _restarted(self, offset: int) -> bytes:
+        """The answer was run again, possibly with other tokens: the client discards those from the offset on."""
+        shape = {**self._head, "object": "session.restarted", "offset": offset}
+        return event(shape, "restarted", f"{self._answer.request_id}:{offset}")
 
     async def take(self) -> bytes:
         if self._opening:
@@ -652,11 +660,13 @@ class EventId:
     """Id of the answer; None for the latest one."""
     offset: int | None
     """The token after it; None if it was the last event."""
+    param: str = "Last-Event-ID"
+    """What named it."""
 
     def check(self, answer: Answer) -> None:
         if self.request_id not in (None, answer.request_id):
             what = "the session has a newer answer; read it from the beginning, or get its turns"
-            raise ApiError(409, what, code="answer_replaced", param="Last-Event-ID")
+            raise ApiError(409, what, code="answer_replaced", param=self.param)
 
 
 def read_event_id(header: str | None) -> EventId:

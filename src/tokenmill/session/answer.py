@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from tokenmill.engine.plan import num_common
 from tokenmill.errors import IntegrityError, InvalidRequest
 from tokenmill.outputs import FinishReason, OutputDelta, TokenLogprobs, TurnPart, Usage
 from tokenmill.pipeline.output import Engine, Generation
@@ -196,8 +197,13 @@ class Answer:
                 self._grown.clear()  # nothing has come since this was looked at
                 await self._grown.wait()
 
+    async def agreement(self, token_ids: Sequence[int]) -> int:
+        """How many of the first tokens that a reader has are those of the answer, once it has as many."""
+        await self._caught_up(len(token_ids))
+        return num_common(self.token_ids, token_ids)
+
     async def _caught_up(self, offset: int) -> None:
-        """Wait until an answer that is run again has as many tokens as its reader."""
+        """Wait until the answer has as many tokens as its reader."""
         while len(self.token_ids) < offset and not self.is_over:
             self._num_read, self._unread_since = len(self.text), None
             self._grown.clear()

@@ -621,12 +621,13 @@ class SessionManager:
         hints: Hints,
         request_id: str | None,
         timeout_s: float | None,
+        prefix: Sequence[int] = (),
     ) -> Answer:
-        """Ask the engine for an answer to a session's log."""
+        """Ask the engine for an answer to a session's log, which begins with the `prefix`."""
         name = request_id or f"answer-{secrets.token_hex(12)}"
         said = [] if params.structured_outputs is None else session.said
         log = session.log.tokens.array
-        generation = self.intake.generation(log, params, name, hints, timeout_s, plan=plan, said=said)
+        generation = self.intake.generation(log, params, name, hints, timeout_s, plan=plan, said=said, prefix=prefix)
         live = Answer(
             generation,
             lambda done: self._finished(session, done),

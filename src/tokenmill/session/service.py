@@ -323,6 +323,7 @@ class SessionService:
         quota: Quota = Quota(),
         use: ToolUse | None = None,
         thinking_budget: int | None = None,
+        prefix: Sequence[int] = (),
         **changes: Any,
     ) -> Answer:
         """The answer as it grows, for any number of readers; `generate_stream` and `regenerate` are built on it.
@@ -332,7 +333,7 @@ class SessionService:
         outgrow the context is refused; else it ends there. `request_id` names it; it ends with `timeout` after
         `timeout_s`, waiting for the session included; its `priority` is the session's, unless told. `quota` limits
         what it may use of the engine. `use` says which functions it may call, `thinking_budget` for how many tokens the
-        model may think.
+        model may think. It begins with the `prefix`, undrawn, as far as its parameters permit.
         """
         loaded = self._model()
         loop = asyncio.get_running_loop()
@@ -368,7 +369,7 @@ class SessionService:
             params, plan, before = prepared
             order = session.hints.priority if priority is None else priority
             hints = replace(session.hints, priority=order, quota=quota)
-            live = loaded.begin_answer(session, params, plan, hints, request_id, left())
+            live = loaded.begin_answer(session, params, plan, hints, request_id, left(), prefix)
             live.on_void = partial(session.restore, before)
             if given is not None or again:
                 live.undo = partial(session.restore, before)
@@ -407,11 +408,14 @@ class SessionService:
         """Read the running answer, or the last one, from a token on: for a reader whose connection was lost."""
         return (await self.last_answer(session_id)).read(offset)
 
-    async def last_answer(self, session_id: str, request_id: str | None = None) -> Answer:
+    async def last_answer(
+        self, session_id: str, request_id: str | None = None, token_ids: Sequence[int] = ()
+    ) -> Answer:
         """The running answer, or the last one that is over; `request_id` names it for a caller who has seen some of it.
 
         `AnswerLost` if it was made by a process before this one: only its log is there. In a store that is shared, an
-        answer that its server has not finished is run again, and one that it has finished is read from the log.
+        answer that its server has not finished is run again, beginning with the `token_ids` that the caller has of it,
+        and one that it has finished is read from the log.
         """
         loaded = self._model()
         await loaded.open(session_id)
@@ -419,7 +423,7 @@ class SessionService:
         if session is not None and session.unfinished is not None and session.live is None:
             unfinished, session.unfinished = session.unfinished, None
             if request_id in (None, unfinished["id"]):
-                return await self._run_again(session, unfinished)
+                return await self._run_again(session, unfinished, token_ids)
 
         def operation(session: Session) -> Answer:
             loaded.used(session)
@@ -432,10 +436,10 @@ class SessionService:
 
         return await loaded.queue.ask(session_id, operation, at_once=True)
 
-    async def _run_again(self, session: Session, unfinished: Mapping[str, Any]) -> Answer:
+    async def _run_again(self, session: Session, unfinished: Mapping[str, Any], token_ids: Sequence[int]) -> Answer:
         """An answer that another server has begun. Readers of exact ones go on where they were."""
         try:
-            live = await self.answer(session.session_id, **read_answer(unfinished))
+            live = await self.answer(session.session_id, prefix=token_ids, **read_answer(unfinished))
         except BaseException:
             session.unfinished = unfinished  # somebody may ask for it again
             raise

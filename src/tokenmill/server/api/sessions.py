@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from tokenmill.server.requests import (
     EditTurn,
     ForkSession,
     Hinted,
+    ResumeAnswer,
     RewindSession,
     SaveSession,
     UpdateSession,
@@ -33,7 +35,7 @@ from tokenmill.server.requests import (
     template_options,
 )
 from tokenmill.server.served import Served
-from tokenmill.server.streaming import AnswerEvents, read_event_id, while_connected
+from tokenmill.server.streaming import AnswerEvents, EventId, read_event_id, while_connected
 from tokenmill.server.telemetry.timeline import cost_json
 from tokenmill.session.answer import Answer
 from tokenmill.session.records import MEDIA_TYPE
@@ -207,8 +209,18 @@ def session_routes(served: Served) -> APIRouter:
         """Another answer in place of the last one."""
         return await answer(http, session_id, body, again=True)
 
+    async def last_answer(
+        caller: Caller, session_id: str, seen: EventId, token_ids: Sequence[int] = ()
+    ) -> AnswerEvents:
+        model = await served.model_of(caller, session_id, resumes=seen.request_id or "", may_be_stale=False)
+        found = await model.sessions.last_answer(session_id, seen.request_id, token_ids)
+        seen.check(found)
+        if found.is_rerun:
+            charge_for(found, caller)
+        return AnswerEvents(caller, model.name, model.forms, session_id, found)
+
     @api.get("/sessions/{session_id}/stream", responses=generated)
-    async def resume(
+    async def stream(
         http: Request, session_id: SessionId, last_event_id: Annotated[str | None, Header(max_length=512)] = None
     ) -> Response:
         """The running answer, or the last one, from the beginning or after the event named by Last-Event-ID.
@@ -216,12 +228,18 @@ def session_routes(served: Served) -> APIRouter:
         After a restart: 409 `answer_lost`, with the `durable_offset` of tokens that are in the session's turns.
         """
         seen = read_event_id(last_event_id)
-        model = await served.model_of(http.state.caller, session_id, resumes=seen.request_id or "", may_be_stale=False)
-        found = await model.sessions.last_answer(session_id, seen.request_id)
-        seen.check(found)
-        if found.is_rerun:
-            charge_for(found, http.state.caller)
-        return AnswerEvents(http.state.caller, model.name, model.forms, session_id, found).stream(seen.offset, config)
+        return (await last_answer(http.state.caller, session_id, seen)).stream(seen.offset, config)
+
+    @api.post("/sessions/{session_id}/resume", responses=generated)
+    async def resume(http: Request, session_id: SessionId, body: ResumeAnswer) -> Response:
+        """The running answer, or the last one, after the tokens that the client has.
+
+        An answer that its server has not finished is run again and begins with these tokens: no token of them is drawn.
+        An event `restarted` says from which offset on the client's tokens are not those of the answer, if that is so.
+        """
+        seen = EventId(body.answer_id, len(body.token_ids), "answer_id")
+        events = await last_answer(http.state.caller, session_id, seen, body.token_ids)
+        return await events.stream_after(body.token_ids, config)
 
     @api.post("/sessions/{session_id}/cancel", responses=one)
     async def cancel(http: Request, session_id: SessionId) -> Response:
