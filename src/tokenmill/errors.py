@@ -108,7 +108,13 @@ class SessionElsewhere(TokenmillError):
     """Another server is answering in the session."""
 
     def __init__(
-        self, message: str, address: str = "", is_there: Callable[[], bool] = bool, retry_s: float = 1.0
+        self,
+        message: str,
+        address: str = "",
+        is_there: Callable[[], bool] = bool,
+        retry_s: float = 1.0,
+        *,
+        is_named: bool = False,
     ) -> None:
         super().__init__(message)
         self.address = address
@@ -117,6 +123,8 @@ class SessionElsewhere(TokenmillError):
         """Is that server still alive? Asks the store."""
         self.retry_s = retry_s
         """How often that is worth asking."""
+        self.is_named = is_named
+        """Does the request itself name that server? Then its response is the response, whatever it is."""
 
 
 class ModelNotLoaded(TokenmillError):

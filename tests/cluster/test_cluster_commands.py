@@ -51,7 +51,12 @@ def test_a_node_that_has_ended_but_was_not_reaped(tmp_path: Path) -> None:
         ("applications: [{args: {modle: fake}}]", "unknown modle"),
         ("applications: [{args: {model: fake, store: 'postgresql://x', engine: {max_seqs: 1}}}]", "unknown max_seqs"),
         ("applications: [{args: {model: fake, store: 'postgresql://x', server: {port: 1}}}]", "unknown port"),
-        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {drain_s: soon}}}]", "invalid drain_s"),
+        (
+            "applications: [{args: {model: fake, store: 'postgresql://x', server: {drain_s: soon}}}]",
+            "drain_s must be",
+        ),
+        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {idle_s: 0}}}]", "idle_s must be"),
+        ("applications: [{route_prefix: /llm, args: {model: fake}}]", "route_prefix must be /"),
         (
             "http_options: {host: 0.0.0.0}\napplications: [{args: {model: fake, store: 'postgresql://x'}}]",
             "binding to 0.0.0.0 requires API keys",

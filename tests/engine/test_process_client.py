@@ -593,7 +593,7 @@ def test_a_subscription_that_ends_at_once_ends_in_the_child(child: Child, monkey
     child.until(lambda message: isinstance(message, wire.Answer))
     assert subscribed.wait(WAIT_S)
     child.post(wire.Unfollow(1))
-    child.post(wire.ExportKV(2, core=0, owner="nobody"))
+    child.post(wire.ExportKV(2, core=0, owner="nobody", at_once=False))
     child.until(lambda message: isinstance(message, wire.Answer) and message.number == 2)
     ended.set()
     bus = child.client.pool.cores[0].events
@@ -608,11 +608,11 @@ def test_every_question_is_answered(child: Child, monkeypatch: pytest.MonkeyPatc
         return answer.error or ""
 
     assert "IndexError" in error_of(wire.Follow(1, core=7))
-    assert "IndexError" in error_of(wire.ExportKV(2, core=7, owner="session"))
+    assert "IndexError" in error_of(wire.ExportKV(2, core=7, owner="session", at_once=True))
     monkeypatch.setattr(child.client, "snapshots", lambda: [object()])
     assert "TypeError" in error_of(wire.AskSnapshots(3))
-    monkeypatch.setattr(child.client, "export_kv", lambda *_: done((np.zeros(1, dtype=np.int32), object())))
-    assert "TypeError" in error_of(wire.ExportKV(4, core=0, owner="session"))
+    monkeypatch.setattr(child.client, "export_kv", lambda *_, **__: done((np.zeros(1, dtype=np.int32), object())))
+    assert "TypeError" in error_of(wire.ExportKV(4, core=0, owner="session", at_once=True))
     assert not child.engine._following
 
 

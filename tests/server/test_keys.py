@@ -23,6 +23,7 @@ from tokenmill.server.config import ServerConfig, hash_key
 from tokenmill.server.requests import EmbeddingRequest
 from tokenmill.server.served import Served
 from tokenmill.server.web import assets
+from tokenmill.session.postgres import KV_PATH
 
 OPEN = {"/health", "/health/live", "/health/ready"}
 FILES = set(assets())
@@ -49,7 +50,20 @@ OPENAI += [
     "/sessions/restore",
     "/sessions/{session_id}",
 ]
-VERBS = ("append", "generate", "regenerate", "stream", "cancel", "fork", "rewind", "edit", "turns", "explain", "save")
+VERBS = (
+    "append",
+    "generate",
+    "regenerate",
+    "stream",
+    "resume",
+    "cancel",
+    "fork",
+    "rewind",
+    "edit",
+    "turns",
+    "explain",
+    "save",
+)
 OPENAI += [f"/sessions/{{session_id}}/{verb}" for verb in VERBS]
 OPENAI += ["/responses/input_tokens", "/responses/{response_id}", "/chat/completions/{completion_id}"]
 OPENAI += [f"/responses/{{response_id}}/{verb}" for verb in ("cancel", "input_items")]
@@ -61,7 +75,9 @@ VERSIONED = [*OPENAI, *ANTHROPIC]
 WITH_KEY = {"/openapi.json", "/metrics", "/tokenize", "/detokenize", *VERSIONED, *(f"/v1{path}" for path in VERSIONED)}
 WITH_KEY |= {"/v1/loads", "/loads", "/server_info", "/get_server_info"}
 WITH_KEY |= {f"/api/{verb}" for verb in OLLAMA}
-WITH_KEY |= {"/infill", "/props", "/slots", "/apply-template"}
+WITH_KEY |= {"/infill", "/props", "/slots", "/apply-template", KV_PATH.removeprefix("/v1")}
+FOR_SERVERS = {KV_PATH}
+"""Whoever does not have a server's secret finds nothing there."""
 BODY = BODIES[CHAT]
 ENDLESS = {EVENTS, f"/v1{EVENTS}"}
 
@@ -132,7 +148,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 @pytest.mark.req("R37")
 def test_s01_every_route_has_a_rule() -> None:
-    assert {path for _, path in routes()} == OPEN | WITH_KEY | FILES
+    assert {path for _, path in routes()} == OPEN | WITH_KEY | FILES | FOR_SERVERS
 
 
 @pytest.mark.req("R37", "R41")
@@ -159,13 +175,15 @@ def test_s01_a_key_is_needed_everywhere_but_for_health(server: Running, method: 
     body = BODY if method == "POST" else None
     for headers in NO_KEYS.values():
         reply = request(server.port, method, filled(path), body, None, headers)
-        if path in OPEN and method != "HEAD":
+        if path in FOR_SERVERS:
+            assert reply.status == 404
+        elif path in OPEN and method != "HEAD":
             assert reply.status == 200
         elif method != "HEAD":
             check_401(reply)
     for query in (f"key={KEY}", f"api_key={KEY}", f"access_token={KEY}", f"Authorization=Bearer%20{KEY}"):
         reply = request(server.port, method, f"{filled(path)}?{query}", body, None)
-        assert reply.status == (200 if path in OPEN else 401)
+        assert reply.status == (200 if path in OPEN else 404 if path in FOR_SERVERS else 401)
     if path not in ENDLESS:
         assert request(server.port, method, filled(path), body).status in (200, 201, 400, 403, 404, 415)
 

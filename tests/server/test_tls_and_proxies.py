@@ -206,7 +206,7 @@ def test_https_is_asked_for_in_a_toml_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "saying"),
     [
-        ("server = 5", r"`server` must be a table"),
+        ("server = 5", r"\[server\] must be a table"),
         ("[server]\nport = 1", r"\[server\]: unknown setting port; supported: body_timeout_s, "),
         ("[server]\nssl_certfile = 5", "ssl_certfile must be a string, not 5"),
         ("[server]\nmax_n = true", "max_n must be a positive integer, not True"),

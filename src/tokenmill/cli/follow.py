@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import IO, Any
@@ -132,11 +132,13 @@ class LiveState:
 
 
 AGAIN_S = 1.0
+"""Between two attempts to reach a server."""
 LIST_AGAIN_S = 2.0
 """Between two looks for which servers there are."""
 MIN_FRAME = 6
 """Lines of a server."""
-"""Between two attempts to reach a server."""
+BROKEN = (OSError, http.client.HTTPException, KeyError, TypeError, ValueError)
+"""Failures of a response that has begun."""
 SILENT_S = 60.0
 """A server that sends nothing for so long, not even a comment, is gone."""
 
@@ -234,42 +236,49 @@ class ClusterState:
     def __init__(self, address: Address, *, is_followed: bool) -> None:
         self._address = address
         self._is_followed = is_followed
-        self._listed_at = 0.0
         self._followers: dict[str, Follower] = {}
         self.states: dict[str, LiveState] = {}
-        """By the server's name."""
+        """By the server's name. Replaced as a whole: looked at by another thread."""
+        self._is_over = threading.Event()
 
     def look(self) -> None:
         """Which servers are there now. `EngineDead` if none answers."""
-        if self._is_followed and self.states and time.monotonic() - self._listed_at < LIST_AGAIN_S:
-            return
-        self._listed_at = time.monotonic()
         try:
             with self._address.get("/v1/servers") as answer:
                 names = [str(one["id"]) for one in json.load(answer)["data"]]
-        except EngineDead:
-            if not self.states:
-                raise
-            return  # each of the followers says so
+        except BROKEN as error:
+            raise EngineDead(f"{self._address.url}: unexpected response: {type(error).__name__} {error}") from None
         if not names:
             raise ConfigError(f"{self._address.url} shares no database with other servers: use top without --cluster")
-        for name in self.states.keys() - names:
-            self.states.pop(name)
-            if name in self._followers:
-                self._followers.pop(name).stop()
-        for name in names:
+        for name in self._followers.keys() - names:
+            self._followers.pop(name).stop()
+        url = self._address.url
+        states = {name: self.states.get(name) or LiveState(f"{url}  {name}") for name in names}
+        for name, state in states.items():
             query = f"?server={quote(name, safe='')}"
-            state = self.states.setdefault(name, LiveState(f"{self._address.url}  {name}"))
             if not self._is_followed:
                 try:
                     read_once(self._address, state, query)
-                except EngineDead as error:  # it has just gone
+                except (EngineDead, *BROKEN) as error:  # it has just gone, or is not ready
                     state.lose(str(error))
             elif name not in self._followers:
                 self._followers[name] = Follower(self._address, state, query)
+        self.states = states
+
+    def start(self) -> None:
+        """Keep looking, on a thread."""
+        self.look()
+        threading.Thread(target=self._keep_looking, name="tokenmill-servers", daemon=True).start()
+
+    def _keep_looking(self) -> None:
+        while not self._is_over.wait(LIST_AGAIN_S):
+            with suppress(EngineDead, ConfigError):  # each of the followers says so
+                self.look()
 
     def stop(self) -> None:
-        for follower in self._followers.values():
+        """Does not wait for connections."""
+        self._is_over.set()
+        for follower in list(self._followers.values()):
             follower.stop()
 
     def frame(self, width: int, height: int, *, colour: bool) -> list[str]:

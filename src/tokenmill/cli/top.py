@@ -56,6 +56,8 @@ def top(
                 print(read(), end="\n\n", flush=True)
                 time.sleep(interval)
         return
+    if servers is not None:
+        servers.start()
     follower = Follower(address, state) if servers is None else servers
     with suppress(KeyboardInterrupt), _screen() as keys:
         while not keys.is_quit(interval):
@@ -64,7 +66,6 @@ def top(
             if servers is None:
                 lines = frame(state, width, height, colour=colour)
             else:
-                servers.look()
                 lines = servers.frame(width, height, colour=colour)[:height]
             sys.stdout.write(HOME + "".join(f"{line}{CLEAR_LINE}\r\n" for line in lines[:-1]))
             sys.stdout.write(f"{lines[-1]}{CLEAR_LINE}{CLEAR_REST}")

@@ -178,11 +178,27 @@ def down(directory: Path, *, is_last: bool = True) -> None:
         raise ConfigError(f"no node of {directory} is running")
     if is_last:
         with suppress(EngineDead), connected(node.address):
+            _delete_all()
             serve.shutdown()
     with suppress(ProcessLookupError):
         os.kill(node.pid, signal.SIGTERM)
     _wait(lambda: find(directory) is None, STOP_S, f"the node (pid {node.pid}) does not end")
     _file(directory).unlink(missing_ok=True)
+
+
+def _delete_all() -> None:
+    """Stop what is deployed before the proxies end, which have the connections of its running requests."""
+    details = _details().get("applications", {})
+    if not details:
+        return
+    graces = [
+        float((deployment["deployment_config"] or {}).get("graceful_shutdown_timeout_s") or 0.0)
+        for application in details.values()
+        for deployment in application["deployments"].values()
+    ]
+    _get_global_client().delete_apps(list(details), blocking=False)
+    with suppress(EngineDead):  # it is ended all the same
+        _wait(lambda: not serve.status().applications, max(graces, default=0.0) + STOP_S, "replicas are left")
 
 
 def _wait(is_done: Callable[[], bool], seconds: float, problem: str) -> None:
@@ -195,10 +211,12 @@ def _wait(is_done: Callable[[], bool], seconds: float, problem: str) -> None:
 
 def address_of(directory: Path, address: str | None) -> str:
     """The cluster that a command is for."""
-    node = None if address is not None else find(directory)
-    if address is None and node is None:
+    if address is not None:
+        return address
+    node = find(directory)
+    if node is None:
         raise ConfigError("no node runs on this machine: use `tokenmill cluster up`, or --address")
-    return address if node is None else node.address  # type: ignore[return-value]
+    return node.address
 
 
 @contextmanager
@@ -236,6 +254,8 @@ def read_file(path: Path) -> ServeDeploySchema:
         application.setdefault("route_prefix", "/")
         if application.setdefault("import_path", IMPORT_PATH) != IMPORT_PATH:
             continue
+        if application["route_prefix"] != "/":
+            raise ConfigError(f"{path}: route_prefix must be /, not {application['route_prefix']!r}")
         settings = ReplicaSettings.read(application.get("args") or {})
         if not settings.is_protected and http["host"] not in ("127.0.0.1", "::1", "localhost"):
             what = f"{path}: http_options: binding to {http['host']} requires API keys"
@@ -267,6 +287,10 @@ def deploy(file: ServeDeploySchema, tell: Callable[[str], None] = lambda _: None
     options = {name: getattr(http, name) for name in ("host", "port", "keep_alive_timeout_s", "request_timeout_s")}
     options |= {name: getattr(http, name) for name in ("ssl_keyfile", "ssl_certfile") if getattr(http, name, None)}
     serve.start(proxy_location=file.proxy_location, http_options=options)
+    bound = _get_global_client().http_config  # Serve ignores other options while it runs
+    if (bound.host, bound.port) != (http.host, http.port):
+        what = f"the proxies listen on {bound.host}:{bound.port}, not on {http.host}:{http.port}"
+        raise ConfigError(f"{what}: `tokenmill cluster down` ends them; host and port are set when they start")
     _get_global_client().deploy_apps(file)
     names, told, deadline = {one.name for one in file.applications}, "", time.monotonic() + DEPLOY_S
     while True:

@@ -70,7 +70,7 @@ class KeyedRequests:
             key = key_of_body(body, api_key)
         headers = [one for one in scope["headers"] if one[0] != SESSION_HEADER]
         if key is not None:
-            headers.append((SESSION_HEADER, key.header().encode("latin-1")))
+            headers.append((SESSION_HEADER, key.header().encode()))
         answer = _Answer(send)
         await self._app({**scope, "headers": headers}, receive, answer.send)
         await answer.finish()
@@ -140,7 +140,6 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Any to mypy: ray i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ring = HashRing()
-        self._by_name: dict[str, RunningReplica] = {}
         self._factor = LOAD_FACTOR
 
     def initialize_state(self, load_factor: float = LOAD_FACTOR) -> None:
@@ -148,8 +147,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Any to mypy: ray i
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._by_name = {one.replica_id.unique_id: one for one in replicas}
-        self._ring.update(self._by_name)
+        self._ring.update(one.replica_id.unique_id for one in replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

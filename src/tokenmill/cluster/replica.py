@@ -12,13 +12,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -27,7 +26,7 @@ from tokenmill.cluster.hooks import AffinityRouter, PrefillQueuePolicy
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, EngineDead
 from tokenmill.server.app import LAST_WORDS_S, SWITCH_S, Server, listen
-from tokenmill.server.config import ServerConfig, hash_key
+from tokenmill.server.config import LOOPBACK, ServerConfig, hash_key, settings_of
 from tokenmill.server.middleware import configure_logs
 from tokenmill.server.models import OPTIONS, ModelSpec, from_table
 from tokenmill.server.protocol import Connection, raise_file_limit
@@ -47,8 +46,10 @@ MAX_QUEUED = 1024
 """Requests that a proxy keeps while all replicas are full."""
 DRAIN_DELAY_S = 2.0
 """For proxies to hear that a replica is going."""
+STREAM_SPARE_S = 60.0
+"""A stream is ended so long after the longest request must be over."""
 LOOK_S = 0.2
-ANY_NODE = "127.0.0.1"
+LOOPBACK_HOST = "127.0.0.1"
 SETTINGS = frozenset({"model", "models", "engine", "server", "store", "log_level"})
 OWN = frozenset({"host", "port", "ollama_port", "key_hashes", "admin_key_hashes", "store", "advertise", "replica"})
 """Settings of a server that are not the user's to choose here."""
@@ -85,12 +86,14 @@ class ReplicaSettings:
         if not isinstance(store, str) or not store.startswith(("postgresql://", "postgres://")):
             raise ConfigError(f"{WHERE}: store must be a postgresql:// URL, which the replicas share")
         options, server = args.get("engine", {}), args.get("server", {})
-        settings = cls(tuple(tables), options, _server_settings(server), store, args.get("log_level", "info"))
+        known = {field.name for field in fields(ServerConfig)} - OWN
+        server = settings_of(server, known, f"{WHERE}: server")
+        settings = cls(tuple(tables), options, server, store, args.get("log_level", "info"))
         if unknown := set(options) - set(OPTIONS):
             supported = ", ".join(sorted(OPTIONS))
             raise ConfigError(f"{WHERE}: engine: unknown {', '.join(sorted(unknown))}; supported: {supported}")
         settings.specs()
-        settings.config(ANY_NODE)
+        settings.config(LOOPBACK_HOST)
         return settings
 
     def specs(self) -> list[ModelSpec]:
@@ -104,13 +107,13 @@ class ReplicaSettings:
         }
         given = {"drain_delay_s": DRAIN_DELAY_S, **self.server}
         is_open = not keys["key_hashes"] and not given.keys() & {"keys_file", "insecure"}
-        host = ANY_NODE if is_open else node
+        host = LOOPBACK_HOST if is_open else node
         return ServerConfig(host=host, port=0, store=self.store, replica=replica, **keys, **given)
 
     @property
     def is_protected(self) -> bool:
         """May it be reached from other machines?"""
-        config = self.config(ANY_NODE)
+        config = self.config(LOOPBACK_HOST)
         return bool(config.key_hashes) or config.keys_file is not None or config.insecure
 
     @property
@@ -125,7 +128,7 @@ class ReplicaSettings:
     @property
     def stop_s(self) -> float:
         """From the moment when a replica is told to stop to when all of its requests are over."""
-        config = self.config(ANY_NODE)
+        config = self.config(LOOPBACK_HOST)
         return config.drain_delay_s + config.drain_s + LAST_WORDS_S
 
     @property
@@ -134,30 +137,6 @@ class ReplicaSettings:
         if self.options.get("device") == "cuda" or any(table.get("device") == "cuda" for table in self.tables):
             return {"num_cpus": 1, "num_gpus": 1}
         return {"num_cpus": float(self.options.get("num_threads") or 1)}
-
-
-def _server_settings(given: Any) -> dict[str, Any]:
-    """Fields of `ServerConfig` by their names."""
-    if not isinstance(given, dict):
-        raise ConfigError(f"{WHERE}: server must be a table")
-    kinds = get_type_hints(ServerConfig)
-    known = {field.name for field in fields(ServerConfig)} - OWN
-    if unknown := set(given) - known:
-        supported = ", ".join(sorted(known))
-        raise ConfigError(f"{WHERE}: server: unknown {', '.join(sorted(unknown))}; supported: {supported}")
-    return {name: _setting(name, value, kinds[name]) for name, value in given.items()}
-
-
-def _setting(name: str, value: Any, kind: Any) -> Any:
-    plain = {get_origin(one) or one for one in (get_args(kind) if isinstance(kind, UnionType) else (kind,))}
-    if isinstance(value, list) and plain & {tuple, frozenset}:
-        return (tuple if tuple in plain else frozenset)(value)
-    if isinstance(value, str) and Path in plain:
-        return Path(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (float in plain and is_number) or type(value) in plain:
-        return value
-    raise ConfigError(f"{WHERE}: server: invalid {name} {value!r}")
 
 
 # -- the deployment ---------------------------------------------------------------------------------------------------
@@ -209,6 +188,9 @@ class Replica:
         configure_logs(settings.log_level)
         self._name = serve.get_replica_context().replica_id.unique_id
         config = settings.config(ray._private.worker.global_worker.node_ip_address, self._name)
+        host = await asyncio.to_thread(lambda: _get_global_client().http_config.host)
+        if host not in LOOPBACK and not settings.is_protected:  # keys are in each node's own environment
+            raise ConfigError(f"the proxies bind to {host}, which requires API keys; this replica has none")
         listener = listen(config.host, 0)
         self._server = Server(Served(config, settings.specs()))
         self._server.served.models.after_change = self._server.settle
@@ -220,7 +202,7 @@ class Replica:
         if self._serving.done():
             self._serving.result()
             raise EngineDead("the server ended while it loaded")
-        self._connected = Connected(self._server.app)
+        self._connected = Connected(self._server.app, config.max_request_s + STREAM_SPARE_S)
         self._watching = asyncio.ensure_future(self._watch_for_stop())
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -284,11 +266,13 @@ class _Stopping:
 class Connected:
     """The application behind Serve's proxies, which have the connection to the client.
 
-    Serve cancels a request whose client has gone, and sends no faster than the proxy does.
+    Serve cancels a request whose client has gone. It takes events as fast as they come and keeps what a slow client has
+    not read, so streams are ended after a while: an answer is over by then, and those without an end are begun again.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, longest_s: float) -> None:
         self._app = app
+        self._longest_s = longest_s
         self._open: set[asyncio.Task[Any]] = set()
 
     def abort(self) -> None:
@@ -313,8 +297,10 @@ class Connected:
         scope["state"] = {**scope.get("state", {}), "connection": connection}
         if task is not None:
             self._open.add(task)
+        ending = asyncio.get_running_loop().call_later(self._longest_s, abort)
         try:
             await self._app(scope, receive, send)
         finally:
+            ending.cancel()
             if task is not None:
                 self._open.discard(task)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from tokenmill.errors import ConfigError
 
@@ -167,7 +170,7 @@ class ServerConfig:
             raise ConfigError(f"metrics_alias {self.metrics_alias!r} is not supported; supported: 'vllm'")
         if not 0.5 <= self.lease_s <= 600:
             raise ConfigError(f"lease_s must be from 0.5 to 600, not {self.lease_s}")
-        if self.advertise is not None and not self.advertise.startswith(("http://", "https://")):
+        if self.advertise is not None and not _is_base_url(self.advertise):
             raise ConfigError(f"advertise must be a URL, http://HOST:PORT, not {self.advertise!r}")
         for name in ("drain_s", "drain_delay_s"):
             if getattr(self, name) < 0:
@@ -179,6 +182,14 @@ class ServerConfig:
         return tuple(dict.fromkeys((*self.key_hashes, *self.admin_key_hashes)))
 
 
+def _is_base_url(given: str) -> bool:
+    try:
+        parts = urlsplit(given)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        return False
+
+
 def as_store(given: str | None) -> Path | str | None:
     """A store as it was named: the URL of a database, or a directory."""
     if given is None or given.startswith(("postgresql://", "postgres://")):
@@ -188,20 +199,18 @@ def as_store(given: str | None) -> Path | str | None:
     return Path(given)
 
 
-TABLE: Mapping[str, type] = {
-    "ssl_certfile": Path,
-    "ssl_keyfile": Path,
-    "ssl_keyfile_password": str,
-    "forwarded_allow_ips": tuple,
-    "template_options": frozenset,
-    **dict.fromkeys(("max_header_bytes", "max_headers", "max_body_bytes", "max_tokenizing_bytes"), int),
-    **dict.fromkeys(("max_n", "max_stops", "max_stop_chars", "max_completion_logprobs", "max_logit_bias"), int),
-    **dict.fromkeys(("max_prompts", "max_inputs", "max_messages", "max_content_parts"), int),
-    **dict.fromkeys(("max_session_bytes", "max_stored_responses", "max_stored_bytes"), int),
-    **dict.fromkeys(("max_file_bytes", "max_files_bytes"), int),
-    **dict.fromkeys(("header_timeout_s", "body_timeout_s", "idle_s", "send_timeout_s", "keep_alive_s"), float),
-}
+TABLE = frozenset(
+    {
+        "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "forwarded_allow_ips", "template_options",
+        "max_header_bytes", "max_headers", "max_body_bytes", "max_tokenizing_bytes",
+        "max_n", "max_stops", "max_stop_chars", "max_completion_logprobs", "max_logit_bias",
+        "max_prompts", "max_inputs", "max_messages", "max_content_parts",
+        "max_session_bytes", "max_stored_responses", "max_stored_bytes", "max_file_bytes", "max_files_bytes",
+        "header_timeout_s", "body_timeout_s", "idle_s", "send_timeout_s", "keep_alive_s",
+    }
+)  # fmt: skip
 """Settings that a [server] table may have. Those that the command line has, too, have no default there."""
+MAY_BE_ZERO = frozenset({"drain_s", "drain_delay_s"})
 
 
 def read_server_table(path: Path) -> dict[str, Any]:
@@ -210,25 +219,35 @@ def read_server_table(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("server", {})
     except (OSError, ValueError):  # reported when the models are read
         return {}
+    return settings_of(table, TABLE, f"{path}, [server]")
+
+
+def settings_of(table: Any, known: Collection[str], where: str) -> dict[str, Any]:
+    """Keywords of `ServerConfig` from a table of a file; `ConfigError` says what is wrong with it."""
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: `server` must be a table")
-    if unknown := set(table) - set(TABLE):
-        raise ConfigError(
-            f"{path}, [server]: unknown setting {', '.join(sorted(unknown))}; supported: {', '.join(sorted(TABLE))}"
-        )
-    return {name: _setting(name, value, f"{path}, [server]") for name, value in table.items()}
+        raise ConfigError(f"{where} must be a table")
+    if unknown := table.keys() - known:
+        supported = ", ".join(sorted(known))
+        raise ConfigError(f"{where}: unknown setting {', '.join(sorted(unknown))}; supported: {supported}")
+    kinds = get_type_hints(ServerConfig)
+    return {name: _setting(name, value, kinds[name], where) for name, value in table.items()}
 
 
-def _setting(name: str, given: Any, where: str) -> Any:
-    kind = TABLE[name]
+def _setting(name: str, given: Any, hint: Any, where: str) -> Any:
+    """A value of the type that a field has; where it has several, of the first one of these."""
+    plain = {get_origin(one) or one for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,))}
+    kind = next(one for one in (bool, int, float, tuple, frozenset, Path, str) if one in plain)
     if kind in (int, float):
-        wanted = "a positive integer" if kind is int else "a positive number of seconds"
-        is_valid = isinstance(given, int if kind is int else int | float) and not isinstance(given, bool) and given > 0
+        sign, least = ("non-negative", 0) if name in MAY_BE_ZERO else ("positive", math.ulp(0.0))
+        wanted = f"a {sign} integer" if kind is int else f"a {sign} number of seconds"
+        is_number = isinstance(given, int if kind is int else int | float) and not isinstance(given, bool)
+        is_valid = is_number and given >= least
     elif kind in (tuple, frozenset):
         wanted = "a list of strings"
         is_valid = isinstance(given, list) and all(isinstance(one, str) for one in given)
     else:
-        wanted, is_valid = "a string", isinstance(given, str)
+        wanted = "true or false" if kind is bool else "a string"
+        is_valid = isinstance(given, bool if kind is bool else str)
     if not is_valid:
         raise ConfigError(f"{where}: {name} must be {wanted}, not {given!r}")
     return kind(given)

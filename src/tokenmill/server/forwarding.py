@@ -87,7 +87,7 @@ async def _forward(http: Request, elsewhere: SessionElsewhere) -> Response | Non
             if not data:
                 return _unless_a_write(http)
             parsed.feed(data)
-        if parsed.status == 503:  # it does not have the session either, or is going down
+        if parsed.status == 503 and not elsewhere.is_named:  # it does not have the session either, or is going down
             return None
         response = StreamingResponse(_body(reader, writer, parsed), parsed.status)
         response.raw_headers = [one for one in parsed.headers if one[0] not in HOP_BY_HOP]

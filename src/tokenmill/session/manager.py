@@ -456,10 +456,7 @@ class SessionManager:
         self.routing.leave(session.core, session.system)
         self.budget.put_away(session)
         self.client.release(session.session_id)
-        if is_ours:
-            self.persistence.let_go(session)
-        else:
-            self.persistence.forget(session)
+        self.persistence.let_go(session)
 
     def count_stored(self) -> None:
         """Count what is in the store. Waits for it."""
@@ -588,6 +585,7 @@ class SessionManager:
         """Put the state of a session into the store, if it is to be there; one that has ended is not put back."""
         if self.persistence is None or not session.options.is_kept or session.state is SessionState.ENDED:
             return None
+        session.unfinished = None  # as in the store: the session has gone on without it
         return self.persistence.save(session)
 
     # -- answers ------------------------------------------------------------------------------------------------------

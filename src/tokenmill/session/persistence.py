@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from tokenmill.contract import IntArray, Model
@@ -31,6 +31,7 @@ QUIET_S = 5.0
 """KV of a session is written after this many idle seconds."""
 FETCH_AGAIN = 16
 """One of so many is fetched from another server although it is predicted not to pay off."""
+NUM_READERS = 4
 FLUSH_S = 5.0
 """What writing KV may take when the service is closed."""
 
@@ -60,6 +61,8 @@ class Persistence:
         """Sessions whose latest state could not be written."""
         self._without_kv: OrderedDict[str, Session] = OrderedDict()
         """Sessions whose KV on disk is not that of their log, longest waiting first."""
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tokenmill-kv")
+        """For KV bytes, which may be long in coming: nothing else waits for these threads."""
         self._fetches = LineFit()
         """What it took to bring KV here from other servers, by its number of tokens..."""
         self._num_replayed = 0
@@ -112,13 +115,9 @@ class Persistence:
         return self.store.delete(session.session_id, session.epoch)
 
     def let_go(self, session: Session) -> None:
-        """The service closes: the session stays in the store."""
+        """The session stays in the store, for any server; nothing changes there if another one has it already."""
         self._forget(session)
         self.store.let_go(session.session_id, session.epoch)
-
-    def forget(self, session: Session) -> None:
-        """It is another server's now."""
-        self._forget(session)
 
     def _forget(self, session: Session) -> None:
         self._unsaved.pop(session.session_id, None)
@@ -135,7 +134,8 @@ class Persistence:
         if source.is_remote and not await self._is_fetched(session, len(tokens)):
             return
         began = time.monotonic()
-        saved = await asyncio.to_thread(source.read, self._fingerprint.form, tokens)
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, source.read, self._fingerprint.form, tokens)
+        saved = await reading
         if saved is None or saved.num_tokens < self.min_kv_tokens or session.state is SessionState.ENDED:
             return
         await import_kv(self._client, self._model, session, tokens[: saved.num_tokens], saved.state)
@@ -201,6 +201,7 @@ class Persistence:
 
     async def close(self) -> None:
         """Write the KV that waits, as far as there is time. Logs are safe already."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)

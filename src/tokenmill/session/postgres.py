@@ -65,8 +65,9 @@ NUM_WRITERS, NUM_READERS = 2, 4
 """Connections. Fewer writers commit more together."""
 KV_PATH, SECRET_HEADER = "/v1/servers/kv", "x-tokenmill-secret"
 """Where a server gives the KV of a session to its next owner, and how that one shows that it is a server."""
-FETCH_S = 2.0
-"""A server that sends nothing for so long is not waited for."""
+FETCH_S, FETCH_ALL_S = 2.0, 10.0
+"""KV is not waited for from a server that sends nothing for so long, nor for longer in all."""
+FETCH_BYTES = 1 << 20
 FORGET_S = 24 * 3600.0
 """Servers whose lease ended so long ago are forgotten."""
 IDLE_AT_ONCE = 1000
@@ -199,6 +200,8 @@ class PostgresStore:
         self._fetches_kv = kv_transfer
         self._secret = secrets.token_hex(16)
         """Those who name it have read it in the database."""
+        self._silent_until: dict[str, float] = {}
+        """Addresses from which KV did not come lately: not asked for another lease."""
         self._url = url
 
         def connect() -> Connection:
@@ -243,7 +246,7 @@ class PostgresStore:
             kv = None
             if owner is not None and self._fetches_kv:
                 address, secret = owner
-                kv = KVSource(partial(_fetch, address, secret, session_id, epoch), is_remote=True)
+                kv = KVSource(partial(self._fetch_kv, address, secret, session_id, epoch), is_remote=True)
             return None if found is None else replace(found, epoch=epoch, unfinished=unfinished, kv=kv)
 
         found = lane.post(work, session_id).result()
@@ -263,9 +266,9 @@ class PostgresStore:
         address = self.servers().get(server_id)
         if address is None:
             raise InvalidRequest(f"no server {server_id!r:.80}; GET /v1/servers lists them", param="server")
-        raise self._elsewhere(f"server {server_id}", address)
+        raise self._elsewhere(f"server {server_id}", address, is_named=True)
 
-    def _elsewhere(self, name: str, address: str) -> SessionElsewhere:
+    def _elsewhere(self, name: str, address: str, *, is_named: bool = False) -> SessionElsewhere:
         """By address: a server that was restarted there may be carrying out what was sent to the one before it."""
         query = "SELECT 1 FROM servers WHERE address = %s AND lease_until > now()"
 
@@ -274,7 +277,8 @@ class PostgresStore:
                 return self._read(lambda connection: connection.execute(query, (address,)).fetchone() is not None)
             return True
 
-        return SessionElsewhere(f"{name} is on another server", address, is_there, self.lease_s / 6)
+        message = f"{name} is on another server"
+        return SessionElsewhere(message, address, is_there, self.lease_s / 6, is_named=is_named)
 
     def holds(self, session_id: str, epoch: int) -> Future[bool]:
         return self._next(self._readers).post_row(HOLDS, session_id, lambda _: _Row(_one(session_id, epoch)))
@@ -477,28 +481,36 @@ class PostgresStore:
     def _post_document(self, work: Callable[[Any], T], *, frees_space: bool = False) -> Future[T]:  # noqa: ARG002
         return self._next(self._writers).post(lambda connection: work(_Dialect(connection)))
 
+    # -- KV of other servers -------------------------------------------------------------------------------------------
 
-# -- KV of other servers -----------------------------------------------------------------------------------------------
-
-
-def _fetch(address: str, secret: str, session_id: str, epoch: int, form: str, tokens: IntArray) -> SavedKV | None:
-    """KV that a session's former server still has of this log. Whatever goes wrong, the log can be computed anew."""
-    where = urlsplit(address)
-    if not secret or where.hostname is None:
-        return None
-    connect = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    connection = connect(where.hostname, where.port, timeout=FETCH_S)
-    try:
-        query = urlencode({"session": session_id, "epoch": epoch})
-        connection.request("GET", f"{KV_PATH}?{query}", headers={SECRET_HEADER: secret})
-        response = connection.getresponse()
-        data = response.read() if response.status == http.HTTPStatus.OK else None
-    except (OSError, http.client.HTTPException) as error:
-        log.info("KV of session %s is computed anew: %s: %s", session_id, address, error)
-        return None
-    finally:
-        connection.close()
-    return None if data is None else unpacked_kv(data, form, tokens)
+    def _fetch_kv(
+        self, address: str, secret: str, session_id: str, epoch: int, form: str, tokens: IntArray
+    ) -> SavedKV | None:
+        """KV that a session's former server still has of this log. None if anything goes wrong: it is computed anew."""
+        where = urlsplit(address)
+        began = time.monotonic()
+        if not secret or where.hostname is None or began < self._silent_until.get(address, 0.0):
+            return None
+        connect = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        connection = connect(where.hostname, where.port, timeout=FETCH_S)
+        try:
+            query = urlencode({"session": session_id, "epoch": epoch})
+            connection.request("GET", f"{KV_PATH}?{query}", headers={SECRET_HEADER: secret})
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                return None
+            parts = []
+            while part := response.read(FETCH_BYTES):
+                parts.append(part)
+                if time.monotonic() - began > FETCH_ALL_S:
+                    raise TimeoutError(f"incomplete after {FETCH_ALL_S:.0f} s")
+        except (OSError, http.client.HTTPException) as error:
+            log.info("KV of session %s is computed anew: %s: %s", session_id, address, error)
+            self._silent_until[address] = time.monotonic() + self.lease_s
+            return None
+        finally:
+            connection.close()
+        return unpacked_kv(b"".join(parts), form, tokens)
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

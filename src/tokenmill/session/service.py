@@ -638,8 +638,9 @@ class SessionService:
         return self._model().fingerprint
 
     def explain(self, session_id: str) -> tuple[TurnCost, ...]:
-        """What its latest answers cost before their first token, and why; oldest first."""
-        return tuple(self._model().queue.find(session_id).costs or ())
+        """What its latest answers cost on this server before their first token, and why; oldest first."""
+        session = self._model().queue.sessions.get(session_id)
+        return () if session is None else tuple(session.costs or ())
 
     def __len__(self) -> int:
         """Sessions that there are; those of other servers were counted a while ago."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tokenmill import __version__
 from tokenmill.engine.events import CoreSnapshot
-from tokenmill.errors import InvalidRequest, SessionNotFound
+from tokenmill.errors import InvalidRequest
 from tokenmill.pipeline.prompts import callers_name
 from tokenmill.server import schemas
 from tokenmill.server.api import anthropic
@@ -130,7 +129,7 @@ def engine_routes(served: Served) -> APIRouter:
 
     @api.get(
         "/requests/{request_id}/timeline",
-        responses={200: {"model": schemas.RequestTimeline}, **schemas.errors(401, 404, 503)},
+        responses={200: {"model": schemas.RequestTimeline}, **schemas.errors(400, 401, 404, 503)},
         tags=["telemetry"],
     )
     async def get_timeline(
@@ -157,7 +156,7 @@ def engine_routes(served: Served) -> APIRouter:
         return JSONResponse({"object": "list", "since": served.started, "data": data})
 
     @api.get(
-        "/scheduler", responses={200: {"model": schemas.Scheduler}, **schemas.errors(401, 503)}, tags=["telemetry"]
+        "/scheduler", responses={200: {"model": schemas.Scheduler}, **schemas.errors(400, 401, 503)}, tags=["telemetry"]
     )
     async def get_scheduler(http: Request, server: ServerName = None) -> Response:
         """What every engine is doing right now. Names of other keys are shown as hashes."""
@@ -193,7 +192,7 @@ def engine_routes(served: Served) -> APIRouter:
         return JSONResponse({"object": "list", "data": data})
 
     @api.get(KV_PATH.removeprefix("/v1"), include_in_schema=False)
-    async def get_kv(http: Request, session: str, epoch: int) -> Response:
+    async def get_kv(http: Request, session: str = "", epoch: int = 0) -> Response:
         """KV of a session for its next owner: a server of the same database that has claimed the session."""
         store = served.store
         if isinstance(store, PostgresStore) and store.is_peer(http.headers.get(SECRET_HEADER, "")):
@@ -262,11 +261,10 @@ def _cache(served: Served, found: Found, names: ShowName) -> dict[str, Any] | No
     if model is None:
         return None
     if timeline.owner is not None:
-        with suppress(SessionNotFound):
-            name = callers_name(timeline.request_id)
-            costs = [one for one in model.sessions.explain(timeline.owner) if one.request_id == name]
-            if costs:
-                return cost_json(costs[-1], names)
+        name = callers_name(timeline.request_id)
+        costs = [one for one in model.sessions.explain(timeline.owner) if one.request_id == name]
+        if costs:
+            return cost_json(costs[-1], names)
     return cache_json(timeline, found.delivery, model.llm.get_tokenizer())
 
 
@@ -365,7 +363,7 @@ def probe_routes(served: Served) -> APIRouter:
 
     @api.get(
         "/metrics",
-        responses={200: about_metrics, **schemas.errors(401, 503)},
+        responses={200: about_metrics, **schemas.errors(400, 401, 503)},
         response_class=Response,
         tags=["telemetry"],
         dependencies=[KEY],

@@ -155,7 +155,7 @@ def session_routes(served: Served) -> APIRouter:
     async def explain(http: Request, session_id: SessionId) -> Response:
         """What its latest answers cost before their first token, and why."""
         names = served.telemetry.names.seen_by(http.state.caller.key)
-        model = await served.model_of(http.state.caller, session_id, may_be_stale=False)
+        model = await served.model_of(http.state.caller, session_id, is_read=True)
         costs = model.sessions.explain(session_id)
         turns = [
             {
