@@ -50,20 +50,8 @@ OPENAI += [
     "/sessions/restore",
     "/sessions/{session_id}",
 ]
-VERBS = (
-    "append",
-    "generate",
-    "regenerate",
-    "stream",
-    "resume",
-    "cancel",
-    "fork",
-    "rewind",
-    "edit",
-    "turns",
-    "explain",
-    "save",
-)
+VERBS = ["append", "generate", "regenerate", "stream", "resume", "cancel", "fork", "rewind", "edit", "turns", "explain"]
+VERBS += ["save"]
 OPENAI += [f"/sessions/{{session_id}}/{verb}" for verb in VERBS]
 OPENAI += ["/responses/input_tokens", "/responses/{response_id}", "/chat/completions/{completion_id}"]
 OPENAI += [f"/responses/{{response_id}}/{verb}" for verb in ("cancel", "input_items")]
