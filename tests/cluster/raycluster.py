@@ -70,14 +70,26 @@ class RayCluster:
         return str(json.loads((self.directories[0] / "node.json").read_text())["address"])
 
     def deploy(self, num_replicas: int, engine: dict[str, Any] | None = None, **server: Any) -> None:
+        said = self.try_to_deploy(num_replicas, engine, **server)
+        assert said.strip() == f"http://127.0.0.1:{self.port}/v1"
+
+    def try_to_deploy(
+        self,
+        num_replicas: int,
+        engine: dict[str, Any] | None = None,
+        *,
+        status: int = 0,
+        http: dict[str, Any] | None = None,
+        **server: Any,
+    ) -> str:
+        """What the command says that ends with this status."""
         options = {"drain_s": 3, "lease_s": 2, **server}
         file = self._folder / "cluster.json"  # which is YAML, too
         args = {"model": "fake", "store": self._store, "engine": engine or {}, "server": options}
         deployments = [{"num_replicas": num_replicas}]
         applications = [{"args": args, "deployments": deployments}]
-        file.write_text(json.dumps({"http_options": {"port": self.port}, "applications": applications}))
-        said = self.run("deploy", str(file), "--dir", str(self.directories[0]))
-        assert said.strip() == f"http://127.0.0.1:{self.port}/v1"
+        file.write_text(json.dumps({"http_options": {"port": self.port, **(http or {})}, "applications": applications}))
+        return self.run("deploy", str(file), "--dir", str(self.directories[0]), status=status)
 
     def status(self) -> Any:
         return json.loads(self.run("status", "--json", "--dir", str(self.directories[0])))

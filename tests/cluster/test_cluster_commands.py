@@ -50,7 +50,7 @@ def test_a_node_that_has_ended_but_was_not_reaped(tmp_path: Path) -> None:
         ("applications: [{args: {models: [{name: a}], store: 'postgresql://x'}}]", "path is missing"),
         ("applications: [{args: {modle: fake}}]", "unknown modle"),
         ("applications: [{args: {model: fake, store: 'postgresql://x', engine: {max_seqs: 1}}}]", "unknown max_seqs"),
-        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {port: 1}}}]", "unknown port"),
+        ("applications: [{args: {model: fake, store: 'postgresql://x', server: {port: 1}}}]", "unknown setting port"),
         (
             "applications: [{args: {model: fake, store: 'postgresql://x', server: {drain_s: soon}}}]",
             "drain_s must be",

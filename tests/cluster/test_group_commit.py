@@ -98,6 +98,7 @@ def test_writes_of_a_session_keep_their_order(stores: list[PostgresStore], db: D
         last = mine.begin_answer("one", 1, {"id": "second"})
         mine.let_go("two", 1)
     last.result()
+    assert "two" not in mine._writers[0].known, "nothing is kept of sessions that are elsewhere"
     assert db.query("SELECT answer_id, answering, owner FROM sessions WHERE id = 'one'") == [
         ("second", True, mine.server_id)
     ]

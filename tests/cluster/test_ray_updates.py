@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from tests.cluster.database import Database
-from tests.cluster.raycluster import RayCluster, until
+from tests.cluster.raycluster import RayCluster, ray_cluster, until
 from tests.cluster.serving import Heard, begin, resume
 from tests.cluster.test_servers import Load, judge, recovers
 
@@ -68,8 +69,33 @@ def test_a7_a_node_is_killed(cluster: RayCluster, store: Database) -> None:
     judge(store, load.all)
 
 
+def test_a_deployment_for_another_address_is_refused(cluster: RayCluster) -> None:
+    said = cluster.try_to_deploy(2, status=2, http={"port": cluster.port + 1})
+    assert f"the proxies listen on 127.0.0.1:{cluster.port}" in said
+    assert len(cluster.replicas()) == 2
+
+
 def test_down_ends_all_of_it(cluster: RayCluster) -> None:
-    head = ("--dir", str(cluster.directories[0]))
-    cluster.run("down", *head)
+    """Whoever is being answered is told before the connection breaks."""
+    head, heard = ("--dir", str(cluster.directories[0])), Heard()
+    cluster.deploy(1, {"extra": {"step_us": 20_000}})
+    stream = begin(cluster.proxy, cluster.proxy.create(), "a question")
+    stream.read(heard, 1)
+    others = cluster.processes(directory=cluster.directories[1])
+    with ThreadPoolExecutor() as pool:
+        rest = pool.submit(stream.read, heard)
+        cluster.run("down", *head)
+        assert rest.result().finish_reason == "shutdown"
+    for pid in others:  # the other machine's node stays
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     until(lambda: not cluster.processes(), "nothing of it is left")
     assert "no node runs" in cluster.run("status", *head, status=2)
+
+
+def test_a_replica_without_keys_does_not_start_behind_a_public_proxy(store: Database) -> None:
+    """The shell that deploys has one, the node has none."""
+    with ray_cluster(store.url, num_nodes=1) as made:
+        made.environment["TOKENMILL_API_KEY"] = "sk-operator"
+        said = made.try_to_deploy(1, status=3, http={"host": "0.0.0.0"})
+        assert "the proxies bind to 0.0.0.0, which requires API keys" in said

@@ -257,6 +257,32 @@ def test_a2_a_new_question_in_place_of_an_answer_that_died(db: Database, tmp_pat
         assert reply.status == 409
 
 
+def test_a2_an_answer_that_died_is_not_run_again_behind_a_newer_turn(db: Database, tmp_path: Path) -> None:
+    """Although it was asked for in between, in vain."""
+    with nodes(db, tmp_path) as (one, two):
+        session, heard = one.create(), Heard()
+        begin(one, session, "lost").read(heard, 1)
+        one.kill()
+        refused = two.request("POST", f"/v1/sessions/{session}/resume", {"token_ids": [1 << 40]})
+        assert refused.status == 400
+        two.tokens(session, "second")
+        reply = two.request("GET", f"/v1/sessions/{session}/stream", **{"Last-Event-ID": heard.last_id or ""})
+        assert reply.status == 409
+        assert reply.error["code"] == "answer_replaced"
+        two.tokens(session, "third")
+        assert [turn["messages"][0]["content"] for turn in two.turns(session)[::2]] == ["second", "third"]
+
+
+def test_what_a_session_cost_is_told_without_taking_it(db: Database, tmp_path: Path) -> None:
+    with nodes(db, tmp_path) as (one, two):
+        session = one.create()
+        one.tokens(session, "first")
+        owner = db.query("SELECT owner, epoch FROM sessions")
+        for path in (f"/v1/sessions/{session}/explain", f"/v1/sessions/{session}/turns", f"/v1/sessions/{session}"):
+            assert two.request("GET", path).status == 200
+        assert db.query("SELECT owner, epoch FROM sessions") == owner
+
+
 @pytest.mark.req("B3")
 def test_a3_a_server_that_was_taken_for_dead_changes_nothing(db: Database, tmp_path: Path) -> None:
     with nodes(db, tmp_path) as (one, two):

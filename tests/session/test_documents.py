@@ -72,6 +72,21 @@ def test_lists_are_by_creation_time_and_in_pages(documents: Documents) -> None:
     assert names(documents, where={("$", "text"): "changed"}) == ["n2"]
 
 
+def test_lists_of_what_a_body_has(documents: Documents) -> None:
+    bodies: dict[str, dict[str, object]] = {
+        "a": {"one": {"model": "m", "metadata": {"topic": "x", "of.two": "y"}}},
+        "b": {"one": {"model": "m", "metadata": {}}},
+        "c": {"one": {"model": "n", "said": "\x00 \\\x00 \\u0000\x00\x00", "metadata": None}},
+        "d": {"other": 1},
+    }
+    for name, body in bodies.items():
+        documents.put(Document("note", name, "alice", body)).result()
+    assert names(documents, where={("$.one", "model"): "m"}) == ["a", "b"]
+    assert names(documents, where={("$.one.metadata", "topic"): "x"}) == ["a"]
+    assert names(documents, where={("$.one.metadata", "of.two"): "y", ("$.one", "model"): "m"}) == ["a"]
+    assert names(documents, where={("$.one.metadata", "topic"): "z"}) == []
+
+
 def replacement_needs_a_document(documents: Documents) -> None:
     assert not documents.put(note("a"), replaces=True).result().is_stored, "what was deleted does not come back"
     documents.put(note("a")).result()
@@ -83,6 +98,18 @@ def replacement_needs_a_document(documents: Documents) -> None:
 
 def test_a_replacement_needs_a_document(documents: Documents) -> None:
     replacement_needs_a_document(documents)
+
+
+def test_a_replacement_of_what_has_changed_is_refused(documents: Documents) -> None:
+    documents.put(note("a")).result()
+    now = {"text": "changed", "more": [1, 2.5, "é"]}
+    assert documents.put(Document("note", "a", "alice", now), replaces=True, before={"text": "x"}).result().is_stored
+    for before in ({"text": "x"}, {"text": "changed"}):
+        assert not documents.put(note("a", text="late"), replaces=True, before=before).result().is_stored
+    found = documents.get("note", "a", "alice").result()
+    assert found is not None
+    assert found.body == now
+    assert documents.put(note("a"), replaces=True, before=found.body).result().is_stored
 
 
 def evict_the_oldest(documents: Documents) -> None:
@@ -224,8 +251,11 @@ def test_a_store_of_the_version_before_is_upgraded(tmp_path: Path) -> None:
 BUGS: list[tuple[PlantedBug, Callable[[Documents], None]]] = [
     (PlantedBug("anybody reads", module, "_get", "(kind, name, owner, time.time())",
                 "(kind, name, 'alice', time.time())"), belong_to_their_owner),
-    (PlantedBug("taken over", module, "_put", "found[0] != document.owner", "False"), belong_to_their_owner),
-    (PlantedBug("undead", module, "_put", "found is None and replaces", "False"), replacement_needs_a_document),
+    (PlantedBug("taken over", module, "_put", "INSERT", "INSERT.replace('WHERE documents.owner = excluded.owner', '')"),
+     belong_to_their_owner),
+    (PlantedBug("undead", module, "_put", "refusal is None and replaces", "False"), replacement_needs_a_document),
+    (PlantedBug("lost change", module, "_put", "before is None", "True"),
+     test_a_replacement_of_what_has_changed_is_refused),
     (PlantedBug("used is not newer", Documents, "get", "is_used", "False"), evict_the_oldest),
     (PlantedBug("bodies are new documents", module, "_make_room", "size_before is None", "True"), evict_the_oldest),
     (PlantedBug("everything goes", module, "_make_room", "evictable & set(kinds)", '{"note", "file"}'),

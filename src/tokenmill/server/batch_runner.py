@@ -482,6 +482,8 @@ class Batches:
         self._look_s = look_s
         """How often to look for batches whose server is gone."""
         self._claims: dict[str, Claim] = {}
+        self._claiming: set[str] = set()
+        """Batches that are being created or claimed here."""
         self._looking: asyncio.Task[None] | None = None
         self._saving = asyncio.Lock()
         self._answer: AnswerLine | None = None
@@ -542,13 +544,20 @@ class Batches:
         """Have a batch that is not over for this server alone, as it is now."""
         if self._blobs is None:
             return True
-        if name in self._claims or (claim := await durable(self._blobs.claim(name))) is None:
+        if name in self._claims or name in self._claiming:
             return False
-        await self._read_all()
-        if name not in self._batches or self._batches[name].status.is_over:
-            await durable(self._blobs.release(claim, is_over=True))
-            return False
-        self._claims[name] = claim
+        self._claiming.add(name)
+        try:
+            claim = await durable(self._blobs.claim(name))
+            if claim is None:
+                return False
+            await self._read_all()
+            if name not in self._batches or self._batches[name].status.is_over:
+                await durable(self._blobs.release(claim, is_over=True))
+                return False
+            self._claims[name] = claim
+        finally:  # a claim that is not kept is made again, by this server or after its lease
+            self._claiming.discard(name)
         return True
 
     async def _release(self, name: str, *, is_over: bool = False) -> None:
@@ -585,6 +594,7 @@ class Batches:
         name = f"batch_{secrets.token_hex(16)}"
         batch = BatchJob(name, key, endpoint, file.id, window, now, now + window_s(window), metadata, output_ttl_s)
         self._batches[batch.id] = batch  # its file is in use from now on
+        self._claiming.add(name)
         try:
             await self._remove_old(key)
             if self._blobs is not None and (claim := await durable(self._blobs.claim(name))) is not None:
@@ -594,6 +604,8 @@ class Batches:
             self._batches.pop(batch.id, None)
             await self._release(name, is_over=True)
             raise
+        finally:
+            self._claiming.discard(name)
         self._batches[batch.id] = batch
         self._begin(batch)
         return batch

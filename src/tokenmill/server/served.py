@@ -180,8 +180,17 @@ class Served:
 
     # -- documents ----------------------------------------------------------------------------------------------------
 
-    async def put(self, kind: str, name: str, key: str, body: dict[str, Any], *, replaces: bool = False) -> bool:
-        """Store or replace a document of a key; False if the one that it `replaces` is gone.
+    async def put(
+        self,
+        kind: str,
+        name: str,
+        key: str,
+        body: dict[str, Any],
+        *,
+        replaces: bool = False,
+        before: dict[str, Any] | None = None,
+    ) -> bool:
+        """Store or replace a document of a key; False if the one that it `replaces` is gone, or not as `before`.
 
         `Overloaded` beyond a limit, `NotDurable` if the disk rejects the write.
         """
@@ -195,7 +204,7 @@ class Served:
         )
         expires_at = time.time() + KEPT_S if is_evicted else None
         document = Document(kind, name, key, body, expires_at=expires_at)
-        put = await asyncio.wrap_future(self.documents.put(document, bounds, replaces=replaces))
+        put = await asyncio.wrap_future(self.documents.put(document, bounds, replaces=replaces, before=before))
         for evicted_kind, evicted in put.evicted:
             if evicted_kind == RESPONSE:
                 self.responses.drop(evicted)

@@ -6,6 +6,7 @@ and what is written for it names the epoch, so that a server that was taken for 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ CREATE TABLE jobs (id text COLLATE "C" PRIMARY KEY, epoch bigint NOT NULL, owner
 PIECE_BYTES = 1 << 20
 CLAIM = """
 INSERT INTO jobs VALUES (%(id)s, 1, %(me)s) ON CONFLICT (id) DO UPDATE SET epoch = jobs.epoch + 1, owner = %(me)s
-WHERE jobs.owner IS NULL OR NOT EXISTS (SELECT 1 FROM servers WHERE id = jobs.owner AND lease_until > now())
+WHERE jobs.owner IS NULL OR jobs.owner = %(me)s
+    OR NOT EXISTS (SELECT 1 FROM servers WHERE id = jobs.owner AND lease_until > now())
 RETURNING epoch"""
 OURS = "id = %(id)s AND epoch = %(epoch)s AND owner = %(me)s"
 """The fence around what is written for a job."""
@@ -34,6 +36,8 @@ PUT = """
 INSERT INTO blobs VALUES (%(name)s, %(begin)s, %(bytes)s)
 ON CONFLICT (name, begin) DO UPDATE SET bytes = excluded.bytes"""
 """A piece that was written before, and not acknowledged, may be written again with more."""
+PIECES = "SELECT begin, bytes FROM blobs WHERE name = %s AND begin >= %s ORDER BY begin LIMIT %s"
+PIECES_AT_ONCE = 16
 ORPHANS = """
 DELETE FROM blobs WHERE made_at < now() - interval '1 day'
     AND NOT EXISTS (SELECT 1 FROM documents WHERE kind = 'file' AND id = blobs.name)
@@ -66,8 +70,11 @@ class Claim:
 class Blobs:
     """The blobs and jobs of a database. Any thread may call it."""
 
-    def __init__(self, post: Post, server_id: str, elsewhere: Callable[[str, str], SessionElsewhere]) -> None:
+    def __init__(
+        self, post: Post, read: Post, server_id: str, elsewhere: Callable[[str, str], SessionElsewhere]
+    ) -> None:
         self._post = post
+        self._read = read
         self._server_id = server_id
         self._elsewhere = elsewhere
 
@@ -90,15 +97,14 @@ class Blobs:
         return self._post(work)
 
     def fetch(self, name: str, path: Path) -> bool:
-        """Write a blob to a file; False: there is none. Waits for the database, a piece at a time."""
-        found = path.with_name(f"{path.name}.part")
+        """Write a blob to a file; False: there is none. Waits for the database, some pieces at a time."""
+        found = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         found.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with found.open("wb") as file:
-            while True:
-                piece = self._piece(name, file.tell()).result()
-                if piece is None:
-                    break
-                file.write(piece)
+            while pieces := self._pieces_from(name, file.tell()).result():
+                for begin, piece in pieces:
+                    if begin == file.tell():
+                        file.write(piece)
         is_there = found.stat().st_size > 0
         if is_there:
             found.replace(path)
@@ -106,13 +112,12 @@ class Blobs:
             found.unlink()
         return is_there
 
-    def _piece(self, name: str, begin: int) -> Future[bytes | None]:
-        def work(connection: Connection) -> bytes | None:
-            query = "SELECT bytes FROM blobs WHERE name = %s AND begin = %s"
-            row = connection.execute(query, (name, begin)).fetchone()
-            return None if row is None else bytes(row[0])
+    def _pieces_from(self, name: str, begin: int) -> Future[list[tuple[int, bytes]]]:
+        def work(connection: Connection) -> list[tuple[int, bytes]]:
+            found: list[tuple[int, bytes]] = connection.execute(PIECES, (name, begin, PIECES_AT_ONCE)).fetchall()
+            return found if found and found[0][0] == begin else []
 
-        return self._post(work)
+        return self._read(work)
 
     def delete(self, name: str) -> Future[None]:
         def work(connection: Connection) -> None:
@@ -124,7 +129,7 @@ class Blobs:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def claim(self, job: str) -> Future[Claim | None]:
-        """Have a job for this server alone; None while another one, or this one, has it."""
+        """Have a job for this server alone, under a new epoch; None while another one has it."""
 
         def work(connection: Connection) -> Claim | None:
             row = connection.execute(CLAIM, {"id": job, "me": self._server_id}).fetchone()

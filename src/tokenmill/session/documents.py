@@ -27,6 +27,11 @@ CREATE INDEX documents_by_expiry ON documents (expires_at) WHERE expires_at IS N
 DOCUMENTS, BYTES = "count(*)", "sum(num_bytes)"
 """What an owner may have most of."""
 COLUMNS = "kind, id, owner, created_at, expires_at, num_bytes, body"
+INSERT = f"""
+INSERT INTO documents ({COLUMNS}, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (kind, id) DO UPDATE SET expires_at = excluded.expires_at, num_bytes = excluded.num_bytes,
+    body = excluded.body WHERE documents.owner = excluded.owner"""
+UPDATE = "UPDATE documents SET expires_at = ?, num_bytes = ?, body = ? WHERE kind = ? AND id = ? AND owner = ?"
 T = TypeVar("T")
 Json = dict[str, Any]
 Work = Callable[[sqlite3.Connection], Any]
@@ -69,7 +74,7 @@ class Put:
     """What became of a document that was to be stored."""
 
     is_stored: bool
-    """False: it was refused, the one that it replaces is gone, or its id is taken."""
+    """False: it was refused, the one that it replaces is gone or has changed, or its id is taken."""
     refusal: str | None = None
     """Which bound it exceeds, if it was refused; nothing was evicted then."""
     evicted: tuple[tuple[str, str], ...] = ()
@@ -85,9 +90,16 @@ class Page:
 class Documents:
     """The documents of a database. Any thread may call it; futures fail with `NotDurable` where the disk does."""
 
-    def __init__(self, post: Callable[..., Future[Any]], close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        post: Callable[..., Future[Any]],
+        close: Callable[[], None] = lambda: None,
+        read: Callable[[Work], Future[Any]] | None = None,
+    ) -> None:
         self._post = post
         """Has work done by the thread that owns the database; `frees_space` for deletions."""
+        self._read = read or post
+        """The same for work that only reads."""
         self.close = close
         """Gives up a database of its own."""
 
@@ -126,22 +138,24 @@ class Documents:
         bounds: Bounds = Bounds(),
         *,
         replaces: bool = False,
+        before: Json | None = None,
         hold: Callable[[Any], None] = lambda connection: None,  # noqa: ARG005
     ) -> Future[Put]:
         """Store a document, or its new body; if it `replaces` one, only while that is still there.
 
-        The body is not to be changed any more. What must hold at that moment is looked at by `hold`, which raises.
+        With `before` also only while that has this body: what several servers change at once is not lost. The body is
+        not to be changed any more. What must hold at that moment is looked at by `hold`, which raises.
         """
 
         def work(connection: Any) -> Put:
             hold(connection)
-            return _put(connection, document, bounds, replaces=replaces)
+            return _put(connection, document, bounds, replaces=replaces, before=before)
 
         return self._post(work)
 
     def get(self, kind: str, name: str, owner: str, *, is_used: bool = False) -> Future[Document | None]:
         """One of this owner's; those of others are not found. One that `is_used` is evicted later than others."""
-        found = self._post(lambda connection: _get(connection, kind, name, owner))
+        found = self._read(lambda connection: _get(connection, kind, name, owner))
         if is_used:  # work of its own: where nothing can be written, documents can still be read
             statement, now = "UPDATE documents SET used_at = ? WHERE kind = ? AND id = ? AND owner = ?", time.time()
             self._post(lambda connection: connection.execute(statement, (now, kind, name, owner)).rowcount)
@@ -171,11 +185,11 @@ class Documents:
         `where` has values that fields of the body must have: by the path of an object in it in SQLite's notation
         (`$.completion`), and the field's name, which may be any text.
         """
-        return self._post(lambda connection: _list(connection, kind, owner, limit, after, newest_first, where or {}))
+        return self._read(lambda connection: _list(connection, kind, owner, limit, after, newest_first, where or {}))
 
     def usage(self, owner: str, kind: str | None = None) -> Future[tuple[int, int]]:
         """How many documents an owner has, of a kind or of all, and their bytes."""
-        return self._post(lambda connection: _usage(connection, "owner = ? AND kind = ifnull(?, kind)", owner, kind))
+        return self._read(lambda connection: _usage(connection, "owner = ? AND kind = ifnull(?, kind)", owner, kind))
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -186,31 +200,31 @@ def create_tables(connection: sqlite3.Connection) -> None:
 # -- on the thread of the database ------------------------------------------------------------------------------------
 
 
-def _put(connection: sqlite3.Connection, document: Document, bounds: Bounds, *, replaces: bool) -> Put:
-    text = json.dumps(document.body, ensure_ascii=False, separators=(",", ":"))  # here: it may be long
+def _put(
+    connection: sqlite3.Connection, document: Document, bounds: Bounds, *, replaces: bool, before: Json | None
+) -> Put:
+    text = _dump(document.body)  # here: it may be long
     now, num_bytes = time.time(), len(text.encode())
     connection.execute("DELETE FROM documents WHERE expires_at <= ?", (now,))
-    found = connection.execute(
-        "SELECT owner, num_bytes FROM documents WHERE kind = ? AND id = ?", (document.kind, document.id)
-    ).fetchone()
-    if (found is None and replaces) or (found is not None and found[0] != document.owner):
-        return Put(False)
     name = (document.kind, document.id)
+    found = connection.execute("SELECT num_bytes FROM documents WHERE kind = ? AND id = ?", name).fetchone()
     connection.execute("SAVEPOINT room")
     try:
-        evicted, refusal = _make_room(connection, document, num_bytes, bounds, None if found is None else found[1])
-        if refusal is not None:
+        evicted, refusal = _make_room(connection, document, num_bytes, bounds, None if found is None else found[0])
+        is_stored = False
+        if refusal is None and replaces:
+            same, texts = ("", []) if before is None else (" AND body = ?", [_dump(before)])
+            values = [document.expires_at, num_bytes, text, *name, document.owner, *texts]
+            is_stored = connection.execute(UPDATE + same, values).rowcount > 0
+        elif refusal is None:
+            values = [*name, document.owner, document.created_at, document.expires_at, num_bytes, text, now]
+            is_stored = connection.execute(INSERT, values).rowcount > 0
+        if not is_stored:
             connection.execute("ROLLBACK TO room")  # what was evicted for nothing stays
             return Put(False, refusal)
     finally:
         with suppress(sqlite3.Error):  # a full disk may have rolled back all of the transaction
             connection.execute("RELEASE room")
-    connection.execute(
-        f"INSERT INTO documents ({COLUMNS}, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (kind, id) DO UPDATE SET expires_at = excluded.expires_at, num_bytes = excluded.num_bytes, "
-        "body = excluded.body",
-        (*name, document.owner, document.created_at, document.expires_at, num_bytes, text, now),
-    )
     return Put(True, evicted=tuple(evicted))
 
 
@@ -324,6 +338,10 @@ def _usage(connection: sqlite3.Connection, where: str, *values: Any) -> tuple[in
     row = connection.execute(f"SELECT count(*), ifnull(sum(num_bytes), 0) FROM documents WHERE {where}", values)
     count, num_bytes = row.fetchone()
     return count, int(num_bytes)
+
+
+def _dump(body: Json) -> str:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
 def _document(row: tuple[Any, ...]) -> Document:

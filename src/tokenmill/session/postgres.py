@@ -61,6 +61,8 @@ LEASE_S = 6.0
 """How long a server that has stopped renewing its lease keeps the sessions that it is answering in."""
 TIMEOUT_S = 5.0
 """A database that does not answer for so long is given up, and connected to again."""
+LOCK_S = 2.0
+"""A row that another server holds for longer, stopped in the middle of a transaction, is not waited for."""
 NUM_WRITERS, NUM_READERS = 2, 4
 """Connections. Fewer writers commit more together."""
 KV_PATH, SECRET_HEADER = "/v1/servers/kv", "x-tokenmill-secret"
@@ -70,6 +72,7 @@ FETCH_S, FETCH_ALL_S = 2.0, 10.0
 FETCH_BYTES = 1 << 20
 FORGET_S = 24 * 3600.0
 """Servers whose lease ended so long ago are forgotten."""
+LOCK_NOT_AVAILABLE = "55P03"
 IDLE_AT_ONCE = 1000
 """Idle sessions that are deleted in one statement."""
 MIGRATIONS = (
@@ -96,6 +99,10 @@ MIGRATIONS = (
 MIGRATING = 0x746D696C
 """Advisory lock around migrations."""
 
+LIMITS = f"""
+SET lock_timeout = {round(1000 * LOCK_S)};
+SET idle_in_transaction_session_timeout = {round(1000 * TIMEOUT_S)}"""
+"""Of every connection that takes part in transactions of sessions."""
 MINE = "unnest(%(id)s::text[], %(epoch)s::bigint[]) AS mine (id, epoch)"
 OURS = "sessions.id = mine.id AND sessions.epoch = mine.epoch AND sessions.owner = %(me)s"
 """The fence: what every write of sessions demands."""
@@ -155,6 +162,9 @@ UPDATE sessions SET answering = true, answer_id = mine.answer_id, answer = mine.
 FROM unnest(%(id)s::text[], %(epoch)s::bigint[], %(answer_id)s::text[], %(answer)s::text[])
     AS mine (id, epoch, answer_id, answer)
 WHERE {OURS} RETURNING sessions.id"""
+PLAIN_BODY = r"""
+CASE WHEN strpos(body, '\u0000') = 0 THEN body ELSE regexp_replace(body, '(?<!\\)((?:\\\\)*)\\u0000', '\1', 'g') END"""
+"""Without characters that PostgreSQL cannot have in a text, and therefore reads in no JSON, either."""
 RELEASE = f"UPDATE sessions SET owner = NULL FROM {MINE} WHERE {OURS} RETURNING sessions.id"
 DELETE = """
 WITH gone AS (DELETE FROM sessions WHERE {which} RETURNING id),
@@ -216,12 +226,18 @@ class PostgresStore:
         except driver.Error as error:
             raise ConfigError(f"cannot use the store {_shown(url)}: {_first_line(error)}") from None
         self._failures: tuple[type[Exception], ...] = (driver.Error, OSError)
-        lane = partial(_Lane, connect=connect, failure=driver.Error, server_id=self.server_id)
+
+        def connect_lane() -> Connection:
+            connection = connect()
+            connection.execute(LIMITS)
+            return connection
+
+        lane = partial(_Lane, connect=connect_lane, failure=driver.Error, server_id=self.server_id)
         self._writers = [lane(f"tokenmill-store-{i}") for i in range(NUM_WRITERS)]
         self._readers = [lane(f"tokenmill-reads-{i}") for i in range(NUM_READERS)]
         self._turn = 0
-        self.documents = Documents(self._post_document)
-        self.blobs = Blobs(self._post, self.server_id, self._elsewhere)
+        self.documents = Documents(self._post_document, read=self._read_document)
+        self.blobs = Blobs(self._post, self._post_read, self.server_id, self._elsewhere)
         self._closing = threading.Event()
         self._is_closed = False
         self._heart = threading.Thread(target=self._beat, args=(connection,), name="tokenmill-lease", daemon=True)
@@ -473,13 +489,19 @@ class PostgresStore:
         return lanes[self._turn % len(lanes)]
 
     def _read(self, work: Callable[[Connection], T]) -> T:
-        return self._next(self._readers).post(work).result()
+        return self._post_read(work).result()
 
     def _post(self, work: Callable[[Connection], T]) -> Future[T]:
         return self._next(self._writers).post(work)
 
+    def _post_read(self, work: Callable[[Connection], T]) -> Future[T]:
+        return self._next(self._readers).post(work)
+
     def _post_document(self, work: Callable[[Any], T], *, frees_space: bool = False) -> Future[T]:  # noqa: ARG002
         return self._next(self._writers).post(lambda connection: work(_Dialect(connection)))
+
+    def _read_document(self, work: Callable[[Any], T]) -> Future[T]:
+        return self._post_read(lambda connection: work(_Dialect(connection)))
 
     # -- KV of other servers -------------------------------------------------------------------------------------------
 
@@ -656,7 +678,8 @@ class _Lane:
             places.setdefault(str(job.statement), []).append(place)
         cursors = {}
         try:
-            with connection.pipeline(), connection.transaction():
+            with connection.pipeline():  # with `transaction()` in it there would be a round trip for each part
+                connection.execute("BEGIN")
                 if all(job.is_lazy for job in jobs):
                     connection.execute("SET LOCAL synchronous_commit = off")
                 for row in rows:
@@ -666,6 +689,7 @@ class _Lane:
                     names = rows[these[0]].values
                     columns = {name: [rows[place].values[name] for place in these] for name in names}
                     cursors[statement] = connection.execute(statement, {**columns, "me": self._server_id})
+                connection.execute("COMMIT")
         except BaseException:  # a pipeline that has failed skips the end of its transaction
             with suppress(self._failure):
                 connection.rollback()
@@ -713,7 +737,10 @@ class _Dialect:
     WORDS = (
         ("?", "%s"),
         ("ifnull(", "coalesce("),
-        ("json_extract(body, %s)", "jsonb_path_query_first(body::jsonb, %s::text::jsonpath) #>> '{}'"),
+        (
+            "EXISTS (SELECT 1 FROM json_each(body, %s) WHERE key = %s AND value = %s)",
+            f"({PLAIN_BODY})::json #> string_to_array(substr(%s, 3), '.') ->> %s = %s",
+        ),
     )
 
     def __init__(self, connection: Connection) -> None:
@@ -801,7 +828,8 @@ def _moved(session_id: str) -> SessionMoved:
 
 
 def _not_stored(error: Exception, *, is_lost: bool) -> NotDurable:
-    return (StoreUnavailable if is_lost else NotDurable)(_first_line(error))
+    is_locked = getattr(error, "sqlstate", None) == LOCK_NOT_AVAILABLE
+    return (StoreUnavailable if is_lost or is_locked else NotDurable)(_first_line(error))
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -68,9 +68,14 @@ async def find_talk(served: Served, name: str, key: str, param: str = "conversat
     return Talk(name, key, **found.body)
 
 
-async def save_talk(served: Served, talk: Talk, *, is_new: bool = False) -> None:
-    if not await served.put(CONVERSATION, talk.id, talk.key, talk.body, replaces=not is_new):
-        raise ApiError(404, "the conversation was deleted meanwhile", code="conversation_not_found")
+async def save_talk(served: Served, talk: Talk, before: Talk | None = None) -> None:
+    """Store a new conversation, or what has become of the one `before`, unless another server has changed that."""
+    name, key = talk.id, talk.key
+    if before is None:
+        await served.put(CONVERSATION, name, key, talk.body)
+    elif not await served.put(CONVERSATION, name, key, talk.body, replaces=True, before=before.body):
+        await find_talk(served, name, key)  # unless it was deleted meanwhile
+        raise conversation_locked()
 
 
 def with_items(talk: Talk, more: Sequence[Item], session: Mapping[str, Any] | None) -> Talk:
@@ -134,7 +139,7 @@ def conversation_routes(served: Served) -> APIRouter:
         """A new conversation, empty or with items."""
         name, items = f"conv_{secrets.token_hex(24)}", checked(body.items)
         talk = Talk(name, http.state.caller.key, int(time.time()), check_metadata(body.metadata), items)
-        await save_talk(served, talk, is_new=True)
+        await save_talk(served, talk)
         return JSONResponse(talk.shape)
 
     @api.get("/conversations/{conversation_id}", responses=one)
@@ -149,9 +154,9 @@ def conversation_routes(served: Served) -> APIRouter:
             talk = await find(http, conversation_id)
             check_free(talk)
             metadata = check_metadata(body.metadata)
-            talk = Talk(talk.id, talk.key, talk.created_at, metadata, talk.items, talk.session)
-            await save_talk(served, talk)
-        return JSONResponse(talk.shape)
+            changed = replace(talk, metadata=metadata)
+            await save_talk(served, changed, talk)
+        return JSONResponse(changed.shape)
 
     @api.delete("/conversations/{conversation_id}", responses={200: {"model": schemas.Deleted}, **refusals})
     async def delete_conversation(http: Request, conversation_id: ConversationId) -> Response:
@@ -173,10 +178,7 @@ def conversation_routes(served: Served) -> APIRouter:
             taken = {item["id"] for item in talk.items}
             if twice := next((item["id"] for item in items if item["id"] in taken), None):
                 raise ApiError(400, f"the conversation has an item {twice!r:.80} already", param="items")
-            # What a session has is a beginning of the items still.
-            session = talk.session
-            items_of = [*talk.items, *items]
-            await save_talk(served, Talk(talk.id, talk.key, talk.created_at, talk.metadata, items_of, session))
+            await save_talk(served, replace(talk, items=[*talk.items, *items]), talk)  # its session has their beginning
         return JSONResponse(page_of(items, has_more=False))
 
     @api.get("/conversations/{conversation_id}/items", responses=several)
@@ -198,7 +200,7 @@ def conversation_routes(served: Served) -> APIRouter:
             check_free(talk)
             gone = _item(talk, item_id)
             left = [item for item in talk.items if item is not gone]
-            await save_talk(served, Talk(talk.id, talk.key, talk.created_at, talk.metadata, left))
+            await save_talk(served, replace(talk, items=left, session=None), talk)
         await end_session(served, talk)
         return JSONResponse(talk.shape)
 

@@ -305,7 +305,7 @@ class Started:
         if self.past.talk is not None:
             more = [*self.items, *response["output"]]
             try:
-                await save_talk(self.served, with_items(self.past.talk, more, self.session))
+                await save_talk(self.served, with_items(self.past.talk, more, self.session), self.past.talk)
             except Overloaded as error:  # not a moment's: nothing is won if it is generated again
                 raise ApiError(507, f"the conversation can't grow: {error}", "server_error", "not_stored") from None
             self.is_saved = True
