@@ -385,7 +385,7 @@ class SessionManager:
         if session is not None:
             if session.problem is not None and not session.is_stored and not session.is_busy:
                 self.save(session)  # the store had failed when it was created; what is next is written behind this
-            if may_be_stale or not session.is_stored or session.is_busy or session.waiting:
+            if may_be_stale or not session.epoch or not session.is_stored or session.is_busy or session.waiting:
                 return
             if await asyncio.wrap_future(persistence.store.holds(session_id, session.epoch)):
                 return
