@@ -430,7 +430,7 @@ class EngineCore:
         plan = flight.step.plan
         if self._drafter is not None:
             if plan.names_proposals:  # the device has these tokens already
-                flight = replace(flight, step=replace(flight.step, plan=plan.knowing(self._drafter.settle())))
+                flight = replace(flight, step=replace(flight.step, plan=plan.knowing(self._drafter.await_drafts())))
             drafting_s = self._drafter.took_since(self._last_collect)
         if self.depth and plan.num_proposed and not self._in_flight:
             # Nothing was submitted ahead: what the host did meanwhile is part of what proposed tokens take.

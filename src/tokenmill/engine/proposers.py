@@ -367,8 +367,8 @@ class DraftProposer:
     A draft model that fails is given up; requests go on without it.
 
     Where both backends run ahead, the last drafts are not waited for: they are copied from token table to token table
-    and proposed by the names of their rows, so that the step that verifies them is launched behind them. `settle` says
-    what they are.
+    and proposed by the names of their rows, so that the step that verifies them is launched behind them.
+    `await_drafts` says what they are.
     """
 
     name = "draft"
@@ -408,7 +408,7 @@ class DraftProposer:
         found = [NO_PROPOSAL] * len(requests)
         if self._backend is None:
             return found
-        self.settle()
+        self.await_drafts()
         self._named = {}
         try:
             turns = self._turns(requests, most)
@@ -419,7 +419,7 @@ class DraftProposer:
             self._give_up(error)
         return found
 
-    def settle(self) -> Mapping[int, int]:
+    def await_drafts(self) -> Mapping[int, int]:
         """Wait for the drafts that are on their way: name -> token, of those of the latest call that can be said."""
         current, self._round = self._round, None
         if current is None or self._backend is None:
@@ -483,10 +483,10 @@ class DraftProposer:
         if held is None:
             held = self._start(request)
         elif held.drafted or held.num_computed >= len(request.tokens):
-            self._settle(request, held)
+            self._trim_to_log(request, held)
         return held
 
-    def _settle(self, request: Request, held: _Held) -> None:
+    def _trim_to_log(self, request: Request, held: _Held) -> None:
         num_agreed = num_common(request.tokens[held.num_computed :], held.drafted)
         held.num_computed = min(held.num_computed + num_agreed, len(request.tokens) - 1)
         held.drafted = ()
@@ -505,12 +505,12 @@ class DraftProposer:
 
     def forget(self, request: Request) -> None:
         """Park its KV: it may come back, or another request may begin with the same tokens."""
-        self.settle()
+        self.await_drafts()
         held = self._held.pop(request.request_id, None)
         if held is None or self._backend is None:
             return
         try:
-            self._settle(request, held)
+            self._trim_to_log(request, held)
             hints = replace(request.hints, owner=None)
             self._kv.park(held.seq, request.tokens.array, request.num_prompt, hints)
         except Exception as error:  # as in `propose`
@@ -529,7 +529,7 @@ class DraftProposer:
 
     def check_integrity(self, *, is_idle: bool) -> None:
         """Raise `IntegrityError` if the books do not balance; when idle, nothing but parked KV may be left."""
-        self.settle()
+        self.await_drafts()
         if self._backend is None:
             return
         self._kv.check_integrity()

@@ -52,7 +52,7 @@ class _Proposed:
     more_positions: IntArray
 
 
-NOTHING_PROPOSED = _Proposed(None, NO_ROWS, NO_ROWS, (), NO_ROWS, NO_ROWS, NO_ROWS)
+NO_PROPOSALS = _Proposed(None, NO_ROWS, NO_ROWS, (), NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class RunningRows:
@@ -213,7 +213,7 @@ class RunningRows:
         counts, logits_rows = self.ones[: len(decodes)], self.in_order[: len(decodes)]
         scores: tuple[PromptRows, ...] = ()
         pools: tuple[PromptRows, ...] = ()
-        proposed = NOTHING_PROPOSED
+        proposed = NO_PROPOSALS
         if draft.proposals:
             proposed = self._proposed(decodes, draft.proposals)
             batch, counts, logits_rows = proposed.batch, proposed.counts, proposed.logits_rows

@@ -108,7 +108,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, SessionElsewhere):
         return unavailable("the session is on another server", "session_elsewhere", RETRY_SOON)
     if isinstance(error, SessionMoved):
-        return ApiError(409, "another server has taken the session over", code="session_moved", headers=RETRY_SOON)
+        return ApiError(409, str(error), code="session_moved", headers=RETRY_SOON)
     if isinstance(error, StoreUnavailable):
         return unavailable("the session store does not answer; try again", "store_unavailable", RETRY_SOON)
     if isinstance(error, NotDurable):
