@@ -8,6 +8,7 @@ fresh    1 sequence: tokens among which nothing repeats (bar: 0.95)
 batch    16 sequences: the chat answers (bar: 0.95)
 rows     a step with 1 to 8 tokens of one sequence against one with as many sequences (bar: 1.05 times its time)
 lookup   microseconds of a lookup in 1,000,000 tokens (bar: 20)
+peer     the texts of `copy`, beside llama.cpp with and without the prompt lookup of llama-cpp-python
 
 On random weights of a real model's shape on a CUDA card (`--shape`, which needs torch, triton and numpy only):
 
@@ -25,7 +26,9 @@ when they decode greedily, random ones always do. The time counted is from the f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
 import time
@@ -36,6 +39,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from tokenmill.backends.library import pull
 from tokenmill.bench import bench_parser
 from tokenmill.config import DEFAULT_MODEL, EngineConfig
 from tokenmill.contract import BatchBuilder, DecodeOutput, IntArray, ModelHandle, Output, Sampled, Sampler
@@ -418,6 +422,49 @@ def copy(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def peer(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of ours and theirs in turn, each saying the same; theirs relative to itself without lookup."""
+    from llama_cpp import Llama, LogitsProcessorList
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    replayer, found = on_model(options, 1), {}
+    shared: dict[str, Any] = {"model_path": str(pull(options.model)), "n_ctx": 2048, "verbose": False}
+    shared["n_threads"] = options.threads or os.cpu_count()
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=10)
+    theirs = {"with": Llama(**shared, draft_model=lookup, logits_all=True), "without": Llama(**shared)}
+
+    def run(llama: Any, prompt: list[int], output: list[int]) -> float:
+        """Seconds a token, as `Replayer.run` counts them."""
+        said = [*prompt, *output]
+
+        def force(before: Any, scores: Any) -> Any:
+            scores[said[min(len(before), len(said) - 1)]] = 1e9
+            return scores
+
+        llama.reset()
+        tokens = llama.generate(prompt, temp=0, logits_processor=LogitsProcessorList([force]))
+        heard = [next(tokens)]
+        began = time.perf_counter()
+        heard += itertools.islice(tokens, len(output) - 1)
+        if heard != output:
+            raise SystemExit("llama.cpp did not say what it was told to")
+        return (time.perf_counter() - began) / len(output)
+
+    for name, (prompt, output) in COPIES.items():
+        log = (encoded(replayer, prompt), encoded(replayer, output, is_output=True))
+        speeds: dict[str, list[float]] = {"ours": [], "with": [], "without": []}
+        for number in range(options.rounds + 1):
+            seconds = {"ours": replayer.run([log], "auto")} | {how: run(one, *log) for how, one in theirs.items()}
+            if number:
+                for how, each in seconds.items():
+                    speeds[how].append(1 / each)
+        ratio = statistics.median(a / b for a, b in zip(speeds["ours"], speeds["with"], strict=True))
+        gain = statistics.median(a / b for a, b in zip(speeds["with"], speeds["without"], strict=True))
+        medians = {how: round(statistics.median(values), 1) for how, values in speeds.items()}
+        found[name] = {"tokens_per_s": medians, "ours / theirs": round(ratio, 2), "their speedup": round(gain, 2)}
+    return found
+
+
 def chat(options: argparse.Namespace) -> dict[str, Any]:
     """The third turns, with the same user's other chats in the index; `all`: their total times, compared."""
     replayer, found = on_model(options, 1), {}
@@ -521,6 +568,7 @@ def rows(options: argparse.Namespace, context: int = 512) -> dict[str, Any]:
 
 ON_MODEL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "copy": copy, "chat": chat, "fresh": fresh, "batch": batch, "rows": rows, "lookup": lookup,
+    "peer": peer,
 }  # fmt: skip
 ON_SHAPE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "full": full, "wide": wide, "draft": draft, "same": same,

@@ -16,10 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,16 @@ from tokenmill.backends.fake import FakeConfig, FakeModel
 from tokenmill.bench.load_clients import serving
 from tokenmill.config import DEFAULT_MODEL
 from tokenmill.params import SamplingParams
+from tokenmill.session.log import Turn
 from tokenmill.session.manager import SessionLimits
 from tokenmill.session.postgres import PostgresStore
+from tokenmill.session.records import SessionRecord, record_of
 from tokenmill.session.store import DATABASE, SessionStore, Store
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 WRITERS = 63
+TURN_TOKENS = 200
+"""Of a turn that is written to a store alone."""
 
 
 def service(store: Store) -> SessionService:
@@ -84,6 +90,36 @@ async def turns_per_s(one: SessionService, seconds: float) -> float:
     return rate
 
 
+def written_per_s(store: Store, record: SessionRecord, fingerprint: str, seconds: float) -> float:
+    """Turns of 200 tokens that the store acknowledges to as many threads as there are writers, without an engine."""
+    ends_at = time.perf_counter() + seconds
+    counts = [0] * WRITERS
+
+    def write(number: int) -> None:
+        name, ids = f"{record.session_id}-{number}", list(range(TURN_TOKENS // 2))
+        tokens, turns, count = record.tokens, record.turns, 0
+        while time.perf_counter() < ends_at:
+            middle, end = len(tokens) + len(ids), len(tokens) + 2 * len(ids)
+            asked = Turn("input", ({"role": "user", "content": "a short question"},), middle)
+            answered = Turn("answer", ({"role": "assistant", "content": "a short answer"},), end)
+            tokens, turns = tokens.extended(ids).extended(ids), turns.extended([asked, answered])
+            if store.is_shared and count:  # the session is there
+                store.begin_answer(name, 1, {"id": f"answer-{count}", "given": "a short question"})
+            now = replace(record, session_id=name, tokens=tokens, turns=turns)
+            store.save(now, fingerprint, 1, is_new=count == 0).result()
+            count += 1
+        counts[number] = count
+        store.delete(name, 1).result()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(WRITERS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - began)
+
+
 async def compare(url: str, pairs: int, num_turns: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, Store] = {"sqlite": SessionStore(folder), "postgresql": PostgresStore(url)}
@@ -93,8 +129,16 @@ async def compare(url: str, pairs: int, num_turns: int, seconds: float) -> dict[
         for _ in range(pairs):
             for name, one in services.items():
                 found[name].append(await latency_ms(one, num_turns))
+        written: dict[str, list[float]] = {"sqlite": [], "postgresql": []}
         for name, one in services.items():
             rates[name] = await turns_per_s(one, seconds)
+        model = services["sqlite"]._model()
+        empty = model.queue.find(await services["sqlite"].create_session(sampling_params=PARAMS))
+        record, fingerprint = record_of(empty), model.fingerprint.of_log
+        for _ in range(3):
+            for name, store in stores.items():
+                written[name].append(await asyncio.to_thread(written_per_s, store, record, fingerprint, seconds / 2))
+        for name, one in services.items():
             await one.close()
             await asyncio.to_thread(stores[name].close)
     ratios = [ours / theirs for theirs, ours in zip(found["sqlite"], found["postgresql"], strict=True)]
@@ -103,6 +147,7 @@ async def compare(url: str, pairs: int, num_turns: int, seconds: float) -> dict[
         "ratio_median_of_pairs": round(statistics.median(ratios), 2),
         "ratios": [round(one, 2) for one in ratios],
         f"turns_per_s_{WRITERS}_writers": {name: round(rate) for name, rate in rates.items()},
+        f"written_per_s_{WRITERS}_writers": {name: round(statistics.median(all_)) for name, all_ in written.items()},
     }
 
 

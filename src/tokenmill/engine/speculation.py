@@ -346,10 +346,15 @@ class Speculation:
         # Likeliest first. A row's own stay in order: each is less likely than the one before it.
         chances.sort(key=lambda one: -one[0])
         chances = chances[: min(draft.budget, price.most)]
-        worth = _best([chance for chance, _ in chances], len(draft.decodes), price.base, price.proposed)
+        worth = _best([chance for chance, _ in chances], self._num_sure(draft), price.base, price.proposed)
         for _, row in chances[: worth.count]:
             counts[row] += 1
         return counts
+
+    def _num_sure(self, draft: Draft) -> int:
+        """Tokens that the step gives in any case. Those of background prompts, too: they get the time that is left."""
+        chunks = {} if draft.background_s is None else draft.chunks
+        return len(draft.decodes) + sum(count for row, count in chunks.items() if self._rows.is_background[row])
 
     # -- what became of it --------------------------------------------------------------------------------------------
 

@@ -36,7 +36,9 @@ _STEPS, _UNTIL = "its steps", "its end"
 def compile_template(source: str) -> Template:
     """The template, or `InvalidRequest` if it is none."""
     try:
-        return _Environment().from_string(source)
+        template = _Environment().from_string(source)
+        template.globals = dict(template.globals)  # it is copied for each rendering, which takes long for a ChainMap
+        return template
     except Exception as error:  # jinja2 lets some others than its own through, RecursionError for one
         raise InvalidRequest(f"invalid chat template: {_one_line(error)}") from None
 
