@@ -41,9 +41,8 @@ FORGET = 0.98
 
 ALONE_STEPS, ERRORS = 7, 15
 """Observations that `BackgroundCost` keeps of steps without background requests, and with them."""
-LEAST_SHARE, MOST_SHARE = 0.25, 2.0
-"""Of the time of background requests: what they keep when they take longer than predicted, and get at most when
-steps beside them take less."""
+LEAST_SHARE = 0.25
+"""Least fraction of their time that background requests keep when they take longer than predicted."""
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
 LEAST = 0.02
@@ -234,13 +233,10 @@ class BackgroundCost:
         return statistics.median(seconds * min(1.0, num_rows / rows) for rows, seconds in self._alone)
 
     def budget_s(self, alone_s: float, slowdown: float) -> float:
-        """Predicted seconds of background tokens with which such a step is expected to take `slowdown` times as long.
-
-        More than it grows by, if it has fewer proposed tokens than without them.
-        """
+        """Predicted seconds by which background tokens may lengthen such a step."""
         share = slowdown - 1
         error = statistics.median(self._errors) if len(self._errors) >= ENOUGH else 0.0
-        return alone_s * min(max(share + error, LEAST_SHARE * share), MOST_SHARE * share)
+        return alone_s * min(max(share + error, LEAST_SHARE * share), share)
 
 
 class CostModel:
