@@ -435,10 +435,11 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
 
     def run(llama: Any, prompt: list[int], output: list[int]) -> float:
         """Seconds a token, as `Replayer.run` counts them."""
-        said = [*prompt, *output]
+        left = iter(output)
 
-        def force(before: Any, scores: Any) -> Any:
-            scores[said[min(len(before), len(said) - 1)]] = 1e9
+        def force(_: Any, scores: Any) -> Any:
+            """Called for each token that is said, and for none of those that are looked up."""
+            scores[next(left)] = 1e9
             return scores
 
         llama.reset()

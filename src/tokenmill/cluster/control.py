@@ -7,6 +7,7 @@ It is known by a file in the node's directory, so that `down` ends this node and
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -222,6 +223,7 @@ def address_of(directory: Path, address: str | None) -> str:
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """As a client of the cluster; `EngineDead` if there is none."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(address, namespace="serve", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
