@@ -25,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenmill.cluster.placement import LEAST_BOUND, LOAD_FACTOR, HashRing
+from tokenmill.cluster.placement import LOAD_FACTOR, MIN_LOAD_BOUND, HashRing
 from tokenmill.engine.cost_model import CostModel
 
 NOBODY = -1
@@ -543,7 +543,7 @@ class Fleet:
     @property
     def bound(self) -> int:
         """`load_bound` of tokenmill.cluster.placement, from the sum."""
-        return max(LEAST_BOUND, math.ceil(LOAD_FACTOR * (self.total_load + 1) / max(1, len(self.routable))))
+        return max(MIN_LOAD_BOUND, math.ceil(LOAD_FACTOR * (self.total_load + 1) / max(1, len(self.routable))))
 
     def _by_prefix(self, session: int) -> int | None:
         """Where the session's KV is; else where its system prompt is; both within the bound."""

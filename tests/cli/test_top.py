@@ -189,9 +189,10 @@ def test_once_prints_one_frame(server: Running) -> None:
 
 
 def test_a_wrong_key_and_a_server_that_is_gone_are_told(server: Running) -> None:
-    refused = call(server, "--api-key", "wrong", "--once")
-    assert refused.returncode == 2
-    assert "requires an API key" in refused.stderr
+    for more in ((), ("--cluster",)):
+        refused = call(server, "--api-key", "wrong", "--once", *more)
+        assert refused.returncode == 2
+        assert "requires an API key" in refused.stderr
     gone = subprocess.run([TOKENMILL, "top", "--url", "http://127.0.0.1:9", "--once"], capture_output=True, text=True)
     assert gone.returncode == 3
     assert "no server at http://127.0.0.1:9" in gone.stderr

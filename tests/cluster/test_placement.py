@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.cluster.placement import (
-    LEAST_BOUND,
     LOAD_FACTOR,
+    MIN_LOAD_BOUND,
     Affinity,
     HashRing,
     ReplicaLoad,
@@ -156,17 +156,17 @@ def test_one_hot_prefix_loads_no_replica_beyond_the_bound(num_replicas: int, num
     for _ in range(num_requests):
         loads[rank(key, ring, loads)[0][0]] += 1
     mean = num_requests / num_replicas
-    assert max(loads.values()) <= max(LEAST_BOUND, LOAD_FACTOR * mean + 1)
+    assert max(loads.values()) <= max(MIN_LOAD_BOUND, LOAD_FACTOR * mean + 1)
 
 
 def test_a_prefix_stays_while_its_replica_has_little_to_do() -> None:
     """A request that has just ended may still be counted."""
     ring, key = HashRing("abc"), RoutingKey(Affinity.PREFIX, "opening")
     owner = ring.owner(key.value)
-    for count in range(LEAST_BOUND):
+    for count in range(MIN_LOAD_BOUND):
         loads = {name: count if name == owner else 0 for name in "abc"}
         assert rank(key, ring, loads)[0] == [owner]
-    assert rank(key, ring, {**loads, str(owner): LEAST_BOUND})[0] != [owner]
+    assert rank(key, ring, {**loads, str(owner): MIN_LOAD_BOUND})[0] != [owner]
 
 
 @given(LOADS)

@@ -257,6 +257,25 @@ def test_a2_a_new_question_in_place_of_an_answer_that_died(db: Database, tmp_pat
         assert reply.status == 409
 
 
+def test_a2_an_answer_is_resumed_although_the_first_attempt_failed(db: Database, tmp_path: Path) -> None:
+    import psycopg
+
+    with nodes(db, tmp_path, 2, "--extra", "step_us=3000") as (one, two):  # longer than locks are waited for
+        session, heard = one.create(temperature=1.0, seed=11), Heard()
+        begin(one, session, "a question").read(heard, 1)
+        one.kill()
+        path = f"/v1/sessions/{session}"
+        assert two.request("POST", f"{path}/resume", {"token_ids": [1 << 40]}).status == 400, "it has the session now"
+        with psycopg.connect(db.url) as stopped:
+            stopped.execute("SELECT 1 FROM sessions FOR UPDATE")
+            failed = two.request("GET", f"{path}/stream", **{"Last-Event-ID": heard.last_id or ""})
+            assert failed.status == 503, failed.body
+        before = list(heard.token_ids)
+        assert resume(two, session, heard).finish_reason == "length"
+        assert heard.token_ids[: len(before)] == before
+        assert len(two.turns(session)) == 2
+
+
 def test_a2_an_answer_that_died_is_not_run_again_behind_a_newer_turn(db: Database, tmp_path: Path) -> None:
     """Although it was asked for in between, in vain."""
     with nodes(db, tmp_path) as (one, two):

@@ -47,7 +47,7 @@ def test_documents_are_as_in_a_directory(store: PostgresStore, story: Callable[[
 def test_one_of_many_changes_at_once_is_stored(store: PostgresStore) -> None:
     store.documents.put(note("a")).result()
     changes = [note("a", text=str(i)) for i in range(16)]
-    puts = [store.documents.put(one, replaces=True, before={"text": "x"}) for one in changes]
+    puts = [store.documents.put(one, replaces=True, expected={"text": "x"}) for one in changes]
     stored = [one.body for one, put in zip(changes, puts, strict=True) if put.result().is_stored]
     found = store.documents.get("note", "a", "alice").result()
     assert found is not None
@@ -119,6 +119,11 @@ def test_a_row_that_a_stopped_server_holds_delays_nobody_else(db: Database, stor
         with pytest.raises(StoreUnavailable):
             writes["two"].result(4 * LOCK_S)
     store.save(record("two", [1, 2]), SCOPE.fingerprint, 1).result()
+    store.documents.put(note("a")).result()
+    with psycopg.connect(db.url) as stopped:
+        stopped.execute("SELECT 1 FROM documents FOR UPDATE")
+        with pytest.raises(StoreUnavailable):
+            store.documents.put(note("a", text="changed"), replaces=True).result(4 * LOCK_S)
 
 
 def test_a_session_that_is_created_while_the_database_is_away_is_kept(db: Database, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tokenmill.cli.main import main
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.server.app import check_certificate
-from tokenmill.server.config import ServerConfig, hash_key, read_server_table
+from tokenmill.server.config import ServerConfig, hash_key, read_server_table, settings_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 CLIENT = "127.0.0.2"
@@ -201,6 +201,11 @@ def test_https_is_asked_for_in_a_toml_file(tmp_path: Path) -> None:
         answer = connection.getresponse()
         assert (answer.status, "100 bytes" in answer.read().decode()) == (413, True)
         connection.close()
+
+
+def test_settings_of_a_table_have_the_types_of_their_fields() -> None:
+    table: dict[str, Any] = {"session_ttl_s": None, "drain_s": 0, "insecure": True, "cors_origins": ["a"], "idle_s": 3}
+    assert settings_of(table, table.keys(), "here") == {**table, "cors_origins": ("a",)}
 
 
 @pytest.mark.parametrize(

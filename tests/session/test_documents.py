@@ -103,13 +103,13 @@ def test_a_replacement_needs_a_document(documents: Documents) -> None:
 def test_a_replacement_of_what_has_changed_is_refused(documents: Documents) -> None:
     documents.put(note("a")).result()
     now = {"text": "changed", "more": [1, 2.5, "é"]}
-    assert documents.put(Document("note", "a", "alice", now), replaces=True, before={"text": "x"}).result().is_stored
+    assert documents.put(Document("note", "a", "alice", now), replaces=True, expected={"text": "x"}).result().is_stored
     for before in ({"text": "x"}, {"text": "changed"}):
-        assert not documents.put(note("a", text="late"), replaces=True, before=before).result().is_stored
+        assert not documents.put(note("a", text="late"), replaces=True, expected=before).result().is_stored
     found = documents.get("note", "a", "alice").result()
     assert found is not None
     assert found.body == now
-    assert documents.put(note("a"), replaces=True, before=found.body).result().is_stored
+    assert documents.put(note("a"), replaces=True, expected=found.body).result().is_stored
 
 
 def evict_the_oldest(documents: Documents) -> None:
@@ -254,7 +254,7 @@ BUGS: list[tuple[PlantedBug, Callable[[Documents], None]]] = [
     (PlantedBug("taken over", module, "_put", "INSERT", "INSERT.replace('WHERE documents.owner = excluded.owner', '')"),
      belong_to_their_owner),
     (PlantedBug("undead", module, "_put", "refusal is None and replaces", "False"), replacement_needs_a_document),
-    (PlantedBug("lost change", module, "_put", "before is None", "True"),
+    (PlantedBug("lost change", module, "_put", "expected is None", "True"),
      test_a_replacement_of_what_has_changed_is_refused),
     (PlantedBug("used is not newer", Documents, "get", "is_used", "False"), evict_the_oldest),
     (PlantedBug("bodies are new documents", module, "_make_room", "size_before is None", "True"), evict_the_oldest),

@@ -243,8 +243,9 @@ class ClusterState:
 
     def look(self) -> None:
         """Which servers are there now. `EngineDead` if none answers."""
+        answer = self._address.get("/v1/servers")
         try:
-            with self._address.get("/v1/servers") as answer:
+            with answer:
                 names = [str(one["id"]) for one in json.load(answer)["data"]]
         except BROKEN as error:
             raise EngineDead(f"{self._address.url}: unexpected response: {type(error).__name__} {error}") from None

@@ -22,9 +22,9 @@ from typing import Any
 POINTS = 100
 """Of each member on the ring. The share of a member then varies by about a tenth."""
 LOAD_FACTOR = 1.25
-"""A replica takes stateless requests for their prefix up to this multiple of the mean load..."""
-LEAST_BOUND = 4
-"""...and in any case so many, which it computes together: a prefix is not moved to even out what is next to nothing."""
+"""A replica takes stateless requests for their prefix up to this multiple of the mean load."""
+MIN_LOAD_BOUND = 4
+"""Floor of that bound: below it, a prefix hit outweighs an even load."""
 MOST_RANKS = 3
 """Replicas of a session that are tried one after the other: its owner, and those next on the ring."""
 
@@ -207,7 +207,7 @@ def rank(
 def load_bound(loads: Iterable[int], factor: float = LOAD_FACTOR) -> int:
     """Requests that a replica may have with the next one, so that none has far more than `factor` times the mean."""
     counts = list(loads)
-    return max(LEAST_BOUND, math.ceil(factor * (sum(counts) + 1) / len(counts)))
+    return max(MIN_LOAD_BOUND, math.ceil(factor * (sum(counts) + 1) / len(counts)))
 
 
 @dataclass(frozen=True)

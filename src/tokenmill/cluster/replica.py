@@ -47,7 +47,7 @@ MAX_QUEUED = 1024
 DRAIN_DELAY_S = 2.0
 """For proxies to hear that a replica is going."""
 STREAM_SPARE_S = 60.0
-"""A stream is ended so long after the longest request must be over."""
+"""Grace period of a stream beyond the longest request."""
 LOOK_S = 0.2
 LOOPBACK_HOST = "127.0.0.1"
 SETTINGS = frozenset({"model", "models", "engine", "server", "store", "log_level"})
@@ -266,13 +266,13 @@ class _Stopping:
 class Connected:
     """The application behind Serve's proxies, which have the connection to the client.
 
-    Serve cancels a request whose client has gone. It takes events as fast as they come and keeps what a slow client has
-    not read, so streams are ended after a while: an answer is over by then, and those without an end are begun again.
+    Serve cancels a request whose client has gone. Its proxy buffers without backpressure, so each request is aborted
+    after `max_stream_s`: answers are over by then, and clients of endless streams reconnect.
     """
 
-    def __init__(self, app: ASGIApp, longest_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_stream_s: float) -> None:
         self._app = app
-        self._longest_s = longest_s
+        self._max_stream_s = max_stream_s
         self._open: set[asyncio.Task[Any]] = set()
 
     def abort(self) -> None:
@@ -297,7 +297,7 @@ class Connected:
         scope["state"] = {**scope.get("state", {}), "connection": connection}
         if task is not None:
             self._open.add(task)
-        ending = asyncio.get_running_loop().call_later(self._longest_s, abort)
+        ending = asyncio.get_running_loop().call_later(self._max_stream_s, abort)
         try:
             await self._app(scope, receive, send)
         finally:

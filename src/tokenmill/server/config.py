@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -236,6 +236,8 @@ def settings_of(table: Any, known: Collection[str], where: str) -> dict[str, Any
 def _setting(name: str, given: Any, hint: Any, where: str) -> Any:
     """A value of the type that a field has; where it has several, of the first one of these."""
     plain = {get_origin(one) or one for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,))}
+    if given is None and NoneType in plain:
+        return None
     kind = next(one for one in (bool, int, float, tuple, frozenset, Path, str) if one in plain)
     if kind in (int, float):
         sign, least = ("non-negative", 0) if name in MAY_BE_ZERO else ("positive", math.ulp(0.0))

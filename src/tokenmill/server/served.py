@@ -188,9 +188,9 @@ class Served:
         body: dict[str, Any],
         *,
         replaces: bool = False,
-        before: dict[str, Any] | None = None,
+        expected: dict[str, Any] | None = None,
     ) -> bool:
-        """Store or replace a document of a key; False if the one that it `replaces` is gone, or not as `before`.
+        """Store or replace a document of a key; False if the one that it `replaces` is gone, or not as `expected`.
 
         `Overloaded` beyond a limit, `NotDurable` if the disk rejects the write.
         """
@@ -204,7 +204,7 @@ class Served:
         )
         expires_at = time.time() + KEPT_S if is_evicted else None
         document = Document(kind, name, key, body, expires_at=expires_at)
-        put = await asyncio.wrap_future(self.documents.put(document, bounds, replaces=replaces, before=before))
+        put = await asyncio.wrap_future(self.documents.put(document, bounds, replaces=replaces, expected=expected))
         for evicted_kind, evicted in put.evicted:
             if evicted_kind == RESPONSE:
                 self.responses.drop(evicted)

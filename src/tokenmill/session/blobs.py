@@ -37,7 +37,7 @@ INSERT INTO blobs VALUES (%(name)s, %(begin)s, %(bytes)s)
 ON CONFLICT (name, begin) DO UPDATE SET bytes = excluded.bytes"""
 """A piece that was written before, and not acknowledged, may be written again with more."""
 PIECES = "SELECT begin, bytes FROM blobs WHERE name = %s AND begin >= %s ORDER BY begin LIMIT %s"
-PIECES_AT_ONCE = 16
+PIECES_AT_ONCE = 4
 ORPHANS = """
 DELETE FROM blobs WHERE made_at < now() - interval '1 day'
     AND NOT EXISTS (SELECT 1 FROM documents WHERE kind = 'file' AND id = blobs.name)
@@ -100,21 +100,23 @@ class Blobs:
         """Write a blob to a file; False: there is none. Waits for the database, some pieces at a time."""
         found = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         found.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with found.open("wb") as file:
-            while pieces := self._pieces_from(name, file.tell()).result():
-                for begin, piece in pieces:
-                    if begin == file.tell():
-                        file.write(piece)
-        is_there = found.stat().st_size > 0
-        if is_there:
-            found.replace(path)
-        else:
-            found.unlink()
+        try:
+            with found.open("wb") as file:
+                while pieces := self._pieces_from(name, file.tell()).result():
+                    for begin, piece in pieces:
+                        if begin == file.tell():
+                            file.write(piece)
+            is_there = found.stat().st_size > 0
+            if is_there:
+                found.replace(path)
+        finally:
+            found.unlink(missing_ok=True)
         return is_there
 
     def _pieces_from(self, name: str, begin: int) -> Future[list[tuple[int, bytes]]]:
         def work(connection: Connection) -> list[tuple[int, bytes]]:
-            found: list[tuple[int, bytes]] = connection.execute(PIECES, (name, begin, PIECES_AT_ONCE)).fetchall()
+            rows = connection.execute(PIECES, (name, begin, PIECES_AT_ONCE), binary=True)
+            found: list[tuple[int, bytes]] = rows.fetchall()
             return found if found and found[0][0] == begin else []
 
         return self._read(work)

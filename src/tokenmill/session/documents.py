@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -118,6 +117,7 @@ class Documents:
                 try:
                     done.set_result(work(connection))
                 except Exception as error:
+                    connection.rollback()
                     done.set_exception(error)
 
             try:
@@ -138,18 +138,18 @@ class Documents:
         bounds: Bounds = Bounds(),
         *,
         replaces: bool = False,
-        before: Json | None = None,
+        expected: Json | None = None,
         hold: Callable[[Any], None] = lambda connection: None,  # noqa: ARG005
     ) -> Future[Put]:
         """Store a document, or its new body; if it `replaces` one, only while that is still there.
 
-        With `before` also only while that has this body: what several servers change at once is not lost. The body is
-        not to be changed any more. What must hold at that moment is looked at by `hold`, which raises.
+        `expected`: compare-and-set, only while the stored body equals it. The body is not to be changed any more. What
+        must hold at that moment is looked at by `hold`, which raises.
         """
 
         def work(connection: Any) -> Put:
             hold(connection)
-            return _put(connection, document, bounds, replaces=replaces, before=before)
+            return _put(connection, document, bounds, replaces=replaces, expected=expected)
 
         return self._post(work)
 
@@ -201,30 +201,29 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def _put(
-    connection: sqlite3.Connection, document: Document, bounds: Bounds, *, replaces: bool, before: Json | None
+    connection: sqlite3.Connection, document: Document, bounds: Bounds, *, replaces: bool, expected: Json | None
 ) -> Put:
     text = _dump(document.body)  # here: it may be long
     now, num_bytes = time.time(), len(text.encode())
     connection.execute("DELETE FROM documents WHERE expires_at <= ?", (now,))
     name = (document.kind, document.id)
     found = connection.execute("SELECT num_bytes FROM documents WHERE kind = ? AND id = ?", name).fetchone()
-    connection.execute("SAVEPOINT room")
-    try:
-        evicted, refusal = _make_room(connection, document, num_bytes, bounds, None if found is None else found[0])
-        is_stored = False
-        if refusal is None and replaces:
-            same, texts = ("", []) if before is None else (" AND body = ?", [_dump(before)])
-            values = [document.expires_at, num_bytes, text, *name, document.owner, *texts]
-            is_stored = connection.execute(UPDATE + same, values).rowcount > 0
-        elif refusal is None:
-            values = [*name, document.owner, document.created_at, document.expires_at, num_bytes, text, now]
-            is_stored = connection.execute(INSERT, values).rowcount > 0
-        if not is_stored:
-            connection.execute("ROLLBACK TO room")  # what was evicted for nothing stays
-            return Put(False, refusal)
-    finally:
-        with suppress(sqlite3.Error):  # a full disk may have rolled back all of the transaction
-            connection.execute("RELEASE room")
+    connection.execute("SAVEPOINT room")  # what fails rolls all of the transaction back
+    evicted, refusal = _make_room(connection, document, num_bytes, bounds, None if found is None else found[0])
+    is_stored = False
+    if refusal is None and replaces:
+        # The new body is taken for the old one: a transaction whose commit was not heard of is repeated.
+        same, texts = ("", []) if expected is None else (" AND body IN (?, ?)", [_dump(expected), text])
+        values = [document.expires_at, num_bytes, text, *name, document.owner, *texts]
+        is_stored = connection.execute(UPDATE + same, values).rowcount > 0
+    elif refusal is None:
+        values = [*name, document.owner, document.created_at, document.expires_at, num_bytes, text, now]
+        is_stored = connection.execute(INSERT, values).rowcount > 0
+    if not is_stored:
+        connection.execute("ROLLBACK TO room")  # what was evicted for nothing stays
+    connection.execute("RELEASE room")
+    if not is_stored:
+        return Put(False, refusal)
     return Put(True, evicted=tuple(evicted))
 
 

@@ -383,7 +383,7 @@ class SessionManager:
             return
         session = self.queue.sessions.get(session_id)
         if session is not None:
-            if session.problem is not None and not session.is_stored and not session.is_busy:
+            if session.problem is not None and not (session.is_stored or session.num_saving or session.is_busy):
                 self.save(session)  # the store had failed when it was created; what is next is written behind this
             if may_be_stale or not session.epoch or not session.is_stored or session.is_busy or session.waiting:
                 return
@@ -649,9 +649,11 @@ class SessionManager:
         if self.hands_over(session, live):
             live.durable = False
             return None
+        unfinished = session.unfinished if live.void is not None else None  # it may be run again all the same
         try:
             self._take_answer(session, live)
             saving = self._changed(session)
+            session.unfinished = unfinished
         except Exception:  # a bug; but the session is not to wait for this answer for ever
             log.exception("answer %s could not be put into its session's log", live.request_id)
             saving = None

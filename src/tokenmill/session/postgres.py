@@ -522,7 +522,7 @@ class PostgresStore:
             if response.status != http.HTTPStatus.OK:
                 return None
             parts = []
-            while part := response.read(FETCH_BYTES):
+            while part := response.read1(FETCH_BYTES):
                 parts.append(part)
                 if time.monotonic() - began > FETCH_ALL_S:
                     raise TimeoutError(f"incomplete after {FETCH_ALL_S:.0f} s")

@@ -73,7 +73,7 @@ async def save_talk(served: Served, talk: Talk, before: Talk | None = None) -> N
     name, key = talk.id, talk.key
     if before is None:
         await served.put(CONVERSATION, name, key, talk.body)
-    elif not await served.put(CONVERSATION, name, key, talk.body, replaces=True, before=before.body):
+    elif not await served.put(CONVERSATION, name, key, talk.body, replaces=True, expected=before.body):
         await find_talk(served, name, key)  # unless it was deleted meanwhile
         raise conversation_locked()
 
