@@ -222,13 +222,13 @@ def test_drafts_are_verified_before_the_host_has_seen_them(vocab_size: int) -> N
     verify_all(engine)
     drafter, named = engine._drafter, Counter[str]()
     assert drafter is not None
-    settle = drafter.settle
+    await_drafts = drafter.await_drafts
 
     def count() -> Any:
         named["drafts"] += 0 if drafter._round is None else sum(len(one.rows) for one in drafter._round.flights)
-        return settle()
+        return await_drafts()
 
-    drafter.settle = count  # type: ignore[method-assign]
+    drafter.await_drafts = count  # type: ignore[method-assign]
     asked = requests("draft")
     got, got_ends = outcome(engine, asked)
     assert got == expected
@@ -466,7 +466,7 @@ DRAFT_BUGS = [
     PlantedBug(
         "the draft model keeps the KV of what was not said",
         proposers.DraftProposer,
-        "_settle",
+        "_trim_to_log",
         "self._kv.trim(held.seq, held.num_computed)",
         "pass",
     ),
