@@ -25,7 +25,8 @@ export function App({ chat }) {
   const [dialog, setDialog] = useState(null);
   const [isListShown, setListShown] = useState(!NARROW.matches);
   const { current } = chat;
-  const close = () => setDialog(null);
+  // A dialog tells that it was closed a moment later: another one may be open by then.
+  const closing = (name) => () => setDialog((shown) => (shown === name ? null : shown));
 
   useEffect(() => {
     const onKeyDown = (event) => {
@@ -64,9 +65,9 @@ export function App({ chat }) {
       </main>
       <${Tooltip} />
       <${Announcer} answering=${chat.answering(current)} />
-      ${dialog === "search" && html`<${Search} chat=${chat} onClose=${close} />`}
-      ${dialog === "settings" && html`<${Settings} chat=${chat} conversation=${current} onClose=${close} />`}
-      ${dialog === "shortcuts" && html`<${Shortcuts} onClose=${close} />`}
+      ${dialog === "search" && html`<${Search} chat=${chat} onClose=${closing("search")} />`}
+      ${dialog === "settings" && html`<${Settings} chat=${chat} conversation=${current} onClose=${closing("settings")} />`}
+      ${dialog === "shortcuts" && html`<${Shortcuts} onClose=${closing("shortcuts")} />`}
       ${chat.server === "key" && html`<${KeyDialog} onKey=${() => chat.look()} />`}
     </div>`;
 }
