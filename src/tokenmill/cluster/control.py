@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import stat
@@ -102,7 +103,7 @@ def up(
     began = time.monotonic()
     while (address := _address(directory, join, port, node_ip)) is None or not _is_started(log):
         if process.poll() is not None:
-            raise EngineDead(f"the node did not start: {_last_line(log)}; see {log}")
+            raise EngineDead(f"the node did not start: {_problem_in(log)}; see {log}")
         if time.monotonic() - began > START_S:
             process.terminate()
             raise EngineDead(f"the node has not started after {START_S:.0f} s; see {log}")
@@ -125,9 +126,11 @@ def _is_started(log: Path) -> bool:
     return "Ray runtime started" in log.read_text(errors="replace")
 
 
-def _last_line(log: Path) -> str:
+def _problem_in(log: Path) -> str:
+    """The last exception, or else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (exceptions or lines or ["it said nothing"])[-1]
 
 
 def _own(directory: Path) -> None:
