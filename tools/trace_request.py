@@ -125,8 +125,8 @@ class Recorder:
 
 
 @contextmanager
-def serving(recorder: Recorder) -> Iterator[int]:
-    """A server on a thread of its own; its port."""
+def serving(recorder: Recorder) -> Iterator[tuple[int, Server]]:
+    """A server on a thread of its own, and its port."""
     threading.setprofile(recorder)
     model = FakeModel(FakeConfig(vocab_size=VOCAB_SIZE, max_context=4096, depth=1))
     llm = AsyncLLM(model, config=EngineConfig(max_num_seqs=4, max_queue=8), kv_cache_tokens=32_768)
@@ -143,12 +143,18 @@ def serving(recorder: Recorder) -> Iterator[int]:
     while not server.is_ready:
         time.sleep(0.01)
     try:
-        yield listener.getsockname()[1]
+        yield listener.getsockname()[1], server
     finally:
         server.should_exit = True
         thread.join(WAIT_S)
         listener.close()
         threading.setprofile(None)
+
+
+def until_idle(server: Server) -> None:
+    """A request is counted when it has left, which is after its client has its last byte."""
+    while any(server.served.telemetry.traffic.running.values()):
+        time.sleep(0.01)
 
 
 def pace(event: object) -> None:
@@ -197,9 +203,10 @@ def post(port: int, path: str, body: dict[str, Any]) -> list[bytes]:
 
 def measure(num_tokens: int, *, in_session: bool = False) -> dict[str, Any]:
     recorder = Recorder()
-    with serving(recorder) as port:
+    with serving(recorder) as (port, server):
         stream = partial(stream_turn, port, new_session(port)) if in_session else partial(stream_chat, port)
         stream(num_tokens)
+        until_idle(server)
         traces, events = [], []
         for count in (num_tokens, 2 * num_tokens):
             with recorder.recording() as trace:
