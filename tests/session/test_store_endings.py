@@ -70,7 +70,7 @@ def test_a_session_that_ends_while_another_service_loads_is_not_loaded(
 
             def reading(*given: Any) -> Any:
                 found = read_session(*given)
-                assert found.record.session_id == name
+                assert found is None or found.record.session_id == name  # it may be looked for once more
                 store.delete(name)  # after it was read
                 return found
 
