@@ -50,8 +50,8 @@ BARS = {"idle": 0.1, "running": 1.05, "prefix": 0.1, "turns": 0.04}
 """Largest exponent; that of turns is 20 % from turn 10 to turn 1,000."""
 IDLE_BYTES, TOKEN_BYTES = 4096, 8
 """Most memory of an idle session, and of each of its tokens."""
-WEIGHED = 500
-"""Idle sessions whose memory is taken together."""
+WEIGHED = 8192
+"""Idle sessions whose memory is taken together, from none on: tables that hold all of them grow in leaps."""
 TOGETHER, ANSWERED = 128, 8
 """Idle sessions that are begun at the same time, and of how many one is answered."""
 
@@ -91,42 +91,47 @@ def idle(most: int, rounds: int) -> Curve:
     found = Curve("idle", "turn beside idle sessions", "host us", sizes_to(10, most), [])
     tokens, prompt = 16, [1 + i % 200 for i in range(64)]
 
+    limits = SessionLimits(stall_timeout_s=None)
+
+    async def begin(service: SessionService, *, is_answered: bool) -> None:
+        name = await service.create_session(sampling_params=_ANSWER, seed=0)
+        await service.append_input(name, prompt)
+        if is_answered:
+            async for _ in await service.generate_stream(name, 1):
+                pass
+
+    async def add(service: SessionService, count: int, answered: int = ANSWERED) -> None:
+        """Of `answered` sessions, one is answered: only so many have KV in any case."""
+        for first in range(0, count, TOGETHER):
+            some = range(first, min(first + TOGETHER, count))
+            await asyncio.gather(*(begin(service, is_answered=number % answered == 0) for number in some))
+
     async def run() -> None:
-        limits = SessionLimits(stall_timeout_s=None)
         async with _service(limits=limits) as service:
-
-            async def begin(*, is_answered: bool) -> None:
-                name = await service.create_session(sampling_params=_ANSWER, seed=0)
-                await service.append_input(name, prompt)
-                if is_answered:
-                    async for _ in await service.generate_stream(name, 1):
-                        pass
-
-            async def add(count: int, answered: int = ANSWERED) -> None:
-                """Of `answered` sessions, one is answered: only so many have KV in any case."""
-                for first in range(0, count, TOGETHER):
-                    some = range(first, min(first + TOGETHER, count))
-                    await asyncio.gather(*(begin(is_answered=number % answered == 0) for number in some))
-
             talk = await turns.Talk.begin(service, tokens)
             await talk.turns(3)
             count = 0
             for size in found.sizes:
-                await add(size - count)
+                await add(service, size - count)
                 count = size
                 await talk.turns(rounds)
                 found.values.append(1e6 * statistics.median(talk.costs.host_s[-rounds:]))
+
+    async def weigh() -> None:
+        async with _service(limits=limits) as service:
+            await add(service, TOGETHER, answered=1)
             tracemalloc.start()
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
-            await add(WEIGHED, answered=1)
+            await add(service, WEIGHED - TOGETHER, answered=1)
             gc.collect()
-            each = (tracemalloc.get_traced_memory()[0] - before) / WEIGHED
+            each = (tracemalloc.get_traced_memory()[0] - before) / (WEIGHED - TOGETHER)
             tracemalloc.stop()
             found.notes["bytes_per_idle_session"] = each
             found.notes["most_bytes_per_idle_session"] = IDLE_BYTES + TOKEN_BYTES * (len(prompt) + 1)
 
     asyncio.run(run())
+    asyncio.run(weigh())
     return found
 
 
