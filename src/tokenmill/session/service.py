@@ -420,6 +420,9 @@ class SessionService:
         loaded = self._model()
         await loaded.open(session_id)
         session = loaded.queue.sessions.get(session_id)
+        if session is not None and session.live is not None and session.live.void is not None:
+            async for _ in session.live.read(len(session.live.token_ids)):  # an attempt that failed is being taken back
+                pass
         if session is not None and session.unfinished is not None and session.live is None:
             unfinished, session.unfinished = session.unfinished, None
             if request_id in (None, unfinished["id"]):
