@@ -186,7 +186,7 @@ def _is_base_url(given: str) -> bool:
     try:
         parts = urlsplit(given)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # an invalid port
         return False
 
 

@@ -649,7 +649,7 @@ class SessionManager:
         if self.hands_over(session, live):
             live.durable = False
             return None
-        unfinished = session.unfinished if live.void is not None else None  # it may be run again all the same
+        unfinished = session.unfinished if live.void is not None else None  # can still be resumed
         try:
             self._take_answer(session, live)
             saving = self._changed(session)

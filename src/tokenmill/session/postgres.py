@@ -63,13 +63,13 @@ LEASE_S = 6.0
 TIMEOUT_S = 5.0
 """A database that does not answer for so long is given up, and connected to again."""
 LOCK_S = 2.0
-"""A row that another server holds for longer, stopped in the middle of a transaction, is not waited for."""
+"""Lock timeout: a server that is suspended in the middle of a transaction keeps its row locks."""
 NUM_WRITERS, NUM_READERS = 1, 4
 """Connections. What waits for one writer is committed together."""
 KV_PATH, SECRET_HEADER = "/v1/servers/kv", "x-tokenmill-secret"
 """Where a server gives the KV of a session to its next owner, and how that one shows that it is a server."""
 FETCH_S, FETCH_ALL_S = 2.0, 10.0
-"""KV is not waited for from a server that sends nothing for so long, nor for longer in all."""
+"""Timeouts of a KV transfer: without a byte, and in all."""
 FETCH_BYTES = 1 << 20
 FORGET_S = 24 * 3600.0
 """Servers whose lease ended so long ago are forgotten."""
