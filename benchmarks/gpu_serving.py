@@ -35,6 +35,8 @@ from tokenmill.bench.serve import parse, run_processes
 
 NAME = "model"
 START_S, STOP_S = 300.0, 15.0
+SEEDS_APART = 100_000
+"""Between those of measurements: each client process has a seed of its own."""
 OURS, THEIRS = "tokenmill", "vllm"
 LOAD = "Streamed completions of {} + {} random ids, greedy; each client sends its next request when it has its answer."
 FIGURES = ("output_throughput", "median_ttft_ms", "p95_ttft_ms", "median_itl_ms", "p95_itl_ms")
@@ -136,9 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for server in servers:
             port = free_port()
             with started(command_of(server, checkpoint, port, options), port) as target:
-                measure(target, options.clients[-1], options, seed=999)  # warm-up
+                measure(target, options.clients[-1], options, seed=0)  # warm-up
                 for num_clients in options.clients:
-                    rounds = [measure(target, num_clients, options, seed) for seed in range(options.rounds)]
+                    first = SEEDS_APART * num_clients  # new prompts for each measurement: none are in KV
+                    rounds = [measure(target, num_clients, options, first + number) for number in range(options.rounds)]
                     best = max(rounds, key=lambda one: float(one["output_throughput"]))
                     found[server, num_clients] = best
                     speeds = [float(one["output_throughput"]) for one in rounds]

@@ -49,6 +49,8 @@ BACKGROUND_TICKS = 128
 AHEAD = 0.8
 """Share of the time for background requests when steps are submitted ahead: each is planned before it is known what the
 one before it took."""
+HEADROOM = 0.8
+"""Share of `max_step_ms` that prompt steps are planned for: some take longer than predicted."""
 SCORED_CHUNK = 64
 """Prompt tokens a step while they are scored: the logits of all of them are kept at once."""
 
@@ -403,7 +405,9 @@ class Scheduler:
 
     def _in_time(self, draft: Draft, num_computed: int, count: int) -> int:
         """So many of the tokens at position `num_computed` as the step has time for, beside what it already holds."""
-        target_ms = self.config.target_tick_ms if self._anyone_decodes(draft) else self.config.max_step_ms
+        target_ms, most_ms = self.config.target_tick_ms, self.config.max_step_ms
+        if not self._anyone_decodes(draft):
+            target_ms = None if most_ms is None else HEADROOM * most_ms
         if target_ms is None or count <= 0:
             return count
         return min(count, self.cost.largest_chunk(draft, num_computed, target_ms / 1000))
