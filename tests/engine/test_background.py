@@ -258,7 +258,7 @@ BUGS: list[tuple[PlantedBug, Callable[[], None]]] = [
     ),
     (
         PlantedBug(
-            "KV is kept", Scheduler, "_admit", "self._lacks_kv = has_time and not request.hints.is_background", "pass"
+            "KV is kept", Scheduler, "_admit", "self._lacks_kv = fits and not request.hints.is_background", "pass"
         ),
         test_a_request_takes_the_kv_of_a_line,
     ),

@@ -245,6 +245,22 @@ def test_background_time_is_a_share_of_the_steps_that_were_observed_without_it()
     assert cost.background.budget_s(0.010, 1.5) == pytest.approx(0.005)
 
 
+def test_what_background_requests_get_does_not_follow_the_noise_of_single_steps() -> None:
+    """Steps of 20 to 40 tokens, of which every other one takes up to twice as long: one fit gives 6 to 44 tokens."""
+    cost, rng = CostModel(), np.random.default_rng(0)
+    cells, given = np.zeros(200, dtype=np.int32), list[int]()
+    for _ in range(5):
+        cost.observe(8, 0.0, 0.0104, 0)
+    for i in range(500):
+        size = int(rng.integers(20, 41))
+        noise = rng.random() if rng.random() < 0.5 else rng.normal(0, 0.05)
+        cost.observe(size, 0.0, (0.008 + 0.0003 * size) * (1 + noise), size - 8)
+        if i >= 100:
+            given.append(cost.decodes_in(0.006, cells))
+    assert max(given) <= 3 * min(given)
+    assert 10 < np.median(given) < 20
+
+
 def test_background_time_is_left_where_fits_extrapolate_below_zero() -> None:
     """Beside background requests most steps are of one size, and noise can turn the fit through them."""
     cost = CostModel()

@@ -292,11 +292,16 @@ class Scheduler:
         if not len(rows):
             return
         behind = self.order.sort([request for row in rows if (request := self.rows.requests[row])], self.tick)
+        has_time = True
         for place, request in enumerate(behind):
             if request.row == NO_ROW:  # made room for one before it
                 continue
+            is_bounded = self._is_bounded(draft, request)
+            if is_bounded and not has_time:
+                continue
             count = self._chunk(draft, request, int(self.rows.num_computed[request.row]))
-            if count == 0 and self._is_bounded(draft, request):
+            if count == 0 and is_bounded:
+                has_time = False
                 continue
             if count == 0:
                 return
@@ -310,13 +315,15 @@ class Scheduler:
         if not free_rows or not len(self.queue) or draft.budget == 0:
             return
         promised, kept = self._cells_owed(draft), list[str]()
-        is_first_come = draft.background_s is None or not self.queue.num_startable
+        has_time = draft.background_s is None or not self.queue.num_startable
         for request in self.order.sort(self.queue, self.tick):
             if free_rows == 0:
                 break
-            is_bounded, share = self._is_bounded(draft, request), share_of(request)
-            if is_bounded and not (is_first_come and self._chunk(draft, request, 0)):
-                continue
+            share = share_of(request)
+            if self._is_bounded(draft, request):
+                has_time = has_time and self._chunk(draft, request, 0) > 0
+                if not has_time:
+                    continue
             if not self.usage.take_row(share, request.hints.quota.max_rows):
                 self.num_held += 1
                 continue
@@ -324,9 +331,9 @@ class Scheduler:
             if self._keeps_waiting(request) or self._is_worth_waiting(request, match := self._match(request)):
                 kept.append(share)  # a row, while it waits for its prefix
                 continue
-            has_time = self._chunk(draft, request, match.length) > 0
-            if not has_time or not self._start(draft, request, match, promised):
-                self._lacks_kv = has_time and not request.hints.is_background
+            fits = self._chunk(draft, request, match.length) > 0
+            if not fits or not self._start(draft, request, match, promised):
+                self._lacks_kv = fits and not request.hints.is_background
                 kept.append(share)
                 break
             promised += self._cells_beyond(draft, request)
@@ -355,8 +362,6 @@ class Scheduler:
     def _speculate(self, draft: Draft) -> None:
         """Proposed tokens for requests that decode, from what is left: no request is preempted for them."""
         for row, tokens in self.speculation.propose(draft, self.cost).items():
-            if draft.background_s is not None and self.rows.is_background[row]:
-                continue
             cells = self.kv.cells_for(1 + len(tokens))
             if self.kv.make_room(draft.cells + cells, self.rows.requests[row]):
                 draft.give_proposal(row, tokens, cells, int(self.rows.num_computed[row]))
@@ -405,9 +410,9 @@ class Scheduler:
 
     def _in_time(self, draft: Draft, num_computed: int, count: int) -> int:
         """So many of the tokens at position `num_computed` as the step has time for, beside what it already holds."""
-        target_ms, most_ms = self.config.target_tick_ms, self.config.max_step_ms
+        target_ms: float | None = self.config.target_tick_ms
         if not self._anyone_decodes(draft):
-            target_ms = None if most_ms is None else HEADROOM * most_ms
+            target_ms = None if self.config.max_step_ms is None else HEADROOM * self.config.max_step_ms
         if target_ms is None or count <= 0:
             return count
         return min(count, self.cost.largest_chunk(draft, num_computed, target_ms / 1000))

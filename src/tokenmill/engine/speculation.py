@@ -200,8 +200,10 @@ class Speculation:
 
     def propose(self, draft: Draft, cost: CostModel) -> dict[int, tuple[int, ...]]:
         """Row -> proposed tokens, for rows of the draft that decode: as many as make the step worth more."""
-        rows = draft.decodes[self._rows.speculates[draft.decodes]].tolist()
-        requests = [request for row in rows if (request := self._rows.requests[row]) is not None]
+        rows = draft.decodes[self._rows.speculates[draft.decodes]]
+        if draft.background_s is not None:  # what the time for background requests does not cover
+            rows = rows[~self._rows.is_background[rows]]
+        requests = [request for row in rows.tolist() if (request := self._rows.requests[row]) is not None]
         price = cost.price(draft) if requests else None
         if price is None or not self._may_pay(draft, price):
             if self._runs_ahead:

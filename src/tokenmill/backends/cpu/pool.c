@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #if defined(__x86_64__) || defined(__i386__)
 #define RELAX() __builtin_ia32_pause()
@@ -19,63 +20,64 @@ struct tm_pool {
     pthread_t *threads;
     pthread_mutex_t lock;
     pthread_cond_t work, done;
-    /* The loop that runs: written before `round` is counted up, read after it was seen. */
+    /* The loop that runs. It does not change while a thread has a piece of it that is not counted as finished. */
     tm_body body;
     void *context;
-    int32_t count, grain;
-    _Atomic int32_t next;
-    _Atomic uint32_t round;
-    _Atomic int32_t busy; /* workers that have not finished this round */
-    _Atomic int32_t asleep;
-    _Atomic int32_t waits; /* does the caller sleep? */
-    int32_t stops;
+    int32_t count, grain, num_pieces;
+    _Alignas(64) _Atomic uint64_t left; /* the loop's number, and in the lower half its pieces that nobody has taken */
+    _Alignas(64) _Atomic int32_t unfinished; /* pieces */
+    _Atomic int32_t asleep; /* workers that have not been woken */
+    _Atomic int32_t waits;  /* does the caller sleep? */
+    _Atomic int32_t stops;
 };
 
-static void run_pieces(tm_pool *pool) {
-    for (;;) {
-        int32_t begin = atomic_fetch_add_explicit(&pool->next, pool->grain, memory_order_relaxed);
-        if (begin >= pool->count) return;
-        int32_t end = begin + pool->grain;
-        pool->body(pool->context, begin, end < pool->count ? end : pool->count);
+static int32_t pieces_in(uint64_t left) { return (int32_t)(left & 0xffffffff); }
+
+/* Run pieces until none is left to take; returns how many. */
+static int32_t run_pieces(tm_pool *pool) {
+    int32_t num_run = 0;
+    uint64_t left = atomic_load(&pool->left);
+    while (pieces_in(left)) {
+        if (!atomic_compare_exchange_weak(&pool->left, &left, left - 1)) continue;
+        int32_t begin = (pool->num_pieces - pieces_in(left)) * pool->grain, rest = pool->count - begin;
+        pool->body(pool->context, begin, begin + (rest < pool->grain ? rest : pool->grain));
+        num_run++;
+        left = atomic_load(&pool->left);
     }
+    if (num_run && atomic_fetch_sub(&pool->unfinished, num_run) == num_run && atomic_load(&pool->waits)) {
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_signal(&pool->done);
+        pthread_mutex_unlock(&pool->lock);
+    }
+    return num_run;
 }
 
-static void wait_for_round(tm_pool *pool, uint32_t seen) {
-    for (int i = 0; i < SPINS; i++) {
-        if (atomic_load_explicit(&pool->round, memory_order_acquire) != seen) return;
-        RELAX();
-    }
+static void sleep_until_work(tm_pool *pool) {
     pthread_mutex_lock(&pool->lock);
-    atomic_fetch_add(&pool->asleep, 1);
-    while (atomic_load(&pool->round) == seen) pthread_cond_wait(&pool->work, &pool->lock);
+    for (;;) {
+        atomic_fetch_add(&pool->asleep, 1);
+        if (pieces_in(atomic_load(&pool->left)) || atomic_load(&pool->stops)) break;
+        pthread_cond_wait(&pool->work, &pool->lock); /* whoever wakes it counts it out */
+    }
     atomic_fetch_sub(&pool->asleep, 1);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void wake_all(tm_pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    atomic_store(&pool->asleep, 0);
+    pthread_cond_broadcast(&pool->work);
     pthread_mutex_unlock(&pool->lock);
 }
 
 static void *work(void *argument) {
     tm_pool *pool = argument;
-    uint32_t seen = 0;
-    for (;;) {
-        wait_for_round(pool, seen);
-        seen++;
-        if (pool->stops) return NULL;
-        run_pieces(pool);
-        if (atomic_fetch_sub(&pool->busy, 1) == 1 && atomic_load(&pool->waits)) {
-            pthread_mutex_lock(&pool->lock);
-            pthread_cond_signal(&pool->done);
-            pthread_mutex_unlock(&pool->lock);
-        }
+    for (int32_t i = 0; !atomic_load(&pool->stops); i++) {
+        if (run_pieces(pool)) i = 0;
+        else if (i >= SPINS) sleep_until_work(pool), i = 0;
+        else RELAX();
     }
-}
-
-static void start_round(tm_pool *pool) {
-    atomic_store(&pool->busy, pool->num_threads - 1);
-    atomic_fetch_add(&pool->round, 1);
-    if (atomic_load(&pool->asleep)) {
-        pthread_mutex_lock(&pool->lock);
-        pthread_cond_broadcast(&pool->work);
-        pthread_mutex_unlock(&pool->lock);
-    }
+    return NULL;
 }
 
 void tm_parallel(tm_pool *pool, tm_body body, void *context, int32_t count, int32_t grain) {
@@ -88,16 +90,18 @@ void tm_parallel(tm_pool *pool, tm_body body, void *context, int32_t count, int3
     pool->context = context;
     pool->count = count;
     pool->grain = grain;
-    atomic_store_explicit(&pool->next, 0, memory_order_relaxed);
-    start_round(pool);
+    pool->num_pieces = (count - 1) / grain + 1;
+    atomic_store(&pool->unfinished, pool->num_pieces);
+    atomic_store(&pool->left, ((atomic_load(&pool->left) >> 32) + 1) << 32 | (uint32_t)pool->num_pieces);
+    if (atomic_load(&pool->asleep)) wake_all(pool);
     run_pieces(pool);
     for (int i = 0; i < SPINS; i++) {
-        if (atomic_load_explicit(&pool->busy, memory_order_acquire) == 0) return;
+        if (atomic_load(&pool->unfinished) == 0) return;
         RELAX();
     }
     pthread_mutex_lock(&pool->lock);
     atomic_store(&pool->waits, 1);
-    while (atomic_load(&pool->busy) != 0) pthread_cond_wait(&pool->done, &pool->lock);
+    while (atomic_load(&pool->unfinished) != 0) pthread_cond_wait(&pool->done, &pool->lock);
     atomic_store(&pool->waits, 0);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -105,8 +109,9 @@ void tm_parallel(tm_pool *pool, tm_body body, void *context, int32_t count, int3
 int32_t tm_pool_threads(const tm_pool *pool) { return pool == NULL ? 1 : pool->num_threads; }
 
 tm_pool *tm_pool_new(int32_t num_threads) {
-    tm_pool *pool = calloc(1, sizeof *pool);
+    tm_pool *pool = aligned_alloc(64, sizeof *pool);
     if (pool == NULL) return NULL;
+    memset(pool, 0, sizeof *pool);
     if (num_threads < 1) num_threads = 1;
     pool->num_threads = num_threads;
     pool->threads = calloc((size_t)num_threads, sizeof *pool->threads);
@@ -128,11 +133,8 @@ tm_pool *tm_pool_new(int32_t num_threads) {
 
 void tm_pool_free(tm_pool *pool) {
     if (pool == NULL) return;
-    pool->stops = 1;
-    pthread_mutex_lock(&pool->lock);
-    atomic_fetch_add(&pool->round, 1);
-    pthread_cond_broadcast(&pool->work);
-    pthread_mutex_unlock(&pool->lock);
+    atomic_store(&pool->stops, 1);
+    wake_all(pool);
     for (int32_t i = 1; i < pool->num_threads; i++) pthread_join(pool->threads[i], NULL);
     pthread_mutex_destroy(&pool->lock);
     pthread_cond_destroy(&pool->work);
