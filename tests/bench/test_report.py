@@ -17,6 +17,7 @@ def test_a_run_writes_json_and_a_page_that_loads_nothing(tmp_path: Path, capsys:
     assert report.main(["fake", "--quick", "--rounds", "2", "--sections", "prefix", "speculation", *files]) == 0
     found = json.loads((tmp_path / "a.json").read_text())
     assert [one["name"] for one in found["sections"]] == ["prefix", "speculation"]
+    assert found["command"] == "tokenmill bench report fake --quick --rounds 2 --sections prefix speculation"
     for row in (row for one in found["sections"] for row in one["rows"]):
         assert len(row["ours"]) == len(row["again"]) == len(row["theirs"]["off"]) == 2
         assert row["switch"]

@@ -640,6 +640,14 @@ def _inline(text: str) -> str:
     return f"{escape(before)}<code>{escape(code)}</code>"
 
 
+def _without_files(arguments: Sequence[str]) -> list[str]:
+    """What is measured, not where it is written."""
+    files = argparse.ArgumentParser(add_help=False)
+    for name in ("--json", "--html"):
+        files.add_argument(name)
+    return files.parse_known_args(arguments)[1]
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = bench_parser("tokenmill bench report", __doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="name or path of the model")
@@ -661,7 +669,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.from_json is not None:
         report = json.loads(options.from_json.read_text())
     else:
-        report = measure(options, shlex.join(["tokenmill", "bench", "report", *arguments]))
+        report = measure(options, shlex.join(["tokenmill", "bench", "report", *_without_files(arguments)]))
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     options.html.write_text(page(report))
     print(markdown(report))
