@@ -109,11 +109,11 @@ def try_out(python: str, wheel: Path, model: str, *, emulator: str | None) -> No
         version = run(made, "--version").strip()
         print(f"{version}, {size} MiB: {said!r}", flush=True)
         if emulator is not None:
-            old = (emulator, "-cpu", "Nehalem")
+            old = (emulator, "-cpu", "SandyBridge")  # numpy wants AVX
             said = run(*old, made, "-c", GENERATE, model, cwd=here, env=settings).strip()
             if not said.startswith("plain"):
                 sys.exit(f"without AVX2 there are no plain kernels: {said}")
-            print(f"Nehalem (qemu), {said}")
+            print(f"Sandy Bridge (qemu), {said}")
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:

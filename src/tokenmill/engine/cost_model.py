@@ -30,7 +30,7 @@ WINDOW = 64
 ENOUGH = 3
 """Observations before a prediction is made."""
 STEADY_FITS, STEADY_AGE = 64, 4
-"""Steady slopes are the mean of so many fits, made every few steps."""
+"""Steady slopes are the mean of so many fits, and may be so many steps behind."""
 ROUNDS = 6
 DAMPING = 0.02
 """Strength of the previous slopes: the data decide once sizes vary by more than about 15 %."""
@@ -158,6 +158,7 @@ class StepFit:
         """Start from this slope until the steps differ enough in size to tell."""
         self._slopes = np.array([per_token, 0.0])
         self._age += FIT_AGE
+        self._num_fits = 0
 
     def doubt(self) -> None:
         """Chunks are as small as they get, so nothing will show that the slopes are too large: let them fade."""

@@ -300,14 +300,15 @@ class Scheduler:
             if is_bounded and not has_time:
                 continue
             count = self._chunk(draft, request, int(self.rows.num_computed[request.row]))
-            if count == 0 and is_bounded:
-                has_time = False
+            if count == 0 and is_bounded:  # one that is not as far may have time
+                has_time = self._chunk(draft, request, 0) > 0
                 continue
             if count == 0:
                 return
             cells = self.kv.cells_for(count)
             if self._make_room_before(draft, cells, request, behind[place + 1 :]):
                 self._give_chunk(draft, request, count, cells)
+                has_time = True
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting requests, first ones first; the first that does not fit stops the others."""

@@ -201,9 +201,12 @@ class Speculation:
     def propose(self, draft: Draft, cost: CostModel) -> dict[int, tuple[int, ...]]:
         """Row -> proposed tokens, for rows of the draft that decode: as many as make the step worth more."""
         rows = draft.decodes[self._rows.speculates[draft.decodes]]
-        if draft.background_s is not None:  # what the time for background requests does not cover
-            rows = rows[~self._rows.is_background[rows]]
         requests = [request for row in rows.tolist() if (request := self._rows.requests[row]) is not None]
+        if draft.background_s is not None:  # the time for background requests does not cover their proposals
+            behind = [request for request in requests if request.hints.is_background]
+            requests = [request for request in requests if not request.hints.is_background]
+            if self._runs_ahead:
+                self._let_ahead(behind, {})
         price = cost.price(draft) if requests else None
         if price is None or not self._may_pay(draft, price):
             if self._runs_ahead:
@@ -231,6 +234,8 @@ class Speculation:
         Their latest tokens are not known, so a lookup is a step behind: it has to promise one token more.
         """
         rows = [row for row in draft.decodes.tolist() if row in self._ahead]
+        if draft.background_s is not None:
+            rows = [row for row in rows if not self._rows.is_background[row]]
         price = cost.price(draft) if rows and len(rows) <= MOST_WATCHED else None
         if price is None or not self._may_pay(draft, price):
             return

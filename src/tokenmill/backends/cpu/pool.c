@@ -52,14 +52,14 @@ static int32_t run_pieces(tm_pool *pool) {
     return num_run;
 }
 
-static void sleep_until_work(tm_pool *pool) {
+/* Until there may be work. */
+static void sleep_until_woken(tm_pool *pool) {
     pthread_mutex_lock(&pool->lock);
-    for (;;) {
-        atomic_fetch_add(&pool->asleep, 1);
-        if (pieces_in(atomic_load(&pool->left)) || atomic_load(&pool->stops)) break;
+    atomic_fetch_add(&pool->asleep, 1);
+    if (pieces_in(atomic_load(&pool->left)) || atomic_load(&pool->stops))
+        atomic_fetch_sub(&pool->asleep, 1);
+    else
         pthread_cond_wait(&pool->work, &pool->lock); /* whoever wakes it counts it out */
-    }
-    atomic_fetch_sub(&pool->asleep, 1);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -74,7 +74,7 @@ static void *work(void *argument) {
     tm_pool *pool = argument;
     for (int32_t i = 0; !atomic_load(&pool->stops); i++) {
         if (run_pieces(pool)) i = 0;
-        else if (i >= SPINS) sleep_until_work(pool), i = 0;
+        else if (i >= SPINS) sleep_until_woken(pool), i = 0;
         else RELAX();
     }
     return NULL;
