@@ -43,6 +43,7 @@ def test_an_admin_loads_a_downloaded_model_from_the_menu(browser: Browser, keyed
         expect(visit.page.get_by_role("status").filter(has_text="org/broken: ")).to_contain_text("failed to load")
         expect(menu).to_have_value("fake")
         menu.select_option("org/tiny")
+        expect(menu.locator("optgroup[label=Downloaded] option")).to_have_text(["org/broken (1 MB)"])
         expect(menu).to_have_value("org/tiny")
         expect(menu).to_be_enabled()
         visit.ask("Which one?")
