@@ -29,8 +29,8 @@ WINDOW = 64
 """Steps of a kind that its fit is made from."""
 ENOUGH = 3
 """Observations before a prediction is made."""
-STEADY_FITS, STEADY_AGE = 64, 4
-"""Steady slopes are the mean of so many fits, and may be so many steps behind."""
+SMOOTHED_FITS, SMOOTHED_AGE = 64, 4
+"""Smoothed slopes: a moving average over so many fits, at most so many steps old."""
 ROUNDS = 6
 DAMPING = 0.02
 """Strength of the previous slopes: the data decide once sizes vary by more than about 15 %."""
@@ -143,7 +143,7 @@ class StepFit:
         self._num_prefill = np.zeros(WINDOW, dtype=np.int64)
         self._num_observed = 0
         self._fixed, self._slopes = 0.0, np.zeros(2)
-        self._steady_slopes, self._num_fits = np.zeros(2), 0
+        self._smoothed_slopes, self._num_fits = np.zeros(2), 0
         self._age = 0
         """Steps, and changes of the slopes, since the last fit."""
 
@@ -181,11 +181,11 @@ class StepFit:
         return float(self._slopes[0]), float(self._slopes[1])
 
     @property
-    def steady_slopes(self) -> tuple[float, float]:
-        """Their mean over many fits: what is given by it does not follow the noise of single steps."""
-        if self._age > STEADY_AGE or not self._num_fits:
+    def smoothed_slopes(self) -> tuple[float, float]:
+        """A moving average: what background requests get does not follow the noise of single steps."""
+        if self._age > SMOOTHED_AGE or not self._num_fits:
             self._fit()
-        return float(self._steady_slopes[0]), float(self._steady_slopes[1])
+        return float(self._smoothed_slopes[0]), float(self._smoothed_slopes[1])
 
     def predict(self, num_tokens: int, attention: float, max_age: int = 0) -> float | None:
         """Seconds for such a step; None before enough of them were seen. The fit may be `max_age` steps behind."""
@@ -216,7 +216,7 @@ class StepFit:
             weights /= weights.sum()
         self._fixed, self._slopes = fixed, slopes / scale
         self._num_fits += 1
-        self._steady_slopes += (self._slopes - self._steady_slopes) / min(self._num_fits, STEADY_FITS)
+        self._smoothed_slopes += (self._slopes - self._smoothed_slopes) / min(self._num_fits, SMOOTHED_FITS)
 
 
 class BackgroundCost:
@@ -309,7 +309,7 @@ class CostModel:
         if not base:
             return None
         if draft.chunks:
-            each, read = self._prefill.steady_slopes
+            each, read = self._prefill.smoothed_slopes
             return Price(base, CostLine(0.0, each + read * per_cell))
         if self._proposed.num_observed < ENOUGH or self._since_proposed > LONG_AGO:
             return Price(base, CostLine(0.0, base * GUESSED / (1 + GUESSED * num_tokens)), FEW_PROPOSED)
@@ -359,13 +359,13 @@ class CostModel:
     @property
     def _token_slopes(self) -> tuple[float, float]:
         """Of steps with prompt tokens, which are of many sizes; decode steps beside the same streams are of one."""
-        return (self._prefill if self._prefill.is_known else self._decode).steady_slopes
+        return (self._prefill if self._prefill.is_known else self._decode).smoothed_slopes
 
     def _entry_s(self, draft: Draft) -> float:
         """What any prompt token adds to a step that only decodes so far."""
         if draft.num_tokens > len(draft.decodes):
             return 0.0
-        with_prompt = self._prefill.predict(draft.num_tokens, draft.attention, STEADY_AGE)
+        with_prompt = self._prefill.predict(draft.num_tokens, draft.attention, SMOOTHED_AGE)
         if with_prompt is None or draft.alone_s == 0:
             return 0.0
         return max(0.0, with_prompt - draft.alone_s - draft.background_given_s)
