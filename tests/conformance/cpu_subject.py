@@ -155,7 +155,9 @@ def make(config: FakeConfig, kv_cache_dtype: str = "auto") -> CPUFaults:
     decoder, _ = made(config.vocab_size, config.max_context, config.windows)
     num_blocks = config.num_cells // config.block_size
     dtype = KV_DTYPES[kv_cache_dtype]
-    storage = CPUKV(layer_kv(decoder.config, dtype), num_blocks, config.block_size, decoder.inv_freq, dtype)
+    storage = CPUKV(
+        decoder.lib, layer_kv(decoder.config, dtype), num_blocks, config.block_size, decoder.inv_freq, dtype
+    )
     given = config.capabilities
     capabilities = Capabilities(
         partial_rm=given.partial_rm, partial_cp=given.partial_cp, shift=given.shift, state_bytes=given.state_bytes,

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.engine.ledger import common_prefix
 from tokenmill.contract import IntArray
+from tokenmill.engine import kv_manager
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, Phase, RequestEvent
 from tokenmill.engine.kv_manager import FAILURE, NUM_SHOWN, ROOM
@@ -38,6 +39,8 @@ class Item:
     key: str
     holder: Hashable
     base: int
+    is_behind: bool = False
+    """Have only background requests used it? Few of these stay."""
 
 
 @dataclass(eq=False)
@@ -146,6 +149,7 @@ class Shelf:
         for shelf, items in ((kv._plain, self.plain), (kv._sessions, self.sessions)):
             found = [(one.seq, one.entry.tokens.tolist(), one.owner, one.key, one.base) for one in shelf.values()]
             assert found == [(one.seq, list(one.tokens), one.owner, one.key, one.base) for one in items]
+        assert list(kv._behind) == [one.seq for one in self.plain if one.is_behind]
         losses = {owner: (loss.num_tokens, loss.reason, loss.by, loss.by_key) for owner, loss in kv._losses.items()}
         assert losses == self.losses
         assert set(kv._leased) == set(self.leased)
@@ -220,7 +224,7 @@ class Shelf:
             if match.entry is not None:
                 self.blocks.share(match.entry.seq, seq, length)
             if isinstance(entry, Item):
-                self._touch(entry)
+                self._touch(entry, request.hints)
         self._keep_few_plain()
 
     def _take_over(self, result: tuple[int, int] | None, item: Item, length: int, change: ParkedChange) -> None:
@@ -271,14 +275,20 @@ class Shelf:
         own = self._held_by(holder)
         covering = [one for one in self._rivals(item, own) if self._covers(one, item)]
         if covering:
-            self._touch(own if own in covering else self._touched_of(covering))
+            self._touch(own if own in covering else self._touched_of(covering), hints)
             return
         replaced = [own] if own is not None else []
         covered = [one for one in self._rivals(item, None) if self._covers(item, one) and one is not own]
         for one in [*replaced, *sorted(covered, key=lambda one: len(one.tokens))]:
             self._give_up(one, ParkedChange.REPLACED)
+        others = any(not one.is_behind for one in [*replaced, *covered])
+        item.is_behind = hints.is_background and item.owner is None and not others
         (self.plain if item.owner is None else self.sessions).append(item)
         self._expect(ParkedChange.PARKED, item)
+        behind = [one for one in self.plain if one.is_behind]
+        if item.is_behind and len(behind) > kv_manager.MOST_BEHIND:
+            self.by = None
+            self._evict(behind[0])
 
     def _rivals(self, item: Item, own: Item | None) -> list[Item]:
         """Parked KV beside which the item may be superfluous: its holder's, and of a plain one all plain requests'."""
@@ -412,7 +422,8 @@ class Shelf:
             return None
         return next((item for item in self._items() if item.seq == entry.seq), None) or self.leased[entry.seq]
 
-    def _touch(self, item: Item) -> None:
+    def _touch(self, item: Item, by: Hints) -> None:
+        item.is_behind = item.is_behind and by.is_background
         shelf = self.plain if item.owner is None else self.sessions
         shelf.remove(item)
         shelf.append(item)

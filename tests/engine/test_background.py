@@ -13,6 +13,7 @@ from tests.engine.helpers import Transcript, alone, assert_clean, make_engine, r
 from tests.planting import PlantedBug, plant
 from tokenmill.engine import policies
 from tokenmill.engine.cost_model import BackgroundCost
+from tokenmill.engine.kv_manager import MOST_BEHIND, KVManager
 from tokenmill.engine.policies import WaitingQueue
 from tokenmill.engine.request import BACKGROUND, Quota
 from tokenmill.engine.scheduler import Scheduler
@@ -249,6 +250,28 @@ def test_what_a_keys_lines_use_is_not_held_against_its_requests() -> None:
     assert_clean(engine)
 
 
+@pytest.mark.req("R8")
+def test_lines_do_not_push_out_what_others_have_left() -> None:
+    """Of what they leave, the latest few stay, for others that begin alike, and what another request has used."""
+    engine = make_engine(fake={**FAKE, "max_seqs": 256}, max_num_seqs=4)
+    live = [request(f"live{number}", prompt(number), max_new_tokens=2) for number in range(20)]
+    for one in live:
+        engine.add(one)
+    run(engine)
+    for number in range(100):
+        engine.add(request(f"line{number}", prompt(100 + number), max_new_tokens=2, priority=BACKGROUND))
+        run(engine)
+        if number == 0:
+            engine.add(request("like a line", prompt(100), max_new_tokens=2))
+            run(engine)
+    assert engine.kv.num_parked == 20 + 1 + MOST_BEHIND
+    for number in [*range(20), 100, 199]:
+        engine.add(again := request(f"again{number}", prompt(number), max_new_tokens=2))
+        run(engine)
+        assert again.num_cached == 19
+    assert_clean(engine)
+
+
 # -- bugs that are caught ---------------------------------------------------------------------------------------------
 
 BUGS: list[tuple[PlantedBug, Callable[[], None]]] = [
@@ -279,6 +302,14 @@ BUGS: list[tuple[PlantedBug, Callable[[], None]]] = [
             "True",
         ),
         test_lines_never_starve,
+    ),
+    (
+        PlantedBug("lines count as others do", KVManager, "park", "hints.is_background", "False"),
+        test_lines_do_not_push_out_what_others_have_left,
+    ),
+    (
+        PlantedBug("what others use goes", KVManager, "_touch", "not by.is_background", "False"),
+        test_lines_do_not_push_out_what_others_have_left,
     ),
     (
         PlantedBug("time without bound", BackgroundCost, "budget_s", "slowdown - 1", "9"),

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pytest
 
-from tokenmill.engine.cost_model import FEW_PROPOSED, FEW_TIMES, LONG_AGO, CostLine, CostModel, LineFit
+from tokenmill.engine.cost_model import FEW_PROPOSED, FEW_TIMES, LONG_AGO, MOST_FACTOR, CostLine, CostModel, LineFit
 from tokenmill.engine.plan import Draft
 
 NUM_DECODES = 8
@@ -288,3 +288,22 @@ def test_background_time_shrinks_while_its_tokens_take_longer_than_predicted() -
     for _ in range(15):
         background.observe(8, 0.011, 0.005)
     assert background.budget_s(0.010, 1.5) == pytest.approx(0.005), "less than predicted adds nothing"
+
+
+def budget_after(noise_s: float, added_s: float) -> float:
+    """Of steps of 10 ms, one in ten of which takes longer by itself; background tokens add as much to each."""
+    background = CostModel().background
+    for number in range(200):
+        own = 0.010 + (noise_s if number % 10 == 0 else 0.0)
+        background.observe(8, own, 0.0)
+        background.observe(8, own + added_s, added_s)
+        budget_s = background.budget_s(0.010, 1.5)
+    return budget_s
+
+
+def test_background_time_grows_where_steps_vary_more_by_themselves() -> None:
+    """Ones of 20 ms may take 30: there is room for 10 ms, not 5. But a step is never much longer than it may be."""
+    assert budget_after(0.010, 0.005) == pytest.approx(MOST_FACTOR * 0.005)
+    assert budget_after(0.0, 0.0049) == pytest.approx(MOST_FACTOR * 0.005)
+    assert budget_after(0.0, 0.0051) == pytest.approx(0.005), "they do not vary"
+    assert budget_after(0.010, 0.016) == pytest.approx(0.005), "the tail is too long"

@@ -16,7 +16,7 @@ from tokenmill.contract import BatchBuilder
 from tokenmill.engine import kv_manager
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import ParkedChange, ParkedEvent
-from tokenmill.engine.request import Draw, Hints, Limits, Request
+from tokenmill.engine.request import BACKGROUND, Draw, Hints, Limits, Request
 from tokenmill.outputs import FinishReason
 from tokenmill.params import SamplingParams
 
@@ -391,7 +391,8 @@ class Crowd:
 
     def ask(self, prompt: list[int], owner: str | None, **options: Any) -> Request:
         options = {"max_new_tokens": self.choose.one_of([1, 3, 8, 30])} | options
-        asked = request(self.new_name("request"), prompt, owner=owner, priority=self.choose.between(0, 1), **options)
+        priority = BACKGROUND if one_in(3, self.choose) else self.choose.between(0, 1)
+        asked = request(self.new_name("request"), prompt, owner=owner, priority=priority, **options)
         self.engine.add(asked)
         self.asked.append(asked)
         return asked
@@ -524,7 +525,10 @@ class Crowd:
 @pytest.mark.slow
 @pytest.mark.req("R4", "R8")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_21_2_parked_sequences_are_at_most_sessions_and_plain_prompts(depth: int) -> None:
+def test_21_2_parked_sequences_are_at_most_sessions_and_plain_prompts(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_manager, "MOST_BEHIND", 2)
     play_crowds(depth)
 
 
@@ -537,7 +541,11 @@ def play_crowds(depth: int) -> None:
 
 
 BUGS = [
-    PlantedBug("a copy is no use", kv_manager.KVManager, "_start", "self.touch(entry)", "pass"),
+    PlantedBug("a copy is no use", kv_manager.KVManager, "_start",
+               "self._touch(entry, request.hints)", "pass"),
+    PlantedBug("what others use stays behind", kv_manager.KVManager, "_touch", "not by.is_background", "False"),
+    PlantedBug("lines push out what they replace", kv_manager.KVManager, "park",
+               "all(one.seq in self._behind for one in replaced)", "True"),
     PlantedBug("KV that others hold keeps its id", kv_manager.KVManager, "_cheapest", "cost[1] > 0", "cost[1] == 0"),
     PlantedBug("shortened by one token too many", kv_manager.KVManager, "_shorten",
                "len(parked.entry.tokens) - cells", "len(parked.entry.tokens) - cells - 1"),
@@ -554,5 +562,6 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(bug, monkeypatch)
+    monkeypatch.setattr(kv_manager, "MOST_BEHIND", 2)
     with pytest.raises(AssertionError, match="seed"):
         play_crowds(0)

@@ -301,7 +301,7 @@ def test_8_bit_kv_is_half_as_large_and_of_a_form_of_its_own(tmp_path: Path) -> N
         other.decode(BatchBuilder().add(1, 0, 0).build())
         with pytest.raises(InvalidOperation, match="bytes"):
             other.kv.import_(1, backend.kv.export(0))
-    storage = CPUKV(small.info.layers, 1, 16, small.decoder.inv_freq, KV_DTYPES["int8"])
+    storage = CPUKV(small.decoder.lib, small.info.layers, 1, 16, small.decoder.inv_freq, KV_DTYPES["int8"])
     cells = np.arange(2, dtype=np.int32)
     state = bytearray(storage.read(cells))
     state[-4:] = np.float32(np.nan).tobytes()  # the scale of the last head

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ WINDOW = 64
 """Steps of a kind that its fit is made from."""
 ENOUGH = 3
 """Observations before a prediction is made."""
-SMOOTHED_FITS, SMOOTHED_AGE = 64, 4
+SMOOTHED_FITS, SMOOTHED_AGE = 16, 4
 """Smoothed slopes: a moving average over so many fits, at most so many steps old."""
 ROUNDS = 6
 DAMPING = 0.02
@@ -45,6 +46,10 @@ ALONE_STEPS, ERRORS = 15, 15
 """Observations that `BackgroundCost` keeps of steps without background requests, and with them."""
 LEAST_SHARE = 0.25
 """Least fraction of their time that background requests keep when they take longer than predicted."""
+TAIL, TAIL_STEPS = 0.95, 128
+"""Quantile of the latest steps in which those with background tokens are compared to those without."""
+MOST_FACTOR, LOOSENED, TIGHTENED = 1.25, 0.01, 0.02
+"""Background requests get up to so many times their time while the tail permits; what a step changes of the factor."""
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
 LEAST = 0.02
@@ -231,9 +236,13 @@ class BackgroundCost:
         """Rows and seconds of the latest steps that decoded without background requests."""
         self._errors: deque[float] = deque(maxlen=ERRORS)
         """Predicted seconds of background tokens less those that they took, relative to the step without them."""
+        self._seconds: tuple[deque[float], deque[float]] = deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)
+        """Of steps without background tokens, and with them."""
+        self._factor = 1.0
 
     def observe(self, num_rows: int, seconds: float, background_s: float) -> None:
         """A step in which others decoded so many rows; `background_s` was predicted for background tokens."""
+        self._seconds[background_s > 0].append(seconds)
         if background_s == 0:
             self._alone.append((num_rows, seconds))
         elif (alone := self.alone_s(num_rows)) is not None:
@@ -246,10 +255,26 @@ class BackgroundCost:
         return statistics.median(seconds * min(1.0, num_rows / rows) for rows, seconds in self._alone)
 
     def budget_s(self, alone_s: float, slowdown: float) -> float:
-        """Predicted seconds by which background tokens may lengthen such a step."""
-        share = slowdown - 1
+        """Predicted seconds by which background tokens may lengthen such a step, the next one."""
+        share = self._adapted(slowdown) * (slowdown - 1)
         error = statistics.median(self._errors) if len(self._errors) >= ENOUGH else 0.0
         return alone_s * min(max(share + error, LEAST_SHARE * share), share)
+
+    def _adapted(self, slowdown: float) -> float:
+        """The factor, changed a little: up while the tail of steps with background tokens is short enough, else down.
+
+        Where steps vary by themselves, what is added to all of them lengthens the tail by less than the same factor.
+        """
+        alone, both = map(_tail, self._seconds)
+        if alone is not None and both is not None:
+            change = LOOSENED if both < slowdown * alone else -TIGHTENED
+            self._factor = min(max(1.0, self._factor + change), MOST_FACTOR)
+        return self._factor
+
+
+def _tail(seconds: Collection[float]) -> float | None:
+    """A high quantile; None before enough was seen."""
+    return sorted(seconds)[int(TAIL * len(seconds))] if len(seconds) >= TAIL_STEPS // 2 else None
 
 
 class CostModel:
@@ -276,7 +301,7 @@ class CostModel:
         kind = self._kind(num_prefill)
         self._since_proposed += not num_prefill
         if num_prefill:
-            predicted = kind.predict(num_tokens, attention)
+            predicted = kind.predict(num_tokens, attention, SMOOTHED_AGE)
             if predicted is None:  # all that it took beyond decoding is charged to the tokens, for now
                 decoding = self._decode.predict(num_tokens - num_prefill, 0.0) or 0.0
                 kind.assume(max(0.0, seconds - decoding) / num_prefill)

@@ -28,6 +28,8 @@ NUM_SHOWN = 16
 MOST_LOSSES = 10_000
 FEW_VICTIMS = 8
 """Parked sequences whose cells are counted first, doubled each round: bounds the cost of a full cache."""
+MOST_BEHIND = 64
+"""Parked sequences that only background requests have used: thousands of lines do not push out what others left."""
 MOST_CANDIDATES = 256
 """Least recently used parked sequences compared when an id is needed: bounds the cost of starting a request."""
 
@@ -70,6 +72,8 @@ class KVManager:
         self._plain: OrderedDict[int, ParkedSequence] = OrderedDict()
         self._sessions: OrderedDict[int, ParkedSequence] = OrderedDict()
         """Least recently used first, both."""
+        self._behind: OrderedDict[int, ParkedSequence] = OrderedDict()
+        """The plain ones that only background requests have used, in the same order."""
         self._held: dict[Hashable, ParkedSequence] = {}
         """By owner."""
         self._base = 0
@@ -136,7 +140,7 @@ class KVManager:
             return self._take_over(entry, match.length, ParkedChange.EVICTED, request)
         if seq is None:
             return None
-        self.touch(entry)
+        self._touch(entry, request.hints)
         self.kv.seq_cp(entry.seq, seq, 0, match.length)
         return seq, match.length
 
@@ -197,16 +201,22 @@ class KVManager:
         entry = Entry(seq, kept, hints.namespace, kept.__len__, parked=True, owner=hints.owner)
         covering = self._covering(entry, self._held.get(holder))
         if covering is not None:
-            self.touch(covering.entry)
+            self._touch(covering.entry, hints)
             self._free(seq)
             return
-        for replaced in self._replaced_by(entry, self._held.get(holder)):
-            self._give_up(replaced, ParkedChange.REPLACED)
+        replaced = self._replaced_by(entry, self._held.get(holder))
+        is_behind = hints.owner is None and hints.is_background and all(one.seq in self._behind for one in replaced)
+        for one in replaced:
+            self._give_up(one, ParkedChange.REPLACED)
         self.index.insert(entry)
         parked = ParkedSequence(entry, hints.key, holder, self._base)
         (self._plain if hints.owner is None else self._sessions)[seq] = parked
         self._held[holder] = parked
         self._tell(parked, ParkedChange.PARKED)
+        if is_behind:
+            self._behind[seq] = parked
+            if len(self._behind) > MOST_BEHIND:
+                self._evict(next(iter(self._behind.values())), ROOM, by=None)
 
     def _covering(self, entry: Entry, own: ParkedSequence | None = None) -> ParkedSequence | None:
         """Parked KV that makes an entry redundant: its owner's own, or for a plain one any plain request's."""
@@ -265,9 +275,11 @@ class KVManager:
         if parked is not None:
             self._give_up(parked, ParkedChange.RELEASED)
 
-    def touch(self, entry: Entry) -> None:
+    def _touch(self, entry: Entry, by: Hints) -> None:
         """Mark as recently used."""
-        for shelf in (self._plain, self._sessions):
+        if not by.is_background:
+            self._behind.pop(entry.seq, None)
+        for shelf in (self._plain, self._sessions, self._behind):
             if entry.seq in shelf:
                 shelf.move_to_end(entry.seq)
                 shelf[entry.seq].base = self._base
@@ -425,6 +437,7 @@ class KVManager:
 
     def _unpark(self, seq: int, change: ParkedChange, by: Request | None = None) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
+        self._behind.pop(seq, None)
         del self._held[parked.holder]
         self.index.remove(parked.entry)
         self._tell(parked, change, by)

@@ -257,13 +257,13 @@ class Scheduler:
             return rows
         is_background = self.rows.is_background[rows]
         behind = rows[is_background]
-        behind = behind[np.argsort(self.rows.last_progress[behind], kind="stable")]
+        waits_since = self.rows.last_progress[behind].tolist()
+        behind = behind[sorted(range(len(behind)), key=waits_since.__getitem__)]
         cells = self.rows.num_computed[behind]
         count = min(len(behind), draft.background_tokens, self.cost.decodes_in(draft.background_s, cells))
         if count:
             self._give_background(draft, count, self.cost.decode_s(count, float(cells[:count].sum())))
-        chosen: IntArray = np.sort(np.concatenate([rows[~is_background], behind[:count]]))
-        return chosen
+        return np.array(sorted(rows[~is_background].tolist() + behind[:count].tolist()), dtype=np.int32)
 
     def _give_background(self, draft: Draft, count: int, seconds: float) -> None:
         """Background requests get so many tokens of a step beside others."""

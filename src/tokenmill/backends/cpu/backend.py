@@ -22,6 +22,9 @@ from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 from tokenmill.kv.tables import BlockTables
 
+FEW = 32
+"""Tokens or blocks that are looked up or copied without giving up the interpreter's lock."""
+
 
 class CPUDecoder:
     """Weights and what is done with them. Shared by all backends of a model; keeps no state of its own."""
@@ -48,7 +51,8 @@ class CPUDecoder:
     def embedded(self, token: NDArray[np.int64]) -> FloatArray:
         """[tokens, hidden]"""
         x = np.empty((len(token), self.config.hidden_size), dtype=np.float32)
-        self.lib.tm_rows(ctypes.byref(self.weights.embed), address(token), len(token), address(x))
+        rows = self.lib.rows_held if len(token) <= FEW else self.lib.tm_rows
+        rows(ctypes.byref(self.weights.embed), address(token), len(token), address(x))
         if self.config.embed_scale != 1.0:
             x *= np.float32(self.config.embed_scale)
         return x
@@ -133,6 +137,7 @@ class CPUKV:
 
     def __init__(
         self,
+        lib: Any,
         layers: Sequence[LayerKV],
         num_blocks: int,
         block_size: int,
@@ -146,6 +151,10 @@ class CPUKV:
         # take 4 MiB a layer: 120 MiB beside 97 MB of weights.
         self.keys = [zeros((slots, one.num_heads, one.key_dim), dtype, small_bytes=LARGE_PAGE) for one in layers]
         self.values = [zeros((slots, one.num_heads, one.value_dim), dtype, small_bytes=LARGE_PAGE) for one in layers]
+        self.places = np.array([address(cells) for cells in self._all()], dtype=np.uintp)
+        """Where the arrays are: keys of all layers, then values."""
+        self._block_bytes = np.array([block_size * cells[:1].nbytes for cells in self._all()], dtype=np.uintp)
+        self._lib = lib
         self.holds_bad_numbers = False
         """Has a sequence ever computed keys or values that are not finite? Its own request fails by them."""
         self._inv_freq = inv_freq
@@ -161,9 +170,10 @@ class CPUKV:
                 self._blocks(cells)[blocks] = 0
 
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
-        for cells in self._all():
-            view = self._blocks(cells)
-            view[dst] = view[src]
+        from_, to = (np.ascontiguousarray(blocks, dtype=np.int32) for blocks in (src, dst))
+        where, sizes = address(self.places), address(self._block_bytes)
+        copy = self._lib.copy_blocks_held if len(to) <= FEW else self._lib.tm_copy_blocks
+        copy(where, sizes, len(self.places), address(from_), address(to), len(to))
 
     def shift(self, slots: IntArray, delta: int) -> None:
         """Turn keys on by `delta` positions: rotations add up."""
@@ -238,8 +248,6 @@ class CPUBackend(PagedBackend[CPUStep]):
         self._last_sampled = np.zeros(kv.capabilities.max_seqs, dtype=np.int64)
         self._pool = Pool(decoder.lib, num_threads)
         self._scratch = np.empty(0, dtype=np.uint8)
-        self._cells = [np.array([one.ctypes.data for one in cells], dtype=np.uintp)
-                       for cells in (storage.keys, storage.values)]  # fmt: skip
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -272,11 +280,14 @@ class CPUBackend(PagedBackend[CPUStep]):
     ) -> None:
         decoder, count = self._decoder, len(x)
         # The tokens of each sequence, wherever they stand in the batch, in order of position.
-        order = np.lexsort((pos, lead))
-        seq, first = np.unique(lead[order], return_index=True)
+        first = np.concatenate([[0], (lead[1:] != lead[:-1]).nonzero()[0] + 1])
+        seq, order = lead[first], np.arange(count)
+        if len(set(seq.tolist())) < len(seq):  # some stand apart from each other
+            order = np.lexsort((pos, lead))
+            seq, first = np.unique(lead[order], return_index=True)
         begin = np.append(first, count).astype(np.int32)
         cos, sin = decoder.rotations(pos)
-        keys, values = self._cells
+        keys, values = np.split(self._storage.places, 2)
         arrays: list[NDArray[Any]] = [
             order.astype(np.int32), begin, seq.astype(np.int32), pos, slot, cos, sin,
             tables.table, tables.base, tables.start,

@@ -90,6 +90,10 @@ class SamplingStruct(Structure):
     )
 
 
+SHORT = ("copy_blocks", "rows")
+"""Calls shorter than the wait for the interpreter's lock after them, often: `lib.rows_held` does not give it up."""
+
+
 @lru_cache(1)
 def library() -> Any | None:
     """The library, or None where it could not be built or is switched off."""
@@ -131,6 +135,7 @@ def declare(lib: Any) -> Any:
         ("tm_product_bytes", c_size_t, [POINTER(Matrix), number]),
         ("tm_run", None, [POINTER(DecoderStruct), POINTER(StepStruct), pointer, pointer, pointer]),
         ("tm_product", None, [POINTER(Matrix), pointer, number, pointer, pointer, pointer]),
+        ("tm_copy_blocks", None, [pointer, pointer, number, pointer, pointer, number]),
         ("tm_norm", None, [pointer, pointer, c_float, number, number, pointer]),
         ("tm_sample_bytes", c_size_t, [number, pointer]),
         ("tm_sample", None, [POINTER(SamplingStruct), pointer, pointer]),
@@ -143,6 +148,11 @@ def declare(lib: Any) -> Any:
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+    held = ctypes.PyDLL(lib._name, handle=lib._handle)
+    for name in SHORT:
+        function = getattr(held, f"tm_{name}")
+        function.restype, function.argtypes = None, getattr(lib, f"tm_{name}").argtypes
+        setattr(lib, f"{name}_held", function)
     return lib
 
 

@@ -113,4 +113,13 @@ void tm_norm(const float *x, const float *weight, float eps, int32_t n, int32_t 
     use()->norm(x, weight, eps, n, width, y);
 }
 
+void tm_copy_blocks(const uintptr_t *arrays, const size_t *block_bytes, int32_t num_arrays, const int32_t *from,
+    const int32_t *to, int32_t count) {
+    for (int32_t a = 0; a < num_arrays; a++)
+        for (int32_t i = 0; i < count; i++) {
+            uint8_t *cells = (uint8_t *)arrays[a];
+            memcpy(cells + block_bytes[a] * (size_t)to[i], cells + block_bytes[a] * (size_t)from[i], block_bytes[a]);
+        }
+}
+
 int64_t tm_peak(int32_t rounds) { return use()->peak(rounds); }

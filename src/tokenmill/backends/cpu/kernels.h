@@ -124,6 +124,10 @@ void tm_run(const tm_decoder *decoder, const tm_step *step, float *x, void *scra
 /* y [n, rows] = x [n, cols] times the matrix, plus its bias. */
 void tm_product(const tm_matrix *matrix, const float *x, int32_t n, float *y, void *scratch, tm_pool *pool);
 
+/* Keys and values of blocks: from[i] to to[i], in each of so many arrays, of so many bytes a block. */
+void tm_copy_blocks(const uintptr_t *arrays, const size_t *block_bytes, int32_t num_arrays, const int32_t *from,
+    const int32_t *to, int32_t count);
+
 /* An id for each row of logits; memory: as many bytes as `tm_sample_bytes` says. */
 size_t tm_sample_bytes(int32_t vocab, const tm_pool *pool);
 void tm_sample(const tm_sampling *step, void *memory, tm_pool *pool);

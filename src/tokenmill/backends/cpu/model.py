@@ -103,7 +103,7 @@ class CPUModel:
     def new_backend(self, limits: BackendLimits) -> CPUBackend:
         num_blocks = max(1, -(-limits.num_cells // self.block_size))
         inv_freq = self.decoder.inv_freq
-        storage = CPUKV(self.info.layers, num_blocks, self.block_size, inv_freq, self._kv_dtype)
+        storage = CPUKV(self.decoder.lib, self.info.layers, num_blocks, self.block_size, inv_freq, self._kv_dtype)
         capabilities = Capabilities(
             state_bytes=True,
             shift=inv_freq.size > 0,
