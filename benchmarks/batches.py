@@ -87,10 +87,8 @@ class Streams:
                     count = sum(len(choice["token_ids"]) for choice in json.loads(data)["choices"])
                     if self.phase is not None and count:
                         self.phase.streamed += count
-                        self.phase.gaps_s += (
-                            [0.0] * (count - 1) if before is None else [now - before] + [0.0] * (count - 1)
-                        )
-                    before = now
+                        self.phase.gaps_s += [*([] if before is None else [now - before]), *[0.0] * (count - 1)]
+                    before = now if count else before
 
 
 def line_tokens(batch: dict[str, Any]) -> int:
@@ -162,7 +160,9 @@ async def run(url: str, options: argparse.Namespace) -> list[Phase]:
     async def end_clients() -> None:
         for client in clients:
             client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        for result in await asyncio.gather(*clients, return_exceptions=True):
+            if not isinstance(result, asyncio.CancelledError):
+                raise SystemExit(f"a stream failed: {result!r}")
         clients.clear()
 
     def begin_clients() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.engine.ledger import common_prefix
 from tokenmill.contract import IntArray
-from tokenmill.engine import kv_manager
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.events import Event, ParkedChange, ParkedEvent, Phase, RequestEvent
 from tokenmill.engine.kv_manager import FAILURE, NUM_SHOWN, ROOM
@@ -39,7 +38,7 @@ class Item:
     key: str
     holder: Hashable
     base: int
-    is_behind: bool = False
+    is_background: bool = False
     """Have only background requests used it? Few of these stay."""
 
 
@@ -149,7 +148,7 @@ class Shelf:
         for shelf, items in ((kv._plain, self.plain), (kv._sessions, self.sessions)):
             found = [(one.seq, one.entry.tokens.tolist(), one.owner, one.key, one.base) for one in shelf.values()]
             assert found == [(one.seq, list(one.tokens), one.owner, one.key, one.base) for one in items]
-        assert list(kv._behind) == [one.seq for one in self.plain if one.is_behind]
+        assert list(kv._background) == [one.seq for one in self.plain if one.is_background]
         losses = {owner: (loss.num_tokens, loss.reason, loss.by, loss.by_key) for owner, loss in kv._losses.items()}
         assert losses == self.losses
         assert set(kv._leased) == set(self.leased)
@@ -212,7 +211,9 @@ class Shelf:
             is_held = own.namespace == entry.namespace and begins(entry.tokens[: match.length], own.tokens)
             if is_held:
                 self._give_up(own, ParkedChange.REPLACED)
-        if isinstance(entry, Item) and match.length == len(entry.tokens) and entry.owner in (None, owner):
+        is_theirs = isinstance(entry, Item) and request.hints.is_background and not entry.is_background
+        may_take = isinstance(entry, Item) and (not is_theirs if entry.owner is None else entry.owner == owner)
+        if isinstance(entry, Item) and match.length == len(entry.tokens) and may_take:
             self._take_over(result, entry, match.length, ParkedChange.TAKEN)
         elif not self._lease(result, unless=entry) and isinstance(entry, Item):
             self._note_evicted(entry, ROOM)
@@ -281,14 +282,13 @@ class Shelf:
         covered = [one for one in self._rivals(item, None) if self._covers(item, one) and one is not own]
         for one in [*replaced, *sorted(covered, key=lambda one: len(one.tokens))]:
             self._give_up(one, ParkedChange.REPLACED)
-        others = any(not one.is_behind for one in [*replaced, *covered])
-        item.is_behind = hints.is_background and item.owner is None and not others
+        others = any(not one.is_background for one in [*replaced, *covered])
+        item.is_background = hints.is_background and item.owner is None and not others
         (self.plain if item.owner is None else self.sessions).append(item)
         self._expect(ParkedChange.PARKED, item)
-        behind = [one for one in self.plain if one.is_behind]
-        if item.is_behind and len(behind) > kv_manager.MOST_BEHIND:
-            self.by = None
-            self._evict(behind[0])
+        behind = self._behind()
+        if item.is_background and len(behind) > self.engine.kv._most_background:
+            self._give_up(behind[0], ParkedChange.REPLACED)
 
     def _rivals(self, item: Item, own: Item | None) -> list[Item]:
         """Parked KV beside which the item may be superfluous: its holder's, and of a plain one all plain requests'."""
@@ -351,7 +351,7 @@ class Shelf:
     def _keep_few_plain(self) -> None:
         most = self.engine._executor.backend.capabilities.parked_cells
         while most is not None and (excess := self.blocks.exclusive(one.seq for one in self.plain) - most) > 0:
-            self._shorten(self.plain[0], excess)
+            self._shorten(self._items()[0], excess)
 
     def resync(self, _: None) -> None:
         self.by = None
@@ -396,7 +396,10 @@ class Shelf:
 
     def _items(self) -> list[Item]:
         """In the order in which cells are taken from them."""
-        return [*self.plain, *self.sessions]
+        return [*self._behind(), *(one for one in self.plain if not one.is_background), *self.sessions]
+
+    def _behind(self) -> list[Item]:
+        return [one for one in self.plain if one.is_background]
 
     def _known(self, namespace: Namespace) -> list[Item | Running]:
         known: list[Item | Running] = [*self._items(), *self.leased.values()]
@@ -423,7 +426,7 @@ class Shelf:
         return next((item for item in self._items() if item.seq == entry.seq), None) or self.leased[entry.seq]
 
     def _touch(self, item: Item, by: Hints) -> None:
-        item.is_behind = item.is_behind and by.is_background
+        item.is_background = item.is_background and by.is_background
         shelf = self.plain if item.owner is None else self.sessions
         shelf.remove(item)
         shelf.append(item)

@@ -13,7 +13,7 @@ from tests.engine.helpers import Transcript, alone, assert_clean, make_engine, r
 from tests.planting import PlantedBug, plant
 from tokenmill.engine import policies
 from tokenmill.engine.cost_model import BackgroundCost
-from tokenmill.engine.kv_manager import MOST_BEHIND, KVManager
+from tokenmill.engine.kv_manager import MOST_BACKGROUND, KVManager
 from tokenmill.engine.policies import WaitingQueue
 from tokenmill.engine.request import BACKGROUND, Quota
 from tokenmill.engine.scheduler import Scheduler
@@ -264,7 +264,7 @@ def test_lines_do_not_push_out_what_others_have_left() -> None:
         if number == 0:
             engine.add(request("like a line", prompt(100), max_new_tokens=2))
             run(engine)
-    assert engine.kv.num_parked == 20 + 1 + MOST_BEHIND
+    assert engine.kv.num_parked == 20 + 1 + MOST_BACKGROUND
     for number in [*range(20), 100, 199]:
         engine.add(again := request(f"again{number}", prompt(number), max_new_tokens=2))
         run(engine)

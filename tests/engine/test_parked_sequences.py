@@ -528,7 +528,7 @@ class Crowd:
 def test_21_2_parked_sequences_are_at_most_sessions_and_plain_prompts(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_manager, "MOST_BEHIND", 2)
+    monkeypatch.setattr(kv_manager, "MOST_BACKGROUND", 2)
     play_crowds(depth)
 
 
@@ -545,23 +545,25 @@ BUGS = [
                "self._touch(entry, request.hints)", "pass"),
     PlantedBug("what others use stays behind", kv_manager.KVManager, "_touch", "not by.is_background", "False"),
     PlantedBug("lines push out what they replace", kv_manager.KVManager, "park",
-               "all(one.seq in self._behind for one in replaced)", "True"),
+               "all(one.seq in self._background for one in replaced)", "True"),
     PlantedBug("KV that others hold keeps its id", kv_manager.KVManager, "_cheapest", "cost[1] > 0", "cost[1] == 0"),
     PlantedBug("shortened by one token too many", kv_manager.KVManager, "_shorten",
                "len(parked.entry.tokens) - cells", "len(parked.entry.tokens) - cells - 1"),
     PlantedBug("a session's KV goes to others", kv_manager.KVManager, "_start",
-               "self._parked(entry.seq).owner in (None, owner)", "True"),
+               "self._may_take_over(entry, request.hints)", "True"),
+    PlantedBug("lines take others' KV over", kv_manager.KVManager, "_may_take_over",
+               "not by.is_background or entry.seq in self._background", "True"),
     PlantedBug("only the latest loss is told", kv_manager.KVManager, "_note_loss",
                "num_tokens + (before.num_tokens if before is not None else 0)", "num_tokens"),
     PlantedBug("sessions' KV goes first", kv_manager.KVManager, "_all_parked",
-               "yield from self._plain.values()\nyield from self._sessions.values()",
-               "yield from self._sessions.values()\nyield from self._plain.values()"),
+               "yield from self._background.values()",
+               "yield from self._sessions.values()\nyield from self._background.values()"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(bug, monkeypatch)
-    monkeypatch.setattr(kv_manager, "MOST_BEHIND", 2)
+    monkeypatch.setattr(kv_manager, "MOST_BACKGROUND", 2)
     with pytest.raises(AssertionError, match="seed"):
         play_crowds(0)

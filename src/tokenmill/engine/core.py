@@ -238,7 +238,9 @@ class EngineCore:
         self.model = model
         self.depth = capabilities.depth if config.depth is None else config.depth
         self.events = events or EventBus(clock)
-        self.kv = KVManager(backend.kv, capabilities, self.events, reuse=config.prefix_caching)
+        self.kv = KVManager(
+            backend.kv, capabilities, self.events, reuse=config.prefix_caching, num_rows=config.max_num_seqs
+        )
         self.max_model_len = _longest_request(config, model.max_context, self.kv)
         usage = usage or CoreUsage(KeyUsage(), wake=lambda: None)
         self.scheduler = Scheduler(config, model, self.max_model_len, self.kv, self.events, self.depth, usage)

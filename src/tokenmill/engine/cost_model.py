@@ -236,17 +236,19 @@ class BackgroundCost:
         """Rows and seconds of the latest steps that decoded without background requests."""
         self._errors: deque[float] = deque(maxlen=ERRORS)
         """Predicted seconds of background tokens less those that they took, relative to the step without them."""
-        self._seconds: tuple[deque[float], deque[float]] = deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)
-        """Of steps without background tokens, and with them."""
+        self._lengths: tuple[deque[float], deque[float]] = deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)
+        """Of steps without background tokens, and with them; relative to the median of the former."""
         self._factor = 1.0
 
     def observe(self, num_rows: int, seconds: float, background_s: float) -> None:
         """A step in which others decoded so many rows; `background_s` was predicted for background tokens."""
-        self._seconds[background_s > 0].append(seconds)
+        alone = self.alone_s(num_rows)
+        if alone:
+            self._lengths[background_s > 0].append(seconds / alone)
+            if background_s:
+                self._errors.append((alone + background_s - seconds) / alone)
         if background_s == 0:
             self._alone.append((num_rows, seconds))
-        elif (alone := self.alone_s(num_rows)) is not None:
-            self._errors.append((alone + background_s - seconds) / alone)
 
     def alone_s(self, num_rows: int) -> float | None:
         """Seconds of a step in which others decode so many rows; None before enough of them were seen."""
@@ -265,16 +267,16 @@ class BackgroundCost:
 
         Where steps vary by themselves, what is added to all of them lengthens the tail by less than the same factor.
         """
-        alone, both = map(_tail, self._seconds)
+        alone, both = map(_tail, self._lengths)
         if alone is not None and both is not None:
             change = LOOSENED if both < slowdown * alone else -TIGHTENED
             self._factor = min(max(1.0, self._factor + change), MOST_FACTOR)
         return self._factor
 
 
-def _tail(seconds: Collection[float]) -> float | None:
+def _tail(lengths: Collection[float]) -> float | None:
     """A high quantile; None before enough was seen."""
-    return sorted(seconds)[int(TAIL * len(seconds))] if len(seconds) >= TAIL_STEPS // 2 else None
+    return sorted(lengths)[int(TAIL * len(lengths))] if len(lengths) >= TAIL_STEPS // 2 else None
 
 
 class CostModel:

@@ -28,7 +28,7 @@ NUM_SHOWN = 16
 MOST_LOSSES = 10_000
 FEW_VICTIMS = 8
 """Parked sequences whose cells are counted first, doubled each round: bounds the cost of a full cache."""
-MOST_BEHIND = 64
+MOST_BACKGROUND = 64
 """Parked sequences that only background requests have used: thousands of lines do not push out what others left."""
 MOST_CANDIDATES = 256
 """Least recently used parked sequences compared when an id is needed: bounds the cost of starting a request."""
@@ -58,7 +58,9 @@ class ParkedSequence:
 class KVManager:
     """Leases sequences, shares prefixes, parks, evicts. Owned by the engine core's thread."""
 
-    def __init__(self, kv: KVMemory, capabilities: Capabilities, events: EventBus, *, reuse: bool = True) -> None:
+    def __init__(
+        self, kv: KVMemory, capabilities: Capabilities, events: EventBus, *, reuse: bool = True, num_rows: int = 0
+    ) -> None:
         self.kv = kv
         self.index = PrefixIndex()
         self.num_cells = kv.stats().num_cells
@@ -72,8 +74,9 @@ class KVManager:
         self._plain: OrderedDict[int, ParkedSequence] = OrderedDict()
         self._sessions: OrderedDict[int, ParkedSequence] = OrderedDict()
         """Least recently used first, both."""
-        self._behind: OrderedDict[int, ParkedSequence] = OrderedDict()
-        """The plain ones that only background requests have used, in the same order."""
+        self._background: OrderedDict[int, ParkedSequence] = OrderedDict()
+        """The plain ones that only background requests have used, in the same order: the first to go."""
+        self._most_background = max(MOST_BACKGROUND, num_rows)  # all that run may be preempted, and resume from theirs
         self._held: dict[Hashable, ParkedSequence] = {}
         """By owner."""
         self._base = 0
@@ -132,7 +135,7 @@ class KVManager:
         if entry is None:
             seq = self._lease(request)
             return None if seq is None else (seq, 0)
-        if entry.parked and match.length == len(entry.tokens) and self._parked(entry.seq).owner in (None, owner):
+        if entry.parked and match.length == len(entry.tokens) and self._may_take_over(entry, request.hints):
             return self._take_over(entry, match.length, ParkedChange.TAKEN)
         seq = self._lease(request, unless=entry)
         if seq is None and entry.parked:
@@ -143,6 +146,11 @@ class KVManager:
         self._touch(entry, request.hints)
         self.kv.seq_cp(entry.seq, seq, 0, match.length)
         return seq, match.length
+
+    def _may_take_over(self, entry: Entry, by: Hints) -> bool:
+        """Sessions keep their KV, and background requests leave that of others where it is."""
+        is_for_all = not by.is_background or entry.seq in self._background
+        return entry.owner == by.owner if entry.owner is not None else is_for_all
 
     def _leave_behind(self, match: Match, owner: str | None) -> None:
         """Free a session's parked KV if what it starts from holds at least as much."""
@@ -205,18 +213,19 @@ class KVManager:
             self._free(seq)
             return
         replaced = self._replaced_by(entry, self._held.get(holder))
-        is_behind = hints.owner is None and hints.is_background and all(one.seq in self._behind for one in replaced)
+        is_plain = hints.owner is None
+        is_background = is_plain and hints.is_background and all(one.seq in self._background for one in replaced)
         for one in replaced:
             self._give_up(one, ParkedChange.REPLACED)
         self.index.insert(entry)
         parked = ParkedSequence(entry, hints.key, holder, self._base)
-        (self._plain if hints.owner is None else self._sessions)[seq] = parked
+        (self._plain if is_plain else self._sessions)[seq] = parked
         self._held[holder] = parked
         self._tell(parked, ParkedChange.PARKED)
-        if is_behind:
-            self._behind[seq] = parked
-            if len(self._behind) > MOST_BEHIND:
-                self._evict(next(iter(self._behind.values())), ROOM, by=None)
+        if is_background:
+            self._background[seq] = parked
+            if len(self._background) > self._most_background:
+                self._give_up(next(iter(self._background.values())), ParkedChange.REPLACED)
 
     def _covering(self, entry: Entry, own: ParkedSequence | None = None) -> ParkedSequence | None:
         """Parked KV that makes an entry redundant: its owner's own, or for a plain one any plain request's."""
@@ -278,8 +287,8 @@ class KVManager:
     def _touch(self, entry: Entry, by: Hints) -> None:
         """Mark as recently used."""
         if not by.is_background:
-            self._behind.pop(entry.seq, None)
-        for shelf in (self._plain, self._sessions, self._behind):
+            self._background.pop(entry.seq, None)
+        for shelf in (self._plain, self._sessions, self._background):
             if entry.seq in shelf:
                 shelf.move_to_end(entry.seq)
                 shelf[entry.seq].base = self._base
@@ -333,7 +342,7 @@ class KVManager:
         if most is None:
             return
         while (excess := self.kv.exclusive(self._plain.keys()) - most) > 0:
-            self._shorten(next(iter(self._plain.values())), excess, by)
+            self._shorten(next(self._all_parked()), excess, by)
 
     def _cells(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv.block_size) * self.kv.block_size
@@ -357,8 +366,9 @@ class KVManager:
             self._tell(parked, ParkedChange.SHORTENED, by)
 
     def _all_parked(self) -> Iterator[ParkedSequence]:
-        """Eviction order of cells: plain requests' first, each by least recent use."""
-        yield from self._plain.values()
+        """Eviction order of cells: background requests' first, then plain ones', each by least recent use."""
+        yield from self._background.values()
+        yield from (parked for seq, parked in self._plain.items() if seq not in self._background)
         yield from self._sessions.values()
 
     def _oldest(self, keep: Entry | None = None) -> ParkedSequence | None:
@@ -437,7 +447,7 @@ class KVManager:
 
     def _unpark(self, seq: int, change: ParkedChange, by: Request | None = None) -> None:
         parked = self._plain.pop(seq, None) or self._sessions.pop(seq)
-        self._behind.pop(seq, None)
+        self._background.pop(seq, None)
         del self._held[parked.holder]
         self.index.remove(parked.entry)
         self._tell(parked, change, by)
@@ -496,6 +506,8 @@ class KVManager:
             raise IntegrityError("a sequence id is lost or has two users")
         if {id(parked) for parked in self._all_parked()} != {id(parked) for parked in self._held.values()}:
             raise IntegrityError("a session or a prompt has lost its parked sequence, or has two")
+        if self._background.keys() - self._plain.keys():
+            raise IntegrityError("a background request has a parked sequence that is not there")
         for parked in self._all_parked():
             if self.length(parked.seq) != len(parked.entry.tokens):
                 raise IntegrityError(f"parked sequence {parked.seq} is not as long as its tokens")

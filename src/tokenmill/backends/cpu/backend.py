@@ -22,8 +22,8 @@ from tokenmill.kv.paged import PagedKV, Segment
 from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 from tokenmill.kv.tables import BlockTables
 
-FEW = 32
-"""Tokens or blocks that are looked up or copied without giving up the interpreter's lock."""
+FEW_TOKENS, FEW_BYTES = 32, 1 << 22
+"""Tokens looked up, and bytes of blocks copied, without giving up the interpreter's lock."""
 
 
 class CPUDecoder:
@@ -51,7 +51,7 @@ class CPUDecoder:
     def embedded(self, token: NDArray[np.int64]) -> FloatArray:
         """[tokens, hidden]"""
         x = np.empty((len(token), self.config.hidden_size), dtype=np.float32)
-        rows = self.lib.rows_held if len(token) <= FEW else self.lib.tm_rows
+        rows = self.lib.rows_held if len(token) <= FEW_TOKENS else self.lib.tm_rows
         rows(ctypes.byref(self.weights.embed), address(token), len(token), address(x))
         if self.config.embed_scale != 1.0:
             x *= np.float32(self.config.embed_scale)
@@ -172,7 +172,8 @@ class CPUKV:
     def copy_blocks(self, src: IntArray, dst: IntArray) -> None:
         from_, to = (np.ascontiguousarray(blocks, dtype=np.int32) for blocks in (src, dst))
         where, sizes = address(self.places), address(self._block_bytes)
-        copy = self._lib.copy_blocks_held if len(to) <= FEW else self._lib.tm_copy_blocks
+        is_short = len(to) * self._block_bytes.sum() <= FEW_BYTES
+        copy = self._lib.copy_blocks_held if is_short else self._lib.tm_copy_blocks
         copy(where, sizes, len(self.places), address(from_), address(to), len(to))
 
     def shift(self, slots: IntArray, delta: int) -> None:
@@ -207,6 +208,7 @@ class CPUKV:
         """Give the memory back."""
         self.keys.clear()
         self.values.clear()
+        self.places = self.places[:0]
 
     @property
     def _is_scaled(self) -> bool:
