@@ -48,7 +48,7 @@ LEAST_SHARE = 0.25
 """Least fraction of their time that background requests keep when they take longer than predicted."""
 TAIL, TAIL_STEPS = 0.95, 128
 """Quantile of the latest steps in which those with background tokens are compared to those without."""
-MOST_FACTOR, LOOSENED, TIGHTENED = 1.2, 0.01, 0.02
+MOST_FACTOR, LOOSENED, TIGHTENED = 7 / 6, 0.01, 0.02
 """Background requests get up to so many times their time while the tail permits; what a step changes of the factor."""
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""

@@ -230,8 +230,8 @@ class Scheduler:
     def _bound_background(self, draft: Draft) -> None:
         """Take rows from background requests for others that wait, and bound the time that they add to the step.
 
-        While others run, a step may take `background_slowdown` times as long as their decoding alone, or a little longer
-        where steps vary by themselves (`BackgroundCost`).
+        While others run, a step may take `background_slowdown` times as long as their decoding alone, or a little
+        longer where steps vary by themselves (`BackgroundCost`).
         """
         foreground, num_waiting = self.rows.foreground, self.queue.num_startable
         if num_waiting and (self._lacks_kv or not self.rows.num_free):
