@@ -31,7 +31,7 @@ WINDOW = 64
 ENOUGH = 3
 """Observations before a prediction is made."""
 SMOOTHED_FITS, SMOOTHED_AGE = 16, 4
-"""Smoothed slopes: a moving average over so many fits, at most so many steps old."""
+"""Length of the moving average of slopes, in fits, and the most steps by which its latest fit is behind."""
 ROUNDS = 6
 DAMPING = 0.02
 """Strength of the previous slopes: the data decide once sizes vary by more than about 15 %."""
@@ -49,7 +49,7 @@ LEAST_SHARE = 0.25
 TAIL, TAIL_STEPS = 0.95, 128
 """Quantile of the latest steps in which those with background tokens are compared to those without."""
 MOST_FACTOR, LOOSENED, TIGHTENED = 7 / 6, 0.01, 0.02
-"""Background requests get up to so many times their time while the tail permits; what a step changes of the factor."""
+"""Additive control of the background budget by the tail: upper limit of its factor, increment, decrement."""
 LONG_AGO = 64
 """Decode steps after which what is known of proposed tokens is doubted: a few are tried again."""
 LEAST = 0.02

@@ -23,7 +23,7 @@ from tokenmill.kv.paged_backend import PagedBackend, PagedStep, WeightsGate
 from tokenmill.kv.tables import BlockTables
 
 FEW_TOKENS, FEW_BYTES = 32, 1 << 22
-"""Tokens looked up, and bytes of blocks copied, without giving up the interpreter's lock."""
+"""Tokens looked up, and bytes of blocks copied, with the GIL held."""
 
 
 class CPUDecoder:

@@ -91,7 +91,7 @@ class SamplingStruct(Structure):
 
 
 SHORT = ("copy_blocks", "rows")
-"""Calls shorter than the wait for the interpreter's lock after them, often: `lib.rows_held` does not give it up."""
+"""Also declared as `lib.rows_held` etc., which keep the GIL: getting it back can take longer than a short call."""
 
 
 @lru_cache(1)
